@@ -74,7 +74,6 @@ def main(
     targets: Annotated[str, typer.Option(help="Names of the adapted layers.")] = "q_proj,v_proj",
     tokens: Annotated[int, typer.Option(help="Output tokens of a request.")] = 32,
     rounds: Annotated[int, typer.Option(help="Turns of each way.")] = 3,
-    compile_first: Annotated[bool, typer.Option(help="Compile before measuring.")] = True,
     peer: Annotated[bool, typer.Option(help="Run vLLM for CPUs beside it.")] = False,
 ) -> None:
     """Run the benchmark and print a table."""
@@ -84,7 +83,6 @@ def main(
         settings = EngineSettings(
             model=model,
             quantization=quantization,
-            compile="wait" if compile_first else "off",
             lora=[f"{path.name}={path}" for path in paths],
             enable_prefix_caching=False,
         )

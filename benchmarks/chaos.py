@@ -2,12 +2,10 @@
 
     python -m benchmarks.chaos [--minutes 10] [--streams 40] [--engines 3]
 
-Compiled engines run behind a router that asks for keys. Meanwhile
+Engines run behind a router that asks for keys. Meanwhile
 
 - one engine after another is killed (SIGKILL) or stopped for a while (SIGSTOP), the
   next not before the one before it is back;
-- before some restarts, the compiled step on disk is damaged: a truncated or empty
-  library, inverted bytes of weights, a manifest that is not JSON;
 - the tenants' file is written again every five seconds, two times in three with errors.
 
 Every request must be completed with the tokens, text and counts of an undisturbed run. At the
@@ -17,14 +15,13 @@ end no engine has a request or a block in use, and no process is left.
 import argparse
 import asyncio
 import itertools
-import os
 import random
 import signal
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,42 +31,34 @@ import psutil
 from benchmarks.fixture import Node, engine, make_model, router, serving, write_tenants
 from benchmarks.migration import FAILOVER, HEARTBEAT_SECONDS, Outcome, make_asks, settle, stream
 from octavo import AsyncClient
-from octavo.common.models.cache import cache_dir
 
 KEY = "load"
 REWRITE_SECONDS = 5.0
 PAUSE_SECONDS = 2.0
 """Seconds between two faults."""
-COMPILE_SECONDS = 600.0
 SETTLE_SECONDS = 60.0
 """Seconds that engines have to become idle at the end."""
 
 
 @dataclass
 class Service:
-    """A router and its engines, and what is tampered with: the tenants' file and the cache."""
+    """A router and its engines, and the tenants' file, which is tampered with."""
 
     front: Node
     engines: list[Node]
     client: AsyncClient
     tenants: Path
-    cache: Path
 
 
 @asynccontextmanager
 async def service(model: str, directory: Path, engines: int) -> AsyncIterator[Service]:
-    """Start everything after an engine has compiled the model and ended."""
+    """Start everything."""
     tenants = write_tenants(directory / "tenants.toml", {KEY: 1})
-    compiling = engine(model, compile="wait")
-    try:
-        await compiling.start(COMPILE_SECONDS)
-    finally:
-        await compiling.close()
     nodes = [engine(model, compile="auto", max_num_seqs=64) for _ in range(engines)]
     addresses = [node.address for node in nodes]
     front = router(addresses, tenants=tenants, failover_timeout=300, **FAILOVER)
     async with serving(nodes, front, api_key=KEY) as client:
-        yield Service(front, nodes, client, tenants, cache_dir())
+        yield Service(front, nodes, client, tenants)
 
 
 BAD_TENANTS = (
@@ -95,48 +84,6 @@ async def rewrite_tenants(path: Path, events: Counter[str]) -> None:
         await asyncio.sleep(REWRITE_SECONDS)
 
 
-def cut_in_half(data: bytes) -> bytes:
-    """Return the first half."""
-    return data[: len(data) // 2]
-
-
-def empty(_: bytes) -> bytes:
-    """Return nothing."""
-    return b""
-
-
-def flip(data: bytes) -> bytes:
-    """Invert 64 bytes in the middle."""
-    middle = len(data) // 2
-    inverted = bytes(255 - byte for byte in data[middle : middle + 64])
-    return data[:middle] + inverted + data[middle + 64 :]
-
-
-DAMAGE: list[tuple[Callable[[bytes], bytes], str]] = [
-    (cut_in_half, "*.so"),
-    (flip, "*.so"),
-    (empty, "*.so"),
-    (flip, "reference.safetensors"),
-    (cut_in_half, "step.json"),
-]
-
-
-def damage(cache: Path, number: int) -> bool:
-    """Damage the compiled step on disk; return whether there is one.
-
-    The damaged file is a new one: running engines have mapped the file that they loaded.
-    """
-    how, pattern = DAMAGE[number % len(DAMAGE)]
-    found = False
-    for manifest in cache.glob("*/*/step.json"):
-        for file in manifest.parent.glob(pattern):
-            copy = file.with_suffix(".copy")
-            copy.write_bytes(how(file.read_bytes()))
-            copy.replace(file)
-            found = True
-    return found
-
-
 async def strike(
     served: Service, events: Counter[str], over: asyncio.Event, seconds: float
 ) -> None:
@@ -156,8 +103,6 @@ async def strike(
             continue
         await victim.kill()
         events["kills"] += 1
-        if number % 4 == 1 and damage(served.cache, events["damaged artifacts"]):
-            events["damaged artifacts"] += 1
         await victim.start()
         events["restarts"] += 1
     over.set()
@@ -182,7 +127,6 @@ async def measure(minutes: float, streams: int, engines: int) -> bool:
     """Run and print everything; return whether there was no problem."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        os.environ["OCTAVO_CACHE_DIR"] = str(directory / "cache")
         model = make_model(directory / "model")
         outcome, events, over = Outcome(), Counter[str](), asyncio.Event()
         async with service(model, directory, engines) as served:

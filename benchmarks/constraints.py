@@ -132,7 +132,6 @@ class Octavo:
     def __init__(self, model: str) -> None:
         self.engine = OneEngine(
             model,
-            compile="wait",
             pin=True,
             max_model_len=MAX_MODEL_LEN,
             max_num_seqs=256,

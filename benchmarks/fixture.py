@@ -192,7 +192,7 @@ def engine(
 ) -> Node:
     """Return an engine of `model` in float32.
 
-    It does not compile by default: that takes both cores for a minute and changes its speed midway.
+    It does not trace the model by default, so that it starts sooner.
 
     Args:
         model: The model's directory.

@@ -114,7 +114,7 @@ def without_model(path: Path) -> None:
 
     counts = Counts(path)
 
-    def most_likely(_: Executor, inputs: Any) -> list[int]:  # noqa: ANN401
+    def most_likely(_: Executor, inputs: Any, __: Any) -> list[int]:  # noqa: ANN401
         time.sleep(0)  # as a model does, it lets other threads have the interpreter
         rows = inputs.token_ids.numpy()[0, inputs.logit_rows.numpy()]
         following: list[int] = ((rows + 1) % (VOCABULARY - 1)).tolist()

@@ -253,9 +253,7 @@ def measure(
 ) -> bool:
     """Measure and print; return whether both marks are met."""
     logging.configure(log_level="error")
-    engine = OneEngine(
-        str(models.resolve(model)), seconds=1, compile="wait", max_model_len=1024, pin=True
-    )
+    engine = OneEngine(str(models.resolve(model)), seconds=1, max_model_len=1024, pin=True)
     draw = random.Random(0)
     made = [hostile(draw) for _ in range(count)]
     engine.run("regex", "warm", max_tokens=4)

@@ -87,7 +87,7 @@ def main() -> None:
     parser.add_argument("--quantization", default="none", choices=("none", "int8", "int4"))
     parser.add_argument("--output", type=Path, help="a Markdown file for the tables")
     options = parser.parse_args()
-    flags = ("--quantization", options.quantization, "--compile", "wait")
+    flags = ("--quantization", options.quantization)
     with local_server(options.model, *flags, "--no-enable-prefix-caching") as address:
         rates, gaps = asyncio.run(measure(address))
     tables = f"{rates_table(rates)}\n\n{gaps_table(gaps)}"

@@ -6,7 +6,7 @@ First, streams that keep the engine busy send request after request without dead
 is the peak. Then requests come at random times, `--load` times the peak, each with a deadline of
 `--deadline` times what one took at the peak. Then the peak is measured again, as other work on the
 machine may have changed it. The default model is tiny and real: its tokens are so many that on few
-cores router and clients take what the engine needs. `--model` serves another one, compiled, on all
+cores router and clients take what the engine needs. `--model` serves another one, traced, on all
 cores. With `--paced` the engine's steps take a fixed time, so the figures are the router's. The
 lines say whether
 
@@ -207,7 +207,7 @@ def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memor
 def _engine(model: str | None, tiny: str, *, paced: bool) -> Node:
     if model is not None:
         # So few blocks that all have been used, and have their memory, before it is measured.
-        own = {"dtype": "auto", "compile": "wait", "num_blocks": 512}
+        own = {"dtype": "auto", "compile": "auto", "num_blocks": 512}
         return engine(model, threads=None, max_num_seqs=PLACES, **own)
     if paced:
         return paced_engine(tiny, step_seconds=PACED_STEP, max_num_seqs=PLACES)

@@ -1,12 +1,11 @@
 """Compare one engine as one rank with all threads and as several ranks with fewer.
 
-    python -m benchmarks.ranks [--model M] [--ranks 2] [--batch 48] [--rounds 3] [--compile wait]
+    python -m benchmarks.ranks [--model M] [--ranks 2] [--batch 48] [--rounds 3] [--compile auto]
 
 Each round runs both in turn: `--batch` greedy requests at once, of 64 prompt and 64 output tokens.
 It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the others: in sums of
 layers, in gathering tokens and in messages. Without `--model` it makes one of SmolLM2's size with
-random weights, 8 query heads and 4 KV heads, because two ranks cannot share SmolLM2's 9 and 3. The
-first run of each configuration compiles the model.
+random weights, 8 query heads and 4 KV heads, because two ranks cannot share SmolLM2's 9 and 3.
 """
 
 import argparse
@@ -47,7 +46,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--compile", choices=("wait", "off"), default="wait")
+    parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     parser.add_argument("--alone", action="store_true", help="one run with --ranks ranks")
     given = parser.parse_args()
     if given.alone:
@@ -69,7 +68,7 @@ def save_model(folder: str) -> str:
 
 def compare(given: argparse.Namespace) -> None:
     """Run each configuration in each round, and print the medians."""
-    # Several ranks first: a model whose heads they cannot share fails before it is compiled.
+    # Several ranks first: a model whose heads they cannot share fails at once.
     found: dict[int, list[float]] = {given.ranks: [], 1: []}
     for _ in range(given.rounds):
         for ranks, rates in found.items():

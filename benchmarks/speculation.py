@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--compile", default="wait")
+    parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8, help="maximum drafted tokens per step")
     parser.add_argument("--modes", nargs="+", default=["off", "ngram", "suffix", "auto"])

@@ -140,7 +140,6 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     settings: dict[str, Any] = {
         "model": arguments.model,
         "quantization": arguments.quantization,
-        "compile": "wait",
     }
     needed = batch * (PROMPT + WARM_STEPS + STEPS + 16) // 16 + batch
     parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
@@ -160,6 +159,8 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
         (executor, "sample", "sample"),
         (parts.executor, "_forward", "model"),
         (parts.executor, "_most_likely", "model"),
+        (cpu, "argmax", "greedy"),  # within the model's time, as the next one
+        (cpu, "mask_logits", "greedy"),
     ):
         setattr(owner, name, timed(getattr(owner, name), add, part))
     draw = random.Random(0)
@@ -176,9 +177,9 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     total = time.perf_counter() - began
     kernels = cpu.take_spent()
     spent["attention"], spent["products"] = kernels.attention + kernels.states, kernels.linear
-    spent["sample"] += kernels.sampling  # greedy steps do it there
-    in_kernels = kernels.attention + kernels.states + kernels.linear + kernels.sampling
-    spent["rest"] = spent.pop("model") - in_kernels
+    greedy = spent.pop("greedy", 0.0)
+    spent["sample"] += greedy
+    spent["rest"] = spent.pop("model") - spent["attention"] - spent["products"] - greedy
     spent["other"] = total - sum(spent.values())
     return {part: seconds / STEPS for part, seconds in spent.items()}
 
@@ -193,7 +194,7 @@ def _live(scheduler: Any) -> list[Any]:  # noqa: ANN401
 
 async def _serve(arguments: argparse.Namespace) -> dict[int, dict[str, float]]:
     """Return figures of a real server's steps by the number of streams read at once."""
-    flags = ("--quantization", arguments.quantization, "--compile", "wait")
+    flags = ("--quantization", arguments.quantization)
     with local_server(arguments.model, *flags) as address:
         router, *others = psutil.Process().children(recursive=True)
         engine = max(others, key=lambda process: process.memory_info().rss)

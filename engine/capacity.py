@@ -78,20 +78,19 @@ def count_blocks(
     return blocks
 
 
-def count_swap_blocks(settings: EngineSettings, block_bytes: int, reserved: int) -> int:
+def count_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
     """Return the number of blocks in swap space: as set, or the default.
 
     Args:
         settings: The engine's settings.
         block_bytes: Bytes per block.
-        reserved: The host's bytes that are free but will be needed.
 
     Raises:
         StartupError: They do not fit.
     """
     gib = settings.swap_space
     if gib is None:
-        gib = default_swap_gib(reserved)
+        gib = default_swap_gib()
     available = memory_of(torch.device("cpu")).total / GIB
     if gib > available:
         raise StartupError(

@@ -461,7 +461,6 @@ class EngineCore:
             cache=scheduler.cache.stats,
             step_seconds=self._step_seconds,
             draining=self._draining,
-            compiling=self._executor.compiling,
             drafted_tokens=scheduler.counters.drafted_tokens,
             accepted_tokens=scheduler.counters.accepted_tokens,
         )

@@ -4,7 +4,6 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from octavo.engine.compilation.background import CompileProgress
 from octavo.engine.kv_cache import CacheStats
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -108,7 +107,6 @@ class Load:
         draining: whether new requests are refused.
         step_running_seconds: how long the current step has run, in a load published while it
             runs; else 0.
-        compiling: the progress of the compilation in the background; None if there is none.
         drafted_tokens: tokens drafted since the start.
         accepted_tokens: of these, those that were right.
     """
@@ -120,6 +118,5 @@ class Load:
     step_seconds: float
     draining: bool
     step_running_seconds: float = 0.0
-    compiling: CompileProgress | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0

@@ -74,7 +74,7 @@ def follow(settings: EngineSettings, place: Place) -> None:
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
 
     def count(probe: CacheTensors) -> tuple[int, int]:
-        taken = loaded.reserved_bytes
+        taken = 0
         if loaded.device.type == "cuda":
             taken = peak_memory(loaded.device) - probe.device.nbytes
         return count_pool(settings, loaded, block_bytes, taken, place)

@@ -1,6 +1,6 @@
 """Read a model's own sampling defaults from its generation_config.json.
 
-transformers is not needed for it, so that a compiled model still starts without importing it.
+transformers, which is slow to import, is not needed for it.
 """
 
 import json

@@ -91,9 +91,12 @@ class EngineMetrics:
         self.sessions = gauge("sessions", "Routers connected.")
         self.batch_sequences = gauge("batch_sequences", "Sequences in the last step.")
         self.groups = gauge("groups", "Sequence groups by state.", "state")
-        self.compiled = gauge("compiled", "1 if the last step ran compiled, 0 if it ran eagerly.")
+        self.compiled = gauge(
+            "compiled", "1 if the last step ran traced or compiled, 0 if it ran in Python."
+        )
         self.eager_steps = counter(
-            "eager_steps", "Steps that ran eagerly because they do not fit the compiled model."
+            "eager_steps",
+            "Steps on a GPU that ran in Python as they do not fit the compiled model.",
         )
         self.blocks = gauge("blocks", "KV-cache blocks on the device by state.", "state")
         self.kv_cache_usage = gauge(

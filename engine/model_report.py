@@ -132,7 +132,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         settings,
         empty.device,
         block_bytes,
-        count_swap_blocks(settings, block_bytes, 0) if on_gpu else 0,
+        count_swap_blocks(settings, block_bytes) if on_gpu else 0,
         taken=taken,
         memory=device,
     )

@@ -215,8 +215,6 @@ def to_load(load: Load) -> engine_pb2.Load:
         step_seconds=load.step_seconds,
         draining=load.draining,
         step_running_seconds=load.step_running_seconds,
-        compiling_seconds=load.compiling.seconds if load.compiling else 0.0,
-        compiling_estimate_seconds=load.compiling.estimate if load.compiling else 0.0,
         drafted_tokens=load.drafted_tokens,
         accepted_tokens=load.accepted_tokens,
     )

@@ -1,8 +1,8 @@
 """The engine's settings."""
 
-from typing import TYPE_CHECKING, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, field_validator, model_validator
 
 from octavo.common.adapter_names import ADAPTER_NAME, ADAPTER_NAMES
 from octavo.common.connections import ConnectionSettings
@@ -85,10 +85,12 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Quantization of linear layers and, on a CPU, experts; costs a little quality."
         + "".join(f" {name}: {text}." for name, text in SCHEMES.items()),
     )
-    compile: Literal["auto", "wait", "off"] = Field(
+    compile: Annotated[
+        Literal["auto", "off"], BeforeValidator(lambda value: "auto" if value == "wait" else value)
+    ] = Field(
         "auto",
-        description="Compile the model. On a CPU the result is cached: auto serves requests"
-        " meanwhile, wait compiles before the engine is ready. A GPU compiles at every start.",
+        description="off: run the model's own Python code, operator by operator. That is slower,"
+        " and a means to look for faults.",
     )
     cuda_graphs: bool = Field(
         True,
@@ -107,7 +109,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         gt=0,
         description="KV cache size in GiB. Default: what --gpu-memory-utilization leaves, or on a"
-        " CPU a quarter of the memory that is free and that compiling leaves, at most 4.",
+        " CPU a quarter of the free memory, at most 4.",
     )
     num_blocks: int | None = Field(
         None, ge=1, description="Number of KV-cache blocks; overrides --cache-memory."
@@ -122,8 +124,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         None,
         ge=0,
         description="GiB of CPU memory for preempted requests and evicted prefixes; 0 disables"
-        " swapping. Default: 2, or a quarter of the free memory that compiling leaves if that is"
-        " less.",
+        " swapping. Default: 2, or a quarter of the free memory if that is less.",
     )
     preemption: PreemptionMode = Field(
         "auto",
@@ -135,8 +136,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     enable_lora: bool = Field(
         False,
-        description="Accept LoRA adapters while the engine runs. It keeps the model uncompiled too,"
-        " which runs the steps with adapters. --lora implies it.",
+        description="Accept LoRA adapters while the engine runs. On a GPU, steps with adapters"
+        " run uncompiled. --lora implies it.",
     )
     lora: list[str] = Field(
         [],

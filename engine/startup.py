@@ -262,11 +262,6 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
             f"this machine has {torch.cuda.device_count()} GPUs for {place.local_size} ranks: lower"
             " --tensor-parallel-size, or start ranks on more machines"
         )
-    if device.type == "cuda" and settings.compile == "wait":
-        raise StartupError(
-            "--compile wait does not work with several ranks on GPUs, which run uncompiled: use"
-            " --compile auto or off"
-        )
     try:
         world = join(place, device, watch_seconds=settings.rank_timeout)
     except (RuntimeError, ValueError) as error:
@@ -302,7 +297,7 @@ def count_pool(
         gib = {"cache_memory": settings.cache_memory, "swap_space": settings.swap_space}
         shares = {name: size / place.size for name, size in gib.items() if size is not None}
         own, ranks_here = settings.model_copy(update=shares), place.local_size
-    swap = count_swap_blocks(own, block_bytes, loaded.reserved_bytes)
+    swap = count_swap_blocks(own, block_bytes)
     if settings.swap_space is None:  # a share of memory that the ranks of a machine have in common
         swap //= ranks_here
     blocks = count_blocks(own, loaded.device, block_bytes + draft_bytes, swap, taken=taken)
@@ -497,12 +492,12 @@ def _memory_taken(
     """Return the bytes that the cache cannot use; 0 if the cache's size is set.
 
     On a GPU these are the peak of the largest step, without the probe's own cache, and the CUDA
-    graphs; on a CPU, what is free but will be needed.
+    graphs.
     """
     if settings.num_blocks is not None or settings.cache_memory is not None:
         return 0
     if loaded.device.type != "cuda":
-        return loaded.reserved_bytes
+        return 0
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
     if not settings.cuda_graphs or settings.tensor_parallel_size > 1:
         return taken

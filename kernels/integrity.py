@@ -7,7 +7,6 @@ import hashlib
 import os
 import stat
 from pathlib import Path
-from typing import NamedTuple
 
 SEAL = b"octavo-sha256:"
 """Prefix of the digest at the end of a sealed file."""
@@ -20,46 +19,6 @@ class DamagedFileError(OSError):
 
 class UntrustedFileError(OSError):
     """Another user may have written a file; the message names it and says what to do."""
-
-
-class Fingerprint(NamedTuple):
-    """The size and digest of a file's contents.
-
-    Attributes:
-        size: Bytes.
-        sha256: Hexadecimal digits.
-    """
-
-    size: int
-    sha256: str
-
-
-def fingerprint(path: Path) -> Fingerprint:
-    """Return a file's fingerprint. This reads the file, at over 1 GB/s on most CPUs.
-
-    Raises:
-        OSError: The file cannot be read.
-    """
-    with path.open("rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-        return Fingerprint(file.tell(), digest)
-
-
-def verify(path: Path, expected: Fingerprint) -> None:
-    """Check that a file has not changed since it was written.
-
-    Raises:
-        DamagedFileError: It is missing or has another size or contents.
-        OSError: The file cannot be read.
-    """
-    try:
-        size = path.stat().st_size
-    except FileNotFoundError as error:
-        raise DamagedFileError(f"{path} is missing") from error
-    if size != expected.size:
-        raise DamagedFileError(f"{path} has {size} bytes instead of {expected.size}")
-    if fingerprint(path) != expected:
-        raise DamagedFileError(f"{path} has changed since it was written (SHA-256)")
 
 
 def seal(path: Path) -> None:

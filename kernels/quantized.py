@@ -8,7 +8,7 @@ MXFP4's scales are powers of two (OCP Microscaling Formats 1.0).
 Everything is in words of 4 bytes, as GPUs copy no less at once without waiting for it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple
 
@@ -112,12 +112,6 @@ class QuantizedWeight(NamedTuple):
     def unit(self) -> int:
         """The groups that share an outer scale; 1 if there are none."""
         return 1 if self.outer is None else len(self.scale) // len(self.outer)
-
-    def with_tensors(self, change: Callable[[Tensor], Tensor]) -> "QuantizedWeight":
-        """Return the same with each tensor changed, such as to another device."""
-        return QuantizedWeight(
-            *(change(own) if isinstance(own, Tensor) else own for own in self)  # type: ignore[arg-type]
-        )
 
     def fits(self, other: object) -> bool:
         """Return whether two weights are alike but for outputs, so that they can be joined."""

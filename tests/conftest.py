@@ -15,17 +15,14 @@ from hypothesis import HealthCheck, settings
 
 from octavo.common.models import resolve as models
 
-LONG = {"test_compilation.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
+LONG = {"test_triton_compiled.py", "test_triton_interpreted.py"}
 """Besides the integration tests, the files that take longest."""
 
-KEPT = {"OCTAVO_CACHE_DIR", "OCTAVO_COMPILE"}
+KEPT = {"OCTAVO_CACHE_DIR"}
 
 # Where each core has a process of tests, threads of one only wait for those of another.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-# Compiling takes minutes of both cores: the tests that want it say so.
-os.environ["OCTAVO_COMPILE"] = "off"
 
 # The many processes that tests start would each compile the sources, a second of a core.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

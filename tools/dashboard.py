@@ -219,7 +219,7 @@ SECTIONS = [
                     f"(rate(octavo_engine_step_seconds_count{{{ENGINE}}}[$__rate_interval]) > 0)"
                 },
                 "s",
-                "A slower engine has a slower machine, or does not run compiled yet.",
+                "A slower engine has a slower machine, or its model runs in Python.",
             ),
             Panel(
                 "Batch",
@@ -359,12 +359,12 @@ SECTIONS = [
                 width=8,
             ),
             Panel(
-                "Engines that run compiled",
+                "Engines whose model does not run in Python",
                 {
-                    "compiled": f"sum(octavo_engine_compiled{{{ENGINE}}})",
+                    "without Python": f"sum(octavo_engine_compiled{{{ENGINE}}})",
                     "engines": f"count(octavo_engine_info{{{ENGINE}}})",
                 },
-                help="Engines on a CPU that do not run compiled are slower.",
+                help="Models that cannot be traced or compiled run in Python, which is slower.",
                 width=8,
             ),
         ],

@@ -46,7 +46,7 @@ The commands for clients have their flags in their `--help`: they find the serve
 
 | variable without a flag | sets |
 | --- | --- |
-| `OCTAVO_CACHE_DIR` | Directory of prepared and compiled models and kernels. Default: `octavo` in \
+| `OCTAVO_CACHE_DIR` | Directory of prepared models and compiled kernels. Default: `octavo` in \
 the user's cache directory. |
 | `OCTAVO_MARCH` | CPU to compile kernels for, as the C++ compiler's `-march` names it, or \
 `native`. Default: the wheel's kernels, else `native`. |

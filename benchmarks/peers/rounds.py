@@ -76,7 +76,6 @@ class Fleet:
         self._say = say
         self._provided: dict[str, tuple[Path, Path]] = {}
         self._loaded: dict[str, WorkerProcess] = {}
-        self._loaded_before: set[str] = set()
 
     def provide(self, peer: Peer) -> None:
         """Install a peer and fetch its model where they are missing.
@@ -115,12 +114,8 @@ class Fleet:
 
     def _load(self, peer: Peer, result: Result) -> WorkerProcess:
         python, model = self._provided[peer.name]
-        room = ROOM_BYTES
-        if peer.worker == "octavo" and peer.name not in self._loaded_before:
-            room = max(room, room_to_compile(model))
-        while self._loaded and psutil.virtual_memory().available < room:
+        while self._loaded and psutil.virtual_memory().available < ROOM_BYTES:
             self._end(next(iter(self._loaded)))
-        self._loaded_before.add(peer.name)
         self._say(f"{peer.title}: loading")
         more = () if peer.checkout is None else (peer.checkout,)
         variables = worker_variables(self._threads, *more) | self._isa.variables
@@ -167,22 +162,6 @@ class Fleet:
         with contextlib.ExitStack() as stack:
             for worker in self._loaded.values():
                 stack.callback(worker.close)
-
-
-def room_to_compile(model: Path) -> int:
-    """Return the bytes of free memory that Octavo needs to load and compile a model.
-
-    Args:
-        model: its file, or the directory of its files.
-    """
-    from octavo.engine.compilation.load_step import (  # noqa: PLC0415 - brings in PyTorch
-        COMPILER_SHARE,
-        compiler_bytes,
-    )
-
-    files = [model] if model.is_file() else model.glob("*.safetensors")
-    size = sum(file.stat().st_size for file in files)
-    return size + round(compiler_bytes(size) / COMPILER_SHARE)
 
 
 def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[Result]:

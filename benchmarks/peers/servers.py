@@ -88,7 +88,7 @@ def _octavo(weights: str) -> ServerKind:
         *("--http-port", "{port}", "--port", "{other_port}", "--metrics-port", "0"),
         *("--cache-memory", str(CACHE_GIB), "--max-model-len", str(CONTEXT)),
         *("--keepalive-time", HOURS, "--keepalive-timeout", HOURS, "--heartbeat-timeout", HOURS),
-        *("--step-timeout", "0", "--compile", "wait", *flags),
+        *("--step-timeout", "0", *flags),
     )
     return ServerKind(f"octavo-{weights}", f"Octavo, {weights}", command)
 

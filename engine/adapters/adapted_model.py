@@ -20,7 +20,6 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from octavo.engine.adapters.targets import Targets
-from octavo.engine.adapters.trial import TrialStep, check_adapters
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.models.empty_model import make_empty
 from octavo.engine.models.linear.adapted_layers import Placement, Target, add_adapters
@@ -38,25 +37,18 @@ PROBE_TOKENS, PROBE_ROWS = 3, 2
 """Tokens, and rows of logits, of the run that shows which layers run for every token."""
 
 
-def adapt_loaded(loaded: "LoadedModel", path: str) -> tuple[Targets, TrialStep]:
-    """Make a loaded model apply LoRA adapters, and check that it does.
+def adapt_loaded(loaded: "LoadedModel", path: str) -> Targets:
+    """Make a loaded model apply LoRA adapters.
 
     Args:
         loaded: The model, loaded to take adapters.
         path: Its directory.
 
     Returns:
-        The layers that adapters may adapt, and the step that passed the check.
-
-    Raises:
-        SelfCheckError: Its logits with an adapter are not those of transformers.
+        The layers that adapters may adapt.
     """
     config = read_config(path, quantized=find_format(Path(path)) is not None)
-    targets = adapt(loaded.model, config, loaded.dtype)
-    assert loaded.trial is not None
-    step = TrialStep(EagerStep(loaded.model), targets, loaded.trial.scales, loaded.device)
-    check_adapters(loaded.trial.check, step)
-    return targets, step
+    return adapt(loaded.model, config, loaded.dtype)
 
 
 def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> Targets:

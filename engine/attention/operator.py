@@ -5,7 +5,7 @@ cache: `attending` sets the current step around the model. With cache and block 
 a compiled graph would hold thirty functional copies of one tensor, and each call would wrap seven
 more tensors.
 
-This module does not import transformers, so a compiled step starts without it.
+This module does not import transformers, which is slow to import.
 """
 
 from collections.abc import Iterator, Sequence

@@ -133,6 +133,6 @@ _library.define(  # type: ignore[no-untyped-call]
 _library.impl("latent_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::latent_attention", _fake)
 OPERATOR = torch.ops.octavo.latent_attention.default
-"""The operator. A compiled step calls the C function of the same name in kernels/cpu/aoti.cpp."""
+"""The operator. A traced step calls the function of the same name in kernels/cpu/operators.cpp."""
 # It writes the cache, which is not an argument: no call may be dropped or merged.
 torch.fx.node.has_side_effect(OPERATOR)

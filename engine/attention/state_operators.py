@@ -1,8 +1,8 @@
 """The operations of layers that keep a state, as PyTorch operators.
 
 Like `octavo::paged_attention` they take the number of a state, not its memory: `attending` sets the
-current step around the model. `octavo.kernels.states` documents them. In compiled steps the steps,
-rates and gates of recurrences must be contiguous float32; see kernels/cpu/state_shims.cpp.
+current step around the model. `octavo.kernels.states` documents them. In traced steps the steps,
+rates and gates of recurrences must be contiguous float32; see kernels/cpu/state_operators.cpp.
 """
 
 # An operator's arguments are positional.

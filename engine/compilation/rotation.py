@@ -12,6 +12,8 @@ from torch import fx
 from torch.fx import Graph
 from torch.fx.passes.utils.matcher_utils import SubgraphMatcher
 
+from octavo.engine.compilation.trace import call
+
 Node = Any  # a torch.fx.Node, with untyped arguments
 aten = torch.ops.aten
 octavo = torch.ops.octavo
@@ -65,10 +67,7 @@ def fuse_rotary_embeddings(graph: Graph) -> None:
                 angles[angle] = _in_float32(graph, angle)
         with graph.inserting_before(attention):
             raw = [
-                graph.call_function(
-                    aten.transpose.int,
-                    (graph.call_function(aten.select.int, (heads, 0, 0)), 0, 1),
-                )
+                call(graph, aten.transpose.int, call(graph, aten.select.int, heads, 0, 0), 0, 1)
                 for heads in (query, key)
             ]
         attention.args = (*raw, *attention.args[2:10], *(angles[angle] for angle in own))
@@ -97,7 +96,8 @@ def _is_doubled(node: Node) -> bool:
     angle = _angle(node)
     while angle is not None and angle.target is not aten.cat.default:
         if angle.target not in {
-            *(aten.to.dtype, aten.mul.Tensor, aten.cos.default, aten.sin.default)
+            *(aten.to.dtype, aten._to_copy.default, aten.mul.Tensor),  # noqa: SLF001
+            *(aten.cos.default, aten.sin.default),
         }:
             return False
         if any(isinstance(other, fx.Node) for other in angle.args[1:]):

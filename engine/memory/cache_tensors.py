@@ -174,13 +174,9 @@ def free_memory(device: torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def default_swap_gib(taken: int = 0) -> float:
-    """Return the default size of swap space in GiB: at most 2.
-
-    Args:
-        taken: The host's bytes that are free but will be needed.
-    """
-    return min(2.0, _share(resources.memory(), taken))
+def default_swap_gib() -> float:
+    """Return the default size of swap space in GiB: at most 2."""
+    return min(2.0, _share(resources.memory(), 0))
 
 
 def _share(memory: Memory, taken: int) -> float:

@@ -22,6 +22,7 @@ from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import attention_of, probe, set_attention
 from octavo.engine.models.checks.reference import Reference, reference, with_rounding
 from octavo.engine.models.checks.remembered import place_of, recall, remember
+from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.structure import check_in_float32
 from octavo.engine.models.checks.trial_adapter import TrialReference, trial_reference
@@ -80,8 +81,10 @@ class LoadedModel:
         cache_dtype: Of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where the model is.
-        check: The self-check, for other steps of this model.
+        check: The self-check of its steps.
         trial: That with an adapter, if one was asked for; no step has passed it yet.
+        kept: Where what the self-check compares with is remembered, if it is; see `pass_check`.
+        is_kept: Whether it is there.
     """
 
     model: PreTrainedModel
@@ -92,6 +95,28 @@ class LoadedModel:
     device: torch.device
     check: SelfCheck
     trial: "TrialCheck | None" = None
+    kept: Path | None = None
+    is_kept: bool = False
+
+    def pass_check(self, step: Step, routing: Routing | None = None) -> None:
+        """Check a step, and remember what it was compared with.
+
+        Args:
+            step: Computes the model.
+            routing: Forces experts on it, if not the model's own modules.
+
+        Raises:
+            SelfCheckError: It does not pass; nothing is remembered then.
+        """
+        check = self.check if routing is None else self.check.routed(routing)
+        try:
+            check(step)
+        except SelfCheckError:
+            if self.kept is not None:
+                self.kept.unlink(missing_ok=True)
+            raise
+        if self.kept is not None and not self.is_kept:
+            remember(self.kept, check.expected)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +198,46 @@ def load(
     world: World | None = None,
     adapters: bool = False,
 ) -> LoadedModel:
-    """Load a model, or this rank's part of it, and run the self-check.
+    """Load a model as `load_unchecked` does, and check that it computes what transformers does.
+
+    Raises:
+        SelfCheckError: The model's logits are not those of transformers' own forward pass.
+        UnsupportedModelError: The engine cannot serve the model; the message says why.
+        ModelError: Transformers cannot load it.
+        OSError: There is no such model.
+    """
+    loaded = load_unchecked(
+        path,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        quantization=quantization,
+        kv_cache_dtype=kv_cache_dtype,
+        max_model_len=max_model_len,
+        world=world,
+        adapters=adapters,
+    )
+    step: Step = EagerStep(loaded.model)
+    if world is not None:
+        step = RankStep(step, world, loaded.shape.vocab_size, everywhere=True)
+    with as_unsupported(path):
+        loaded.pass_check(step)
+    return loaded
+
+
+def load_unchecked(
+    path: str,
+    *,
+    dtype: str,
+    device: str,
+    block_size: int,
+    quantization: str = "none",
+    kv_cache_dtype: str = "auto",
+    max_model_len: int | None = None,
+    world: World | None = None,
+    adapters: bool = False,
+) -> LoadedModel:
+    """Load a model, or this rank's part of it; no step of it has passed its self-check yet.
 
     Args:
         path: A directory or a hub name.
@@ -187,7 +251,7 @@ def load(
         adapters: Whether it is to take adapters, with this process alone; see `LoadedModel.trial`.
 
     Raises:
-        SelfCheckError: The model's logits are not those of transformers' own forward pass.
+        SelfCheckError: The structure of the model is not that of transformers' own.
         UnsupportedModelError: The engine cannot serve the model; the message says why.
         ModelError: Transformers cannot load it.
         OSError: There is no such model.
@@ -201,7 +265,7 @@ def load(
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     model.train(mode=False)
     replace_attention(model)
-    with _as_unsupported(path):
+    with as_unsupported(path):
         with running_empty():
             shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
@@ -244,9 +308,19 @@ def load(
             routing=routing,
             measure=source.measure_rounding if world is None and not small else None,
         )
-        _pass(check, step, place, known)
     adapted = None if trial is None else TrialCheck(check.against(trial.expected), trial.scales)
-    return LoadedModel(model, shape, kind, cache_kind, kv_scales, target, check, adapted)
+    return LoadedModel(
+        model,
+        shape,
+        kind,
+        cache_kind,
+        kv_scales,
+        target,
+        check,
+        adapted,
+        kept=place,
+        is_kept=known is not None,
+    )
 
 
 def _expect(  # noqa: PLR0917
@@ -283,28 +357,6 @@ def _expect(  # noqa: PLR0917
         return expected, trial_reference(model, expected, routing, absorbed_linears(model)), step
 
 
-def _pass(check: SelfCheck, step: Step, place: Path | None, known: Reference | None) -> None:
-    """Check a model, and remember what it was held to.
-
-    Args:
-        check: The check.
-        step: Runs the model.
-        place: Where it is remembered, if it is.
-        known: What was remembered.
-
-    Raises:
-        SelfCheckError: The model does not pass; nothing is remembered then.
-    """
-    try:
-        check(step)
-    except SelfCheckError:
-        if place is not None:
-            place.unlink(missing_ok=True)
-        raise
-    if place is not None and known is None:
-        remember(place, check.expected)
-
-
 def load_empty(
     path: str,
     *,
@@ -338,7 +390,7 @@ def load_empty(
         model = make_empty(config, kind)
         replace_attention(model)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
-    with _as_unsupported(path), running_empty():
+    with as_unsupported(path), running_empty():
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if find_scheme(quantization) is not None:
@@ -505,7 +557,7 @@ def _as_model_error(path: str) -> Iterator[None]:
 
 
 @contextmanager
-def _as_unsupported(path: str) -> Iterator[None]:
+def as_unsupported(path: str) -> Iterator[None]:
     """Raise what a model's code raises as an UnsupportedModelError."""
     try:
         yield

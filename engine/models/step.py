@@ -1,4 +1,4 @@
-"""A step: the function that computes logits, from the model as it is or compiled.
+"""A step: the function that computes logits, from the model as it is, traced or compiled.
 
 It takes token ids `[1, num_tokens]` int64, positions `[1, num_tokens]` int64 and the rows to return
 logits of, `[num_rows]` int64, at least one. It returns logits `[num_rows, vocab_size]`. It runs

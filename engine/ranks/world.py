@@ -6,11 +6,10 @@ goes through a group of its own, always gloo, as it is arrays in the host's memo
 
 import math
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,6 @@ class World:
         tensors: The group of what layers compute.
         control: The group of messages from rank 0.
         watch: The group by which ranks know that the others are alive.
-        background: The group of what they do beside the steps that rank 0 asks for.
         times: Measured so far.
     """
 
@@ -56,7 +54,6 @@ class World:
     tensors: dist.ProcessGroup
     control: dist.ProcessGroup
     watch: dist.ProcessGroup
-    background: dist.ProcessGroup
     times: Times = field(default_factory=Times)
 
     @property
@@ -98,14 +95,6 @@ class World:
         dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)
         least: list[int] = found.tolist()
         return least
-
-    def all_have(self, what: object) -> bool:
-        """Return whether `what` is true on all ranks, all of which call this."""
-        return self.least(int(bool(what))) == [1]
-
-    def in_background(self) -> "World":
-        """Return the same ranks for a thread that works beside the steps."""
-        return replace(self, tensors=self.background, control=self.background, times=Times())
 
     def share(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
         """Return the tensors of rank 0, on the CPU, on all ranks.
@@ -241,8 +230,7 @@ def join(place: Place, device: torch.device, *, watch_seconds: float) -> World:
     assert whole is not None
     control = dist.new_group(backend="gloo", timeout=FOREVER)
     watch = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(watch_seconds)))
-    background = dist.new_group(backend="gloo", timeout=FOREVER)
-    world = World(place, whole, control, watch, background)
+    world = World(place, whole, control, watch)
     _joined.append(world)
     return world
 
@@ -250,23 +238,8 @@ def join(place: Place, device: torch.device, *, watch_seconds: float) -> World:
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 """Lets another thread have this core, such as the one that receives."""
 _joined: list[World] = []
-_of_thread = threading.local()
 
 
 def current_world() -> World | None:
-    """Return the ranks that this thread computes with; None if this process is alone."""
-    own: World | None = getattr(_of_thread, "world", None)
-    if own is not None:
-        return own
+    """Return the ranks that this process computes with; None if it is alone."""
     return _joined[-1] if _joined else None
-
-
-@contextmanager
-def computing_with(world: World) -> Iterator[None]:
-    """Let sums of this thread within a block be over these ranks."""
-    before = getattr(_of_thread, "world", None)
-    _of_thread.world = world
-    try:
-        yield
-    finally:
-        _of_thread.world = before

@@ -12,9 +12,8 @@ from octavo.engine.adapters.adapter import Adapter
 from octavo.engine.adapters.device_adapters import DeviceAdapters
 from octavo.engine.adapters.weights import blank_weights
 from octavo.engine.attention.operator import PagedStep, attending
-from octavo.engine.compilation import CompiledStep
-from octavo.engine.compilation.background import CompileProgress
 from octavo.engine.compilation.load_step import LoadedStep
+from octavo.engine.compilation.traced_step import TracedStep
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
@@ -125,7 +124,6 @@ class Executor:
             spans += [(s.group.request.adapter, s.end - s.start) for s in batch.ruled]
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
-            self._leader.switch(self._loaded)
             wants_tokens = inputs.take_greatest and not batch.constrained
             self._leader.run(batch.transfers, arrays, most_likely=wants_tokens)
         self.cache.apply(batch.transfers)
@@ -211,11 +209,6 @@ class Executor:
     def compiled(self) -> bool:
         """Whether steps run compiled now."""
         return self._loaded.compiled
-
-    @property
-    def compiling(self) -> CompileProgress | None:
-        """The progress of the compilation in the background, if there is one."""
-        return self._loaded.compiling
 
     @property
     def eager_steps(self) -> int:
@@ -347,7 +340,7 @@ class Executor:
         with self._attending(inputs):
             if isinstance(step, RankStep):
                 return step.most_likely(*arguments)
-            if isinstance(step, CompiledStep):
+            if isinstance(step, TracedStep):
                 masked = [row for row in inputs.sampled if row.sequence.id not in late]
                 return step.most_likely(*arguments, masks_of(masked))
         return None

@@ -30,9 +30,8 @@ class Kind(IntEnum):
     COPY = 2
     LOGITS = 3
     MOST_LIKELY = 4
-    SWITCH = 5
-    WATCH = 6
-    STOP = 7
+    WATCH = 5
+    STOP = 6
 
 
 class Leader:
@@ -69,12 +68,6 @@ class Leader:
         """
         kind = Kind.MOST_LIKELY if most_likely else Kind.LOGITS
         self._send(kind, _pack_transfers(transfers), pack(arrays))
-
-    def switch(self, loaded: LoadedStep) -> None:
-        """Have all ranks run compiled from the next step on, once all can."""
-        if loaded.can_switch:
-            self._send(Kind.SWITCH, [])
-            loaded.switch()
 
     def watch(self) -> None:
         """Let all ranks watch each other from now on; see `octavo.engine.ranks.watch`."""
@@ -191,8 +184,6 @@ class Follower:
                     return
                 case Kind.WATCH:
                     watch = Watch(self._world, self._told_to_stop)
-                case Kind.SWITCH:
-                    self._loaded.switch()
                 case Kind.ALLOCATE:
                     self._cache = self._allocate(*rest.tolist())
                 case Kind.COUNT:

@@ -10,8 +10,8 @@ from octavo.kernels.cpu.blocks import dequantize
 from octavo.kernels.cpu.native import NativeKernels
 
 SLOW = (
-    "the CPU kernels cannot be compiled, so attention runs in plain PyTorch and models stay"
-    " uncompiled: decoding is several times slower"
+    "the CPU kernels cannot be compiled, so attention runs in plain PyTorch and models in"
+    " Python: decoding is several times slower"
 )
 
 _kernels: NativeKernels | None = None
@@ -52,10 +52,8 @@ rounding = None if _kernels is None else _kernels.rounding
 dequantize_blocks = dequantize if _kernels is None else _kernels.blocks.dequantize
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""
-if _kernels is not None:  # for compiled steps, which need the C++ kernels
+if _kernels is not None:  # for traced steps, which need the C++ kernels
     latent_attention = _kernels.latent_attention
-    run_step = _kernels.run_step
-    run_greedy_step = _kernels.run_greedy_step
     take_spent = _kernels.take_spent
     register_operators = _kernels.register_operators
     set_step = _kernels.set_step

@@ -22,7 +22,7 @@ ATTEMPTS = 5
 """Attempts to compile a library that another process removes or damages meanwhile."""
 LIBRARY = "kernels/cpu-{}.so"
 """Path in the cache, with a digest as of `library_name`. The file's time is its last load, and
-processes that have it loaded hold a lock on it: so `cache_cleanup` finds unused ones."""
+processes that have it loaded hold a lock on it: so `engine.cache_cleanup` finds unused ones."""
 PREBUILT = Path(__file__).resolve().parents[2] / "build" / "kernels"
 """Where `make` has compiled a checkout's library, under the same name."""
 
@@ -60,8 +60,7 @@ def load(path: Path) -> ctypes.CDLL:
         OSError: It cannot be loaded.
     """
     ctypes.CDLL(str(_openmp()), mode=ctypes.RTLD_GLOBAL)
-    # Globally, as a compiled step finds the kernels by name.
-    return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
 
 
 def _load(path: Path, compiler: str) -> ctypes.CDLL:

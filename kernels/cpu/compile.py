@@ -21,10 +21,10 @@ SOURCES = (
         "linear_blocks.cpp",
         "draw_tokens.cpp",
     ),
-    *("score_tokens.cpp", "aoti.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
-    *("low_rank.cpp", "mask_logits.cpp", "stored_blocks.cpp", "round_weights.cpp"),
+    *("score_tokens.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
+    *("low_rank.cpp", "rms_norm.cpp", "mask_logits.cpp", "stored_blocks.cpp", "round_weights.cpp"),
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
-    *("operators.cpp", "state_shims.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
+    *("operators.cpp", "state_operators.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
 )
 """In the order of their compile times, longest first."""
 HEADERS = (
@@ -42,7 +42,7 @@ HEADERS = (
         "low_rank.h",
         "nibbles.h",
     ),
-    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "shims.h"),
+    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "operators.h"),
     *("state_calls.h", "states.h", "streams.h", "vector.h", "words.h"),
 )
 FLAGS = (

@@ -22,7 +22,6 @@ from ctypes import (
     c_int64,
     c_void_p,
 )
-from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -86,7 +85,7 @@ class _Batch(Structure):
 
 
 class _State(Structure):
-    """Where a state lies; the same as StateCache in shims.h."""
+    """Where a state lies; the same as StateCache in operators.h."""
 
     _fields_ = (
         *(("state", c_void_p), ("block_stride", c_int64), ("row_size", c_int64)),
@@ -96,7 +95,7 @@ class _State(Structure):
 
 
 class _Step(Structure):
-    """A compiled step's caches and batches; the same as in shims.h."""
+    """A step's caches and batches; the same as in operators.h."""
 
     _fields_ = (
         *(("layers", POINTER(_Cache)), ("groups", POINTER(c_int32)), ("written", POINTER(c_int32))),
@@ -106,7 +105,7 @@ class _Step(Structure):
 
 
 class Spent(Structure):
-    """Seconds that compiled steps spent in kernels; the same as in shims.h."""
+    """Seconds that steps spent in operators; the same as in operators.h."""
 
     _fields_ = tuple((name, c_double) for name in ("attention", "linear", "sampling", "states"))
 
@@ -282,38 +281,6 @@ def _state(cache: StateCache) -> _State:
     )
 
 
-class CompiledModel(NamedTuple):
-    """A loaded library of AOTInductor.
-
-    Attributes:
-        run: Its entry point.
-        container: Its handle.
-    """
-
-    run: c_void_p
-    container: c_void_p
-
-
-class CompiledInputs(NamedTuple):
-    """The inputs of a compiled model. The tensors are contiguous int64.
-
-    Attributes:
-        caches: Of all layers.
-        groups: The batch, as each group of layers has it.
-        token_ids: `[1, num_tokens]`.
-        positions: `[1, num_tokens]`.
-        rows: `[num_rows]`, the rows to return logits of.
-        adapters: The step's adapters, if any.
-    """
-
-    caches: CheckedCaches
-    groups: Sequence[AttentionMetadata]
-    token_ids: Tensor
-    positions: Tensor
-    rows: Tensor
-    adapters: StepAdapters | None = None
-
-
 class NativeKernels:
     """The kernels of `octavo.kernels.ops`, in C++. Several threads may call them.
 
@@ -359,12 +326,6 @@ class NativeKernels:
             (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
             None,
         )
-        self._run_step = library.octavo_run_step
-        self._run_greedy_step = library.octavo_run_greedy_step
-        step = c_void_p, c_void_p, POINTER(_Step), c_void_p, c_void_p, c_void_p, c_int64
-        self._run_step.argtypes = (*step, POINTER(c_void_p))
-        self._run_greedy_step.argtypes = (*step, POINTER(c_int64), c_void_p, c_int64)
-        self._run_step.restype = self._run_greedy_step.restype = c_int
         self._set_step = library.octavo_set_step
         self._set_step.argtypes, self._set_step.restype = (POINTER(_Step),), None
         self._register = library.octavo_register_operators
@@ -565,52 +526,6 @@ class NativeKernels:
         _check_table(bad, metadata, key_cache)
         return out
 
-    def run_step(self, model: CompiledModel, inputs: CompiledInputs) -> c_void_p:
-        """Run a compiled model on a batch, without the interpreter's lock; see aoti.cpp.
-
-        Returns:
-            A handle of the logits, which the caller owns.
-
-        Raises:
-            RuntimeError: The model failed; its message is on the process's stderr.
-        """
-        logits = c_void_p()
-        self._run(self._run_step, model, inputs, byref(logits))
-        return logits
-
-    def run_greedy_step(
-        self, model: CompiledModel, inputs: CompiledInputs, masks: Mapping[int, np.ndarray]
-    ) -> list[int]:
-        """Run a compiled model; return each row's most likely token, the first on a tie.
-
-        Args:
-            model: The model.
-            inputs: Its inputs.
-            masks: `[words]` int32 of the rows that are masked; see `octavo.kernels.ops`.
-        """
-        tokens = (c_int64 * len(inputs.rows))()
-        masked = _places_of(masks, len(inputs.rows)) if masks else None
-        words = len(next(iter(masks.values()), ()))
-        self._run(self._run_greedy_step, model, inputs, tokens, masked, words)
-        return tokens[:]
-
-    def _run(
-        self,
-        run: Any,  # noqa: ANN401
-        model: CompiledModel,
-        inputs: CompiledInputs,
-        *made: object,
-    ) -> None:
-        step, kept = self._step(inputs.caches, inputs.groups, inputs.adapters)
-        tokens, positions, rows = inputs.token_ids, inputs.positions, inputs.rows
-        failed = run(
-            *(model.run, model.container, byref(step)),
-            *(tokens.data_ptr(), positions.data_ptr(), rows.data_ptr(), len(rows), *made),
-        )
-        del kept
-        if failed:
-            raise RuntimeError("the compiled model failed")
-
     def register_operators(self) -> None:
         """Register `octavo_native::*`, operators that run without Python; see operators.cpp.
 
@@ -650,7 +565,7 @@ class NativeKernels:
         return step, own
 
     def take_spent(self) -> Spent:
-        """Return the seconds in kernels of this thread's compiled steps since the last call."""
+        """Return the seconds in operators of this thread's steps since the last call."""
         spent: Spent = self._take_spent()
         return spent
 

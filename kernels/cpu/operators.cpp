@@ -1,327 +1,455 @@
-// Octavo's operators for PyTorch's own interpreter of graphs, without Python.
-//
-// A step that was translated for lack of a C++ compiler runs there. These operators call the
-// functions of aoti.cpp and state_shims.cpp, and are registered with PyTorch's dispatcher through its stable C
-// functions. None of their arguments is optional, as PyTorch would pass that on its own heap: an
-// empty tensor and 0 stand for none.
+// Octavo's operators, which PyTorch's interpreter of graphs calls without Python. Those that update
+// states are in state_operators.cpp.
 
 #include <cstdint>
 #include <cstring>
-#include <stdexcept>
-#include <string>
 
-struct AtenTensorOpaque;
-using Tensor = AtenTensorOpaque*;
-using Error = int32_t;  // 0: no error
-struct LibraryOpaque;
-using Library = LibraryOpaque*;
-using Value = uint64_t;  // a tensor that the callee owns, or a number's bits
+#include "cache.h"
+#include "experts.h"
+#include "latent.h"
+#include "linear.h"
+#include "prepare_rows.h"
+#include "nibbles.h"
+#include "operators.h"
 
 extern "C" {
-Error aoti_torch_library_init_fragment(const char* name, const char* file, uint32_t line,
-                                       Library* made);
-Error aoti_torch_library_init_impl(const char* name, const char* key, const char* file,
-                                   uint32_t line, Library* made);
-Error aoti_torch_library_def(Library library, const char* schema);
-Error aoti_torch_library_impl(Library library, const char* name,
-                              void (*function)(Value*, uint64_t, uint64_t));
-Error aoti_torch_delete_tensor_object(Tensor tensor);
-Error aoti_torch_get_numel(Tensor tensor, int64_t* elements);
+int64_t octavo_write_kv(const Cache*, const void*, int64_t, int64_t, const void*, int64_t, int64_t,
+                        const int64_t*, int64_t, int);
+int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int, const void*,
+                                int64_t, int64_t, const void*, int64_t, int64_t, const float*,
+                                const float*, int64_t, const int64_t*, int64_t, void*, int);
+int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
+                           int, float, int, int, float, const float*, const float*, int);
+int octavo_latent_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, int,
+                            const LatentProducts*, void*, float, int, int, float, int);
+void octavo_linear(const uint16_t*, int64_t, int64_t, const LinearLayer*, uint16_t*, int);
+void octavo_linear_blocks(const void*, int64_t, int64_t, const LinearLayer*, int64_t, int64_t,
+                          void*, int);
+void octavo_embed_blocks(const int64_t*, int64_t, const uint8_t*, int64_t, int64_t, int64_t, void*,
+                         int);
+int octavo_panel_outputs();
+void octavo_rms_norm(const void*, int, const int64_t*, const int64_t*, bool, const void*, bool,
+                     float, bool, void*, int);
+void octavo_linear_float32(const float*, int64_t, int64_t, const LinearLayer*, float*, int);
+void octavo_linear_wide(const uint16_t*, int64_t, int64_t, const LinearLayer*, float*, int);
+void octavo_linear_int8(const uint16_t*, int64_t, int64_t, const LinearLayer*, const Scales*,
+                        uint16_t*, int);
+void octavo_experts(const void*, int64_t, const Routing*, const ExpertsLayer*, void*, int);
+int octavo_multiply_down(const LowRankBatch*, const LowRankPart*, int64_t, const void*, int,
+                         int64_t, int64_t, const LinearLayer*, float*, int);
+void octavo_add_low_rank(const void*, int64_t, int64_t, void*, int64_t, int64_t, int, int,
+                         const int32_t*, const LowRankTile*, int64_t, const LowRankRecord*, int);
+}
 
-Error aoti_torch_cpu_paged_attention(Tensor, Tensor, Tensor, int64_t, double, int64_t*, double*,
-                                     int64_t*, Tensor*, Tensor*, Tensor*, Tensor*, Tensor*);
-Error aoti_torch_cpu_latent_attention(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, int64_t,
-                                      int64_t, double, int64_t*, double*, int64_t*, Tensor*);
+__thread Step step;
+__thread Spent spent;
 
-Error aoti_torch_cpu_sum_over_ranks(Tensor, Tensor*);
-Error aoti_torch_cpu_add_adapters(Tensor, Tensor, int64_t, int64_t, Tensor*);
-Error aoti_torch_cpu_packed_linear(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t, Tensor*,
-                                   double, Tensor*, Tensor*);
-Error aoti_torch_cpu_packed_linear_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
-Error aoti_torch_cpu_packed_linear_blocks(Tensor, int64_t, Tensor, Tensor, int64_t, int64_t,
-                                          int64_t, Tensor*, double, Tensor*, Tensor*);
-Error aoti_torch_cpu_packed_linear_blocks_wide(Tensor, int64_t, Tensor, Tensor, int64_t, Tensor*);
-Error aoti_torch_cpu_packed_embedding(Tensor, int64_t, Tensor, int64_t, Tensor*);
-Error aoti_torch_cpu_packed_embedding_wide(Tensor, int64_t, Tensor, int64_t, Tensor*);
-Error aoti_torch_cpu_packed_linear_int8(Tensor, int64_t, Tensor, Tensor, Tensor, Tensor, Tensor,
-                                        int64_t, int64_t, Tensor*, double, Tensor*, Tensor*);
-Error aoti_torch_cpu_packed_experts(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor,
-                                    int64_t, int64_t, double, double, double, Tensor*, Tensor*,
-                                    Tensor*, Tensor*, Tensor*);
-Error aoti_torch_cpu_causal_conv(Tensor, Tensor, Tensor*, int64_t, int32_t, Tensor*);
-Error aoti_torch_cpu_ssd(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, Tensor*, Tensor*,
-                         int32_t, double, double, Tensor*);
-Error aoti_torch_cpu_gated_delta(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, double, int32_t,
-                                 Tensor*);
-Error aoti_torch_cpu_selective_scan(Tensor, Tensor, Tensor, Tensor, Tensor, int64_t, Tensor*,
-                                    Tensor*, int32_t, Tensor*);
+namespace {
+
+// A linear layer's rows and results; `out` is null if the kernels do not support the call. The
+// layer adds what the step's adapters add if `adapted` is its number among those that may.
+struct LinearCall {
+  const View rows;
+  LinearLayer layer;
+  LowRankSums sums{};
+  void* out = nullptr;
+
+  LinearCall(Tensor x, int64_t outputs, Tensor panels, Tensor bias, int64_t gated, int64_t adapted,
+             Tensor* norm, double epsilon, Tensor* residual, int32_t dtype, Tensor* result)
+      : rows(x),
+        layer{View(panels).data, View(bias).as<float>(), rows.sizes[1], outputs, gated != 0,
+              static_cast<float>(epsilon), nullptr, nullptr, 0, nullptr} {
+    if (rows.strides[1] != 1 || rows.strides[0] % 2) return;
+    if (norm) layer.norm = View(*norm).data;
+    if (residual) {
+      const View added(*residual);
+      if (added.strides[1] != 1) return;
+      layer.residual = added.data;
+      layer.residual_stride = added.strides[0];
+    }
+    if (adapted >= 0 && step.adapters && !adapt(adapted)) return;
+    out = make({rows.sizes[0], outputs}, dtype ? dtype : rows.dtype, result);
+  }
+  LinearCall(const LinearCall&) = delete;
+  LinearCall& operator=(const LinearCall&) = delete;
+  const uint16_t* x() const { return rows.as<uint16_t>(); }
+  bool is_float32() const { return rows.dtype == aoti_torch_dtype_float32(); }
+  int64_t num_rows() const { return rows.sizes[0]; }
+  int64_t row_stride() const { return rows.strides[0]; }
+
+ private:
+  // Prepares what adapters add; returns whether the rows are those of the step.
+  bool adapt(int64_t number) {
+    if (number >= step.adapters->num_layers) return false;
+    const LowRankLayer& own = step.adapters->layers[number];
+    const LowRankBatch& batch = own.of_logits ? step.adapters->logits : step.adapters->tokens;
+    struct Inner {  // kernels have a buffer of floats of their own
+      float value;
+    };
+    auto* const inner = reinterpret_cast<float*>(
+        scratch<Inner>(num_rows() * own.num_parts * batch.max_rank));
+    const int found = octavo_multiply_down(&batch, own.parts, own.num_parts, rows.data,
+                                           is_float32(), num_rows(), row_stride(), &layer, inner,
+                                           step.threads);
+    sums = {&batch, own.parts, own.num_parts, inner};
+    if (found > 0) layer.adapted = &sums;
+    return found >= 0;
+  }
+};
+
+// One product of experts.
+ExpertProduct expert_product(const View& panels, Tensor bias, Tensor* factors, Tensor* scales) {
+  ExpertProduct product{panels.data, View(bias).as<float>(), nullptr, 0, nullptr};
+  if (factors && scales) {
+    const View own(*factors);
+    product.factors = own.as<float>();
+    product.factor_stride = own.sizes[0] > 1 ? own.strides[0] : 0;
+    product.scales = View(*scales).as<float>();
+  }
+  return product;
+}
+
+// Returns an ExpertWeights by the dtype of packed weights, and in 4 bits by the bytes of a group;
+// as in experts.py.
+int expert_weights(const View& panels) {
+  if (panels.dtype == aoti_torch_dtype_float32()) return kFloat32;
+  if (panels.dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
+  if (panels.dtype == aoti_torch_dtype_int8()) return kInt8;
+  return panels.sizes[3] == GroupOf<E2m1>::kBytes ? kE2m1 : kInt4;
+}
+
+// Returns the kernels' number of a floating-point dtype.
+int float_code(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float32() ? 0 : dtype == aoti_torch_dtype_float16() ? 1 : 2;
+}
+
+// The number of inputs of packed weights.
+int64_t expert_inputs(const View& panels) {
+  constexpr int64_t kOfWord[] = {1, 2, 4};
+  const int weights = expert_weights(panels);
+  return panels.sizes[2] * (weights >= kInt4 ? kGroupInputs : kOfWord[weights]);
+}
+
+}  // namespace
+
+// Adds up `elements` of `x` over all ranks to `out`; `dtype` is 0 for float32, 1 for float16 and 2
+// for bfloat16. Returns 0 if it could.
+using SumOverRanks = int (*)(const void* x, void* out, int64_t elements, int dtype);
+static SumOverRanks add_up = nullptr;
+
+// Sets what adds up over ranks for all steps of this process.
+extern "C" void octavo_set_sum(SumOverRanks function) { add_up = function; }
+
+// Sets this thread's step for the operators. What it points to must outlive their calls.
+extern "C" void octavo_set_step(const Step* within) { step = *within; }
+
+// Returns the seconds of this thread's steps since its last call.
+extern "C" Spent octavo_take_spent() {
+  const Spent result = spent;
+  spent = {};
+  return result;
 }
 
 namespace {
 
-// A tensor among the arguments, which the callee owns.
-class Given {
- public:
-  explicit Given(Value value) : handle_(reinterpret_cast<Tensor>(value)) {}
-  Given(const Given&) = delete;
-  Given& operator=(const Given&) = delete;
-  ~Given() { aoti_torch_delete_tensor_object(handle_); }
-  operator Tensor() const { return handle_; }
-  // Returns null if it is empty.
-  Tensor* optional() {
-    int64_t elements = 0;
-    return aoti_torch_get_numel(handle_, &elements) || !elements ? nullptr : &handle_;
+// octavo::paged_attention
+Error paged_attention(Tensor* result, Tensor query, Tensor key, Tensor value, int64_t layer,
+                      double scale, int64_t* sliding_window, double* soft_cap, int64_t* chunk,
+                      Tensor* sinks, Tensor* alibi_slopes, Tensor* cos, Tensor* sin) {
+  const Stopwatch stopwatch(spent.attention);
+  const View q(query), k(key), v(value);
+  if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
+  const Cache& cache = step.layers[layer];
+  const Batch& batch = step.batches[step.groups[layer]];
+  const int64_t num_heads = q.sizes[1], key_dim = q.sizes[2], value_dim = v.sizes[2];
+  if (cache.values && value_dim != cache.value_dim) return kFailed;
+  void* out = make({q.sizes[0], num_heads, value_dim}, q.dtype, result);
+  if (!out) return kFailed;
+  const void* rows = q.data;
+  Tensor rotated = nullptr;
+  int64_t token_stride = q.strides[0], head_stride = q.strides[1];
+  int64_t bad = 0;
+  if (cos) {  // if another layer has written these keys and values, this writes the same again
+    const View cosines(*cos), sines(*sin);
+    // The rotated queries are written where the results go, if they have the same size: nothing
+    // else reads a token's query.
+    void* queries = out;
+    if (key_dim != value_dim)
+      queries = make({q.sizes[0], num_heads, key_dim}, q.dtype, &rotated);
+    if (!queries) return kFailed;
+    rows = queries;
+    token_stride = num_heads * key_dim;
+    head_stride = key_dim;
+    bad = octavo_rotate_and_write(
+        &cache, q.data, q.strides[0], q.strides[1], num_heads, k.data, k.strides[0],
+        k.strides[1], v.data, v.strides[0], v.strides[1], cosines.as<float>(),
+        sines.as<float>(), cosines.strides[0], batch.slots, batch.num_tokens, queries,
+        step.threads);
+  } else if (step.written[layer]) {
+    bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
+                          v.strides[1], batch.slots, batch.num_tokens, step.threads);
   }
-
- private:
-  Tensor handle_;
-};
-
-double as_double(Value value) {
-  double number;
-  std::memcpy(&number, &value, sizeof number);
-  return number;
+  if (!bad)
+    bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
+                                 out, value_dim, scale, sliding_window ? *sliding_window : 0,
+                                 chunk ? *chunk : 0, soft_cap ? *soft_cap : 0,
+                                 alibi_slopes ? View(*alibi_slopes).as<float>() : nullptr,
+                                 sinks ? View(*sinks).as<float>() : nullptr, step.threads);
+  if (rotated) aoti_torch_delete_tensor_object(rotated);
+  return bad ? kFailed : 0;
 }
 
-// Puts the result on the stack, or throws what PyTorch raises in Python. `result` is a reference:
-// the call that sets it is the argument before it.
-void finish(Value* stack, Error error, const Tensor& result, const char* name) {
-  if (error) throw std::runtime_error(std::string("octavo::") + name + " failed");
-  stack[0] = reinterpret_cast<Value>(result);
+// octavo::sum_over_ranks
+Error sum_over_ranks(Tensor* result, Tensor x) {
+  const View given(x);
+  int64_t dimensions = 0, elements = 1;
+  aoti_torch_get_dim(x, &dimensions);
+  for (int64_t i = dimensions - 1; i >= 0; i--) {
+    if (given.sizes[i] > 1 && given.strides[i] != elements) return kFailed;
+    elements *= given.sizes[i];
+  }
+  void* out = nullptr;
+  if (!add_up ||
+      aoti_torch_empty_strided(dimensions, given.sizes, given.strides, given.dtype,
+                               aoti_torch_device_type_cpu(), 0, result) ||
+      aoti_torch_get_data_ptr(*result, &out))
+    return kFailed;
+  return add_up(given.data, out, elements, float_code(given.dtype)) ? kFailed : 0;
 }
 
-void paged_attention(Value* stack, uint64_t, uint64_t) {
-  Given query(stack[0]), key(stack[1]), value(stack[2]), sinks(stack[8]),
-      alibi_slopes(stack[9]), cos(stack[10]), sin(stack[11]);
-  int64_t window = static_cast<int64_t>(stack[5]), chunk = static_cast<int64_t>(stack[7]);
-  double cap = as_double(stack[6]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_paged_attention(query, key, value, static_cast<int64_t>(stack[3]),
-                                        as_double(stack[4]), window ? &window : nullptr,
-                                        cap ? &cap : nullptr, chunk ? &chunk : nullptr,
-                                        sinks.optional(), alibi_slopes.optional(), cos.optional(),
-                                        sin.optional(), &result),
-         result, "paged_attention");
+// octavo::latent_attention
+Error latent_attention(Tensor* result, Tensor query, Tensor key, Tensor absorbing, Tensor keys,
+                       Tensor values, int64_t value_dim, int64_t rotated, int64_t layer,
+                       double scale, int64_t* sliding_window, double* soft_cap, int64_t* chunk) {
+  const Stopwatch stopwatch(spent.attention);
+  const View q(query), k(key);
+  if (q.strides[2] != 1 || k.strides[2] != 1) return kFailed;
+  const Cache& cache = step.layers[layer];
+  const Batch& batch = step.batches[step.groups[layer]];
+  const int64_t num_heads = q.sizes[1], query_dim = q.sizes[2];
+  const LatentProducts products{View(absorbing).data, View(keys).data, View(values).data,
+                                query_dim - rotated, value_dim};
+  void* out = make({q.sizes[0], num_heads, value_dim}, q.dtype, result);
+  if (!out || cache.values) return kFailed;
+  int64_t bad = 0;
+  if (step.written[layer])
+    bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], nullptr, 0, 0, batch.slots,
+                          batch.num_tokens, step.threads);
+  if (!bad)
+    bad = octavo_latent_attention(&cache, &batch, q.data, q.strides[0], q.strides[1], num_heads,
+                                  query_dim, &products, out, scale,
+                                  sliding_window ? *sliding_window : 0, chunk ? *chunk : 0,
+                                  soft_cap ? *soft_cap : 0, step.threads);
+  return bad ? kFailed : 0;
 }
 
-void latent_attention(Value* stack, uint64_t, uint64_t) {
-  Given query(stack[0]), key(stack[1]), absorbing(stack[2]), keys(stack[3]), values(stack[4]);
-  int64_t window = static_cast<int64_t>(stack[9]), chunk = static_cast<int64_t>(stack[11]);
-  double cap = as_double(stack[10]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_latent_attention(
-             query, key, absorbing, keys, values, static_cast<int64_t>(stack[5]),
-             static_cast<int64_t>(stack[6]), static_cast<int64_t>(stack[7]), as_double(stack[8]),
-             window ? &window : nullptr, cap ? &cap : nullptr, chunk ? &chunk : nullptr, &result),
-         result, "latent_attention");
+// octavo::packed_linear
+Error packed_linear(Tensor* result, Tensor x, int64_t outputs, Tensor panels, Tensor bias,
+                    int64_t gated, int64_t adapted, Tensor* norm, double epsilon,
+                    Tensor* residual) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
+  if (!call.out) return kFailed;
+  if (call.is_float32())
+    octavo_linear_float32(call.rows.as<float>(), call.num_rows(), call.row_stride(), &call.layer,
+                          static_cast<float*>(call.out), step.threads);
+  else
+    octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
+                  static_cast<uint16_t*>(call.out), step.threads);
+  return 0;
 }
 
-void sum_over_ranks(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]);
-  Tensor result = nullptr;
-  finish(stack, aoti_torch_cpu_sum_over_ranks(x, &result), result, "sum_over_ranks");
+// octavo::packed_linear_wide
+Error packed_linear_wide(Tensor* result, Tensor x, int64_t outputs, Tensor panels, Tensor bias,
+                         int64_t adapted) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, panels, bias, 0, adapted, nullptr, 0, nullptr,
+                        aoti_torch_dtype_float32(), result);
+  if (!call.out) return kFailed;
+  octavo_linear_wide(call.x(), call.num_rows(), call.row_stride(), &call.layer,
+                     static_cast<float*>(call.out), step.threads);
+  return 0;
 }
 
-void add_adapters(Value* stack, uint64_t, uint64_t) {
-  Given out(stack[0]), x(stack[1]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_add_adapters(out, x, static_cast<int64_t>(stack[2]),
-                                     static_cast<int64_t>(stack[3]), &result),
-         result, "add_adapters");
+constexpr int64_t kMostDimensions = 8;
+
+// The number of a layer that no adapter adapts.
+constexpr int64_t kNotAdapted = -1;
+
+// octavo::packed_linear_blocks
+Error packed_linear_blocks(Tensor* result, Tensor x, int64_t outputs, Tensor blocks, Tensor bias,
+                           int64_t number, int64_t gated, int64_t adapted, Tensor* norm,
+                           double epsilon, Tensor* residual) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, blocks, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
+  if (!call.out) return kFailed;
+  const bool wide = call.is_float32();
+  octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
+                       wide ? kWideBlocks : kNarrowBlocks, call.out, step.threads);
+  return 0;
 }
 
-void packed_linear(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), panels(stack[2]), bias(stack[3]), norm(stack[6]), residual(stack[8]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_linear(x, static_cast<int64_t>(stack[1]), panels, bias,
-                                      static_cast<int64_t>(stack[4]),
-                                      static_cast<int64_t>(stack[5]), norm.optional(),
-                                      as_double(stack[7]), residual.optional(), &result),
-         result, "packed_linear");
+// octavo::packed_linear_blocks_wide
+Error packed_linear_blocks_wide(Tensor* result, Tensor x, int64_t outputs, Tensor blocks,
+                                Tensor bias, int64_t number) {
+  const Stopwatch stopwatch(spent.linear);
+  const int32_t float32 = aoti_torch_dtype_float32();
+  const LinearCall call(x, outputs, blocks, bias, 0, kNotAdapted, nullptr, 0, nullptr, float32,
+                        result);
+  if (!call.out) return kFailed;
+  const bool wide = call.is_float32();
+  octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
+                       wide ? kWideBlocks : kWideOutputBlocks, call.out, step.threads);
+  return 0;
 }
 
-void packed_linear_blocks(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), blocks(stack[2]), bias(stack[3]), norm(stack[7]), residual(stack[9]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_linear_blocks(
-             x, static_cast<int64_t>(stack[1]), blocks, bias, static_cast<int64_t>(stack[4]),
-             static_cast<int64_t>(stack[5]), static_cast<int64_t>(stack[6]), norm.optional(),
-             as_double(stack[8]), residual.optional(), &result),
-         result, "packed_linear_blocks");
+// Looks up embeddings of a dtype.
+Error embed(Tensor ids, int64_t width, Tensor blocks, int64_t number, bool wide,
+                   Tensor* result) {
+  const Stopwatch stopwatch(spent.linear);
+  const View tokens(ids), weights(blocks);
+  const int64_t count = tokens.sizes[0], outputs = weights.sizes[0] * octavo_panel_outputs();
+  if (count > 1 && tokens.strides[0] != 1) return kFailed;
+  const auto* own = tokens.as<int64_t>();
+  for (int64_t i = 0; i < count; i++)
+    if (own[i] < 0 || own[i] >= outputs) return kFailed;
+  const int32_t dtype = wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
+  void* out = make({count, width}, dtype, result);
+  if (!out) return kFailed;
+  octavo_embed_blocks(own, count, weights.as<uint8_t>(), width, number, wide, out, step.threads);
+  return 0;
 }
 
-// Calls one of the layers with outputs in float32, which nothing is fused into.
-template <auto call>
-void wide_layer(Value* stack, const char* name) {
-  Given x(stack[0]), panels(stack[2]), bias(stack[3]);
-  Tensor result = nullptr;
-  finish(stack,
-         call(x, static_cast<int64_t>(stack[1]), panels, bias, static_cast<int64_t>(stack[4]),
-              &result),
-         result, name);
+// octavo::packed_embedding
+Error packed_embedding(Tensor* result, Tensor ids, int64_t width, Tensor blocks, int64_t number) {
+  return embed(ids, width, blocks, number, false, result);
 }
 
-void packed_linear_blocks_wide(Value* stack, uint64_t, uint64_t) {
-  wide_layer<aoti_torch_cpu_packed_linear_blocks_wide>(stack, "packed_linear_blocks_wide");
+// octavo::packed_embedding_wide
+Error packed_embedding_wide(Tensor* result, Tensor ids, int64_t width, Tensor blocks,
+                            int64_t number) {
+  return embed(ids, width, blocks, number, true, result);
 }
 
-template <auto call>
-void embed(Value* stack, const char* name) {
-  Given ids(stack[0]), blocks(stack[2]);
-  Tensor result = nullptr;
-  finish(stack,
-         call(ids, static_cast<int64_t>(stack[1]), blocks, static_cast<int64_t>(stack[3]), &result),
-         result, name);
+// octavo::packed_linear_int8
+Error packed_linear_int8(Tensor* result, Tensor x, int64_t outputs, Tensor panels, Tensor bias,
+                         Tensor factors, Tensor scales, Tensor row_sums, int64_t gated,
+                         int64_t adapted, Tensor* norm, double epsilon, Tensor* residual) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
+                        result);
+  if (!call.out) return kFailed;
+  const Scales all{View(factors).as<float>(), View(scales).as<float>(),
+                   View(row_sums).as<float>()};
+  octavo_linear_int8(call.x(), call.num_rows(), call.row_stride(), &call.layer, &all,
+                     static_cast<uint16_t*>(call.out), step.threads);
+  return 0;
 }
 
-void packed_embedding(Value* stack, uint64_t, uint64_t) {
-  embed<aoti_torch_cpu_packed_embedding>(stack, "packed_embedding");
+// octavo::rms_norm
+Error rms_norm(Tensor* result, Tensor x, Tensor* weight, double epsilon, bool rounds_first) {
+  const View rows(x);
+  int64_t dimensions = 0;
+  if (aoti_torch_get_dim(x, &dimensions) || dimensions > kMostDimensions) return kFailed;
+  if (rows.strides[dimensions - 1] != 1 && rows.sizes[dimensions - 1] > 1) return kFailed;
+  int64_t contiguous[kMostDimensions], stride = 1;
+  for (int64_t i = dimensions - 1; i >= 0; i--) {
+    contiguous[i] = stride;
+    stride *= std::max<int64_t>(rows.sizes[i], 1);
+  }
+  void* out = nullptr;
+  if (aoti_torch_empty_strided(dimensions, rows.sizes, contiguous, rows.dtype,
+                               aoti_torch_device_type_cpu(), 0, result) ||
+      aoti_torch_get_data_ptr(*result, &out))
+    return kFailed;
+  const int32_t float32 = aoti_torch_dtype_float32();
+  const bool wide_weight = weight && View(*weight).dtype == float32;
+  octavo_rms_norm(rows.data, dimensions, rows.sizes, rows.strides, rows.dtype == float32,
+                  weight ? View(*weight).data : nullptr, wide_weight, epsilon, rounds_first, out,
+                  step.threads);
+  return 0;
 }
 
-void packed_embedding_wide(Value* stack, uint64_t, uint64_t) {
-  embed<aoti_torch_cpu_packed_embedding_wide>(stack, "packed_embedding_wide");
+// octavo::add_adapters
+Error add_adapters(Tensor* result, Tensor out, Tensor x, int64_t target, int64_t of_logits) {
+  const Stopwatch stopwatch(spent.linear);
+  const View outputs(out), rows(x);
+  const int64_t count = outputs.sizes[0], width = outputs.sizes[1];
+  if (outputs.strides[1] != 1 || rows.strides[1] != 1 || rows.sizes[0] != count) return kFailed;
+  void* const made = make({count, width}, outputs.dtype, result);
+  if (!made) return kFailed;
+  const int64_t bytes = outputs.dtype == aoti_torch_dtype_float32() ? 4 : 2;
+  for (int64_t row = 0; row < count; row++)
+    std::memcpy(static_cast<char*>(made) + row * width * bytes,
+                outputs.as<char>() + row * outputs.strides[0] * bytes, width * bytes);
+  if (!step.adapters) return 0;
+  const LowRankBatch& batch = of_logits ? step.adapters->logits : step.adapters->tokens;
+  if (batch.num_rows != count) return kFailed;
+  octavo_add_low_rank(rows.data, rows.strides[0], rows.sizes[1], made, width, width,
+                      float_code(rows.dtype), outputs.dtype != rows.dtype, batch.rows, batch.tiles, batch.num_tiles,
+                      batch.records + target * batch.num_adapters, step.threads);
+  return 0;
 }
 
-void packed_linear_wide(Value* stack, uint64_t, uint64_t) {
-  wide_layer<aoti_torch_cpu_packed_linear_wide>(stack, "packed_linear_wide");
+// octavo::packed_experts
+Error packed_experts(Tensor* result, Tensor x, Tensor expert_ids, Tensor weights, Tensor up,
+                     Tensor up_bias, Tensor down, Tensor down_bias, int64_t activation,
+                     int64_t gated, double alpha, double limit, double offset, Tensor* up_factors,
+                     Tensor* up_scales, Tensor* down_factors, Tensor* down_scales) {
+  const Stopwatch stopwatch(spent.linear);
+  const View rows(x), ids(expert_ids), shares(weights), up_panels(up), down_panels(down);
+  if (rows.strides[1] != 1) return kFailed;
+  const Routing routing{ids.as<int64_t>(),
+                        {ids.strides[0], ids.strides[1]},
+                        shares.as<float>(),
+                        {shares.strides[0], shares.strides[1]},
+                        ids.sizes[0],
+                        ids.sizes[1]};
+  const ExpertsLayer layer{
+      expert_weights(up_panels),
+      up_panels.sizes[0],
+      rows.sizes[1],
+      expert_inputs(down_panels),
+      expert_product(up_panels, up_bias, up_factors, up_scales),
+      expert_product(down_panels, down_bias, down_factors, down_scales),
+      {static_cast<int>(activation), gated != 0, static_cast<float>(alpha),
+       static_cast<float>(limit), static_cast<float>(offset)}};
+  void* const out = make({rows.sizes[0], rows.sizes[1]}, rows.dtype, result);
+  if (!out) return kFailed;
+  octavo_experts(rows.data, rows.strides[0], &routing, &layer, out, step.threads);
+  return 0;
 }
-
-void packed_linear_int8(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), panels(stack[2]), bias(stack[3]), factors(stack[4]), scales(stack[5]),
-      row_sums(stack[6]), norm(stack[9]), residual(stack[11]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_linear_int8(
-             x, static_cast<int64_t>(stack[1]), panels, bias, factors, scales, row_sums,
-             static_cast<int64_t>(stack[7]), static_cast<int64_t>(stack[8]), norm.optional(),
-             as_double(stack[10]), residual.optional(), &result),
-         result, "packed_linear_int8");
-}
-
-void packed_experts(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), ids(stack[1]), weights(stack[2]), up(stack[3]), up_bias(stack[4]),
-      down(stack[5]), down_bias(stack[6]), up_factors(stack[12]), up_scales(stack[13]),
-      down_factors(stack[14]), down_scales(stack[15]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_packed_experts(
-             x, ids, weights, up, up_bias, down, down_bias, static_cast<int64_t>(stack[7]),
-             static_cast<int64_t>(stack[8]), as_double(stack[9]), as_double(stack[10]),
-             as_double(stack[11]), up_factors.optional(), up_scales.optional(),
-             down_factors.optional(), down_scales.optional(), &result),
-         result, "packed_experts");
-}
-
-void causal_conv(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), weight(stack[1]), bias(stack[2]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_causal_conv(x, weight, bias.optional(), static_cast<int64_t>(stack[3]),
-                                    stack[4] != 0, &result),
-         result, "causal_conv");
-}
-
-void ssd(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), dt(stack[1]), a(stack[2]), b(stack[3]), c(stack[4]), d(stack[6]),
-      dt_bias(stack[7]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_ssd(x, dt, a, b, c, static_cast<int64_t>(stack[5]), d.optional(),
-                            dt_bias.optional(), stack[8] != 0, as_double(stack[9]),
-                            as_double(stack[10]), &result),
-         result, "ssd");
-}
-
-void gated_delta(Value* stack, uint64_t, uint64_t) {
-  Given query(stack[0]), key(stack[1]), value(stack[2]), g(stack[3]), beta(stack[4]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_gated_delta(query, key, value, g, beta, static_cast<int64_t>(stack[5]),
-                                    as_double(stack[6]), stack[7] != 0, &result),
-         result, "gated_delta");
-}
-
-void selective_scan(Value* stack, uint64_t, uint64_t) {
-  Given x(stack[0]), dt(stack[1]), a(stack[2]), b(stack[3]), c(stack[4]), d(stack[6]),
-      dt_bias(stack[7]);
-  Tensor result = nullptr;
-  finish(stack,
-         aoti_torch_cpu_selective_scan(x, dt, a, b, c, static_cast<int64_t>(stack[5]),
-                                       d.optional(), dt_bias.optional(), stack[8] != 0, &result),
-         result, "selective_scan");
-}
-
-struct Operator {
-  const char* name;
-  const char* schema;
-  void (*function)(Value*, uint64_t, uint64_t);
-};
-
-#define NORMED "Tensor norm, float epsilon, Tensor residual"
-#define FUSED "int gated, int adapted, " NORMED
-#define LAYER "Tensor x, int outputs, Tensor panels, Tensor bias"
-#define EMBEDDING "Tensor ids, int width, Tensor blocks, int number"
-#define SCALES "Tensor factors, Tensor scales, Tensor row_sums"
-#define RECURRENCE "Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int state"
-#define STEPS "Tensor d, Tensor dt_bias, bool softplus"
-constexpr Operator kOperators[] = {
-    {"paged_attention",
-     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
-     " int sliding_window, float soft_cap, int chunk, Tensor sinks, Tensor alibi_slopes,"
-     " Tensor cos, Tensor sin) -> Tensor",
-     paged_attention},
-    {"latent_attention",
-     "latent_attention(Tensor query, Tensor key, Tensor absorbing, Tensor keys, Tensor values,"
-     " int value_dim, int rotated, int layer, float scale, int sliding_window, float soft_cap,"
-     " int chunk) -> Tensor",
-     latent_attention},
-    {"sum_over_ranks", "sum_over_ranks(Tensor x) -> Tensor", sum_over_ranks},
-    {"packed_linear", "packed_linear(" LAYER ", " FUSED ") -> Tensor", packed_linear},
-    {"packed_linear_wide", "packed_linear_wide(" LAYER ", int adapted) -> Tensor",
-     packed_linear_wide},
-    {"add_adapters", "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor",
-     add_adapters},
-    {"packed_linear_blocks",
-     "packed_linear_blocks(" LAYER ", int number, " FUSED ") -> Tensor", packed_linear_blocks},
-    {"packed_linear_blocks_wide", "packed_linear_blocks_wide(" LAYER ", int number) -> Tensor",
-     packed_linear_blocks_wide},
-    {"packed_embedding", "packed_embedding(" EMBEDDING ") -> Tensor", packed_embedding},
-    {"packed_embedding_wide", "packed_embedding_wide(" EMBEDDING ") -> Tensor",
-     packed_embedding_wide},
-    {"packed_linear_int8", "packed_linear_int8(" LAYER ", " SCALES ", " FUSED ") -> Tensor",
-     packed_linear_int8},
-    {"packed_experts",
-     "packed_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor up_bias,"
-     " Tensor down, Tensor down_bias, int activation, int gated, float alpha, float limit,"
-     " float offset, Tensor up_factors, Tensor up_scales, Tensor down_factors,"
-     " Tensor down_scales) -> Tensor",
-     packed_experts},
-    {"causal_conv",
-     "causal_conv(Tensor x, Tensor weight, Tensor bias, int state, bool silu) -> Tensor",
-     causal_conv},
-    {"ssd",
-     "ssd(" RECURRENCE ", " STEPS ", float least_dt, float most_dt) -> Tensor", ssd},
-    {"gated_delta",
-     "gated_delta(Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta, int state,"
-     " float scale, bool normalize) -> Tensor",
-     gated_delta},
-    {"selective_scan", "selective_scan(" RECURRENCE ", " STEPS ") -> Tensor", selective_scan},
-};
 
 Error register_all() {
+  const Operator operators[] = {
+      named<paged_attention>("paged_attention"),
+      named<latent_attention>("latent_attention"),
+      named<sum_over_ranks>("sum_over_ranks"),
+      named<add_adapters>("add_adapters"),
+      named<packed_linear>("packed_linear"),
+      named<packed_linear_wide>("packed_linear_wide"),
+      named<packed_linear_blocks>("packed_linear_blocks"),
+      named<packed_linear_blocks_wide>("packed_linear_blocks_wide"),
+      named<packed_linear_int8>("packed_linear_int8"),
+      named<packed_embedding>("packed_embedding"),
+      named<packed_embedding_wide>("packed_embedding_wide"),
+      named<packed_experts>("packed_experts"),
+      named<rms_norm>("rms_norm"),
+      named<causal_conv>("causal_conv"),
+      named<ssd>("ssd"),
+      named<gated_delta>("gated_delta"),
+      named<selective_scan>("selective_scan"),
+  };
   Library definitions, kernels;
   if (aoti_torch_library_init_fragment("octavo_native", __FILE__, __LINE__, &definitions) ||
       aoti_torch_library_init_impl("octavo_native", "CPU", __FILE__, __LINE__, &kernels))
-    return 1;
-  for (const Operator& one : kOperators) {
-    if (aoti_torch_library_def(definitions, one.schema) ||
+    return kFailed;
+  for (const Operator& one : operators) {
+    if (aoti_torch_library_def(definitions, one.schema.c_str()) ||
         aoti_torch_library_impl(kernels, one.name, one.function))
-      return 1;
+      return kFailed;
   }
   return 0;
 }

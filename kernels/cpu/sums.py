@@ -1,4 +1,4 @@
-"""Sums over ranks in compiled steps: C++ calls back into Python for them."""
+"""Sums over ranks in traced steps: C++ calls back into Python for them."""
 
 import logging
 from collections.abc import Callable
@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-"""By their numbers in aoti.cpp."""
+"""By their numbers in operators.cpp."""
 _Function = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_int)
 
 log = logging.getLogger(__name__)
 
 
 class RankSums:
-    """What adds up over ranks for the compiled steps of this process.
+    """What adds up over ranks for the traced steps of this process.
 
     Args:
         library: The kernels.

@@ -28,10 +28,6 @@ QUESTIONS = (
 )
 SERVER = ("--num-blocks", "64", "--max-model-len", "1024")
 """Flags for a small KV cache, so that its use is visible."""
-COMPILING = (
-    "[bold]octavo serve demo[/] compiles the model to the end, once for this CPU: later starts and "
-    "answers are faster then. This demo ends before"
-)
 
 
 @dataclass
@@ -85,8 +81,6 @@ def demo(
     )
     for text in meter.model.warnings if meter.model else ():
         err.print(warning(text), soft_wrap=True)
-    if meter.model is not None and meter.model.compiling:
-        err.print(COMPILING, soft_wrap=True)
     if "Paris" not in answers[0].text:
         raise fail(f"the answer to {answers[0].question!r} does not say Paris")
 

@@ -14,7 +14,7 @@ from octavo.cli.connection import Server
 from octavo.cli.output import err, fail
 from octavo.common.ports import free_port
 
-START_SECONDS = 600.0  # a model may have to be compiled
+START_SECONDS = 600.0  # a model may have to be downloaded
 STOP_SECONDS = 40.0
 PLAIN = Server()
 TAIL_LINES = 25

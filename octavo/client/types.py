@@ -248,7 +248,6 @@ class Model:
     warnings: tuple[str, ...] = ()
     default_sampling: Mapping[str, float] = field(default_factory=dict, hash=False)
     default_max_tokens: int | None = None
-    compiling: bool = False
     kernels: tuple[str, ...] = ()
     ranks: int = 0
     base_model: str = ""

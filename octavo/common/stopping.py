@@ -65,7 +65,8 @@ def stop_signals() -> Iterator[StopSignals]:
 def exit_on_signals() -> Iterator[None]:
     """End the process at SIGTERM and SIGINT within a block, until an event loop handles them.
 
-    Importing an engine may start compilers, which must end too. A SIGINT that is ignored stays so.
+    Importing an engine may compile the kernels, and the compilers must end too. A SIGINT that is
+    ignored stays so.
     """
     before = {number: signal.getsignal(number) for number in EXIT_CODES}
     for number, code in EXIT_CODES.items():

@@ -1,7 +1,7 @@
 """The pool of engines: which there are, which can be used, and their limits."""
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import grpc
 import structlog
@@ -249,8 +249,7 @@ class EnginePool:
             wasted_slots=sum(load.wasted_slots for load in loads),
             total_swap_blocks=sum(load.total_swap_blocks for load in loads),
             used_swap_blocks=sum(load.used_swap_blocks for load in loads),
-            warnings=sorted({text for e in engines for text in warnings(e.info, e.load)}),
-            compiling=any(load.compiling_estimate_seconds for load in loads),
+            warnings=sorted({text for info in infos for text in info.warnings}),
             kernels=sorted({info.kernels for info in infos if info.kernels}),
             ranks=sum(info.ranks or 1 for info in infos),
             default_sampling=defaults.sampling,
@@ -359,17 +358,3 @@ def _rank(link: EngineLink) -> tuple[bool, float]:
     """Return an address' place among those of one engine; the lowest is used."""
     assert link.engine is not None
     return link.draining, link.engine.up_since
-
-
-def warnings(info: engine_pb2.GetEngineInfoResponse, load: engine_pb2.Load) -> Iterator[str]:
-    """Yield why an engine is slower than it could be."""
-    yield from info.warnings
-    seconds, estimate = load.compiling_seconds, load.compiling_estimate_seconds
-    if estimate:
-        total = "it takes longer than usual"
-        if seconds <= estimate:
-            total = f"about {estimate:.0f} s in all"
-        yield (
-            "the model is being compiled for this CPU, and answers are slower until that ends: "
-            f"started {seconds:.0f} s ago, {total}"
-        )

@@ -143,7 +143,6 @@ def _settings(directory: Path, max_model_len: int | None, num_blocks: int) -> En
         model=str(directory),
         device="cpu",
         dtype="float32",
-        compile="off",
         block_size=BLOCK_SIZE,
         num_blocks=num_blocks,
         swap_space=0.02,

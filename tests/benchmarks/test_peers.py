@@ -377,12 +377,3 @@ def test_all_are_held_to_an_isa():
     assert built.name != native.name, "or one would take the other's environment"
     assert "GGML_AVX2=ON" in built.variables["CMAKE_ARGS"]
     assert "GGML_NATIVE=ON" not in built.variables["CMAKE_ARGS"]
-
-
-def test_the_room_to_compile_grows_with_all_of_a_models_files(tmp_path):
-    for name in ("model-1.safetensors", "model-2.safetensors", "config.json"):
-        with (tmp_path / name).open("wb") as file:
-            file.truncate(1 << 30)
-    least = rounds.room_to_compile(tmp_path)
-    assert least > 10 << 30
-    assert rounds.room_to_compile(tmp_path / "model-1.safetensors") < least

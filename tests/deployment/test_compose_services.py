@@ -26,7 +26,6 @@ SMALL = {
     "OCTAVO_SWAP_SPACE": "0.001",
     "OCTAVO_MAX_MODEL_LEN": "512",
     "OCTAVO_SERVED_MODEL_NAME": "tiny",
-    "OCTAVO_COMPILE": "off",
     "OMP_NUM_THREADS": "1",
 }
 

@@ -21,7 +21,6 @@ class StandIn:
     """All that a core asks of an executor but to prepare steps and to `compute` them."""
 
     compiled = False
-    compiling = None
     eager_steps = 0
 
     def launch(self, batch, inputs, late):

@@ -1,7 +1,5 @@
 """What cannot work is refused at the start, with what to change."""
 
-import threading
-
 import pytest
 import structlog.testing
 import torch
@@ -12,8 +10,6 @@ from octavo.common.models.files import CONFIG, read_json
 from octavo.common.models.rope_context import first_context
 from octavo.common.resources import Memory
 from octavo.engine.capacity import StartupError
-from octavo.engine.compilation import Compiler, load_step
-from octavo.engine.compilation.load_step import compiler_bytes
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
 from octavo.engine.settings import EngineSettings
@@ -75,22 +71,6 @@ def test_what_nobody_said_follows_from_a_containers_limits(tiny_model, monkeypat
         torch.set_num_threads(threads)
     assert parts.limits.budgets[0].total_blocks == (10 << 20) // parts.block_bytes
     assert parts.scheduler.cache.swap.num_blocks == (10 << 20) // parts.block_bytes
-
-
-def test_the_defaults_leave_memory_to_the_compiler(tiny_model, monkeypatch):
-    def no_compiler(compiler, artifact, size, needed_bytes):
-        compiler.step, compiler.needed_bytes = None, needed_bytes
-        compiler._thread = threading.current_thread()
-        compiler._began, compiler._estimate = 0.0, 60.0
-
-    needed = compiler_bytes(0) >> 20
-    monkeypatch.setattr(Compiler, "__init__", no_compiler)
-    monkeypatch.setattr(resources, "memory", lambda: Memory(8 << 30, (needed + 400) << 20))
-    monkeypatch.setattr(load_step, "COMPILER_SHARE", 1)
-    given = {"num_blocks": None, "swap_space": None, "compile": "auto", "device": "cpu"}
-    parts = build(settings(tiny_model, **given))
-    for blocks in (parts.limits.budgets[0].total_blocks, parts.scheduler.cache.swap.num_blocks):
-        assert 0.9 * (100 << 20) < blocks * parts.block_bytes <= 100 << 20
 
 
 @pytest.mark.parametrize(

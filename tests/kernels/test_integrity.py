@@ -41,22 +41,6 @@ def file(tmp_path):
 
 
 @damaged
-def test_a_changed_file_is_told_by_name(file, change):
-    expected = integrity.fingerprint(file)
-    integrity.verify(file, expected)
-    replace(file, change)
-    with pytest.raises(DamagedFileError, match=str(file)):
-        integrity.verify(file, expected)
-
-
-def test_a_missing_file_is_damaged(file):
-    expected = integrity.fingerprint(file)
-    file.unlink()
-    with pytest.raises(DamagedFileError, match="is missing"):
-        integrity.verify(file, expected)
-
-
-@damaged
 def test_a_seal_holds_for_the_contents_it_was_made_of(file, change):
     with pytest.raises(DamagedFileError):
         integrity.verify_seal(file)
@@ -165,7 +149,7 @@ def test_a_process_survives_damaged_kernels(tmp_path):
     shutil.copy(kept, copy)
     replace(copy, CHANGES["cut in half"])
     environment = os.environ | {"OCTAVO_CACHE_DIR": str(tmp_path)}
-    script = "from octavo.kernels import cpu; cpu.run_step"
+    script = "from octavo.kernels import cpu; assert cpu.warning is None"
     done = subprocess.run([sys.executable, "-c", script], env=environment, cwd=ROOT, check=False)
     assert done.returncode == 0
     integrity.verify_seal(copy)

@@ -25,9 +25,6 @@ AVX2 = {"avx2", "bmi2", "f16c", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "clwb"}
 ICE_LAKE = AVX512 | {"avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "gfni", "vaes"}
 AMX = AVX512 | {"amx_tile"}
-KINDS = ("", "_wide", "_int8", "_blocks", "_blocks_wide")
-SHIMS = {f"aoti_torch_cpu_packed_linear{kind}" for kind in KINDS}
-SHIMS |= {"aoti_torch_cpu_packed_experts"}
 
 
 class Target(NamedTuple):
@@ -112,8 +109,7 @@ def test_builds_whole_for(target, tmp_path):
     undefined = symbols(made, "--undefined-only")
     assert not {name for name in undefined if name.startswith("octavo")}
     assert "aoti_torch_empty_strided" in undefined, "PyTorch's own come from PyTorch"
-    defined = symbols(made, "--defined-only")
-    assert defined >= SHIMS
+    assert "octavo_register_operators" in symbols(made, "--defined-only")
     if target.runner is not None:
         program = tmp_path / "driver"
         driven = [made for made in objects if made.stem in DRIVEN]

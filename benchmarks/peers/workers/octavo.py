@@ -29,7 +29,7 @@ class Octavo:
     def __init__(self, setup: Setup) -> None:
         flags = ["--device", "cpu", "--cache-memory", str(setup.cache_gib)]
         flags += ["--keepalive-time", HOURS, "--keepalive-timeout", HOURS]
-        flags += ["--heartbeat-timeout", HOURS, "--step-timeout", "0", "--compile", "wait"]
+        flags += ["--heartbeat-timeout", HOURS, "--step-timeout", "0"]
         for name, value in setup.options.items():
             flags += [f"--{name}", value]
         stack = contextlib.ExitStack()

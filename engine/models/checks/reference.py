@@ -15,7 +15,7 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.routing import Choice
 from octavo.engine.models.checks.widened import is_narrow, is_small, widened
 
-if TYPE_CHECKING:  # it imports transformers, which a compiled step starts without
+if TYPE_CHECKING:  # it imports transformers, which is slow
     from octavo.engine.models.checks.module_routing import ModuleRouting
 
 TOKENS = 40

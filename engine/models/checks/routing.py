@@ -6,7 +6,7 @@ where a model is compared with another run of it, it computes the experts that t
 its own choices are compared apart from the logits.
 
 `OperatorRouting` forces experts on any step whose experts are the operator of `packed_experts.py`,
-compiled ones among them; `module_routing.py` on the modules of a model.
+traced ones among them; `module_routing.py` on the modules of a model.
 """
 
 from collections.abc import Iterator, Sequence

@@ -234,6 +234,12 @@ class SelfCheck:
         other._set_limits()  # noqa: SLF001 - its own
         return other
 
+    def routed(self, routing: Routing) -> "SelfCheck":
+        """Return the check for steps on which something else forces experts."""
+        other = copy(self)
+        other._routing = routing if self.expected.choices else None  # noqa: SLF001 - its own
+        return other
+
     def _set_limits(self) -> None:
         self._limit = self._tolerable_rounding()
         if not self.expected.choices:

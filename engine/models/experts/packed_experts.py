@@ -143,4 +143,4 @@ if kernels is not None:
     _library.impl("packed_experts", kernels.experts, "CPU")  # type: ignore[no-untyped-call]
 register_fake("octavo::packed_experts", lambda x, *_: x.new_empty(x.shape))
 OPERATOR = torch.ops.octavo.packed_experts.default
-"""The operator. A compiled step calls the C function of the same name in kernels/cpu/aoti.cpp."""
+"""The operator. A traced step calls the function of the same name in kernels/cpu/operators.cpp."""

@@ -217,8 +217,8 @@ class GatedMLP(nn.Module):
 
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 OPERATORS: list[OpOverload] = []
-"""The operators of packed layers. A compiled step calls the C functions of the same names in
-kernels/cpu/aoti.cpp."""
+"""The operators of packed layers. A traced step calls the functions of the same names in
+kernels/cpu/operators.cpp."""
 ADAPTED = "int adapted"
 NORMED = "Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
 """The last arguments of operators that `fusion.py` can move a norm and a residual into; before them

@@ -9,7 +9,6 @@ much. The head, which costs the most quality, is not quantized.
 
 import torch
 from torch import Tensor, nn
-from torch.library import register_fake
 
 from octavo.engine.models.deferred import present
 from octavo.engine.models.experts.expert_layer import ExpertLayer
@@ -173,19 +172,10 @@ class OneDnnInt8Linear(nn.Module):
         return out.to(x.dtype).reshape(*x.shape[:-1], -1)
 
     def _pack(self) -> Tensor:
-        """Return the weights in oneDNN's layout; the compiler does this once."""
-        if self._packed is not None:
-            return self._packed
-        packed: Tensor = torch.ops.onednn.qlinear_prepack(self.weight, None)
-        if not torch.compiler.is_compiling():
-            self._packed = packed
-        return packed
-
-
-@register_fake("onednn::qlinear_prepack")  # type: ignore[untyped-decorator]
-def _fake_prepack(weight: Tensor, _shape: list[int] | None) -> Tensor:
-    """PyTorch has no fake for this, as it packs after tracing. oneDNN's layout is `[in, out]`."""
-    return weight.new_empty(weight.shape[1], weight.shape[0])
+        """Return the weights in oneDNN's layout."""
+        if self._packed is None:
+            self._packed = torch.ops.onednn.qlinear_prepack(self.weight, None)
+        return self._packed
 
 
 define_operator(

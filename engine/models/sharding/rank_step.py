@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.models.step import EagerStep, Step
-from octavo.engine.ranks.world import World, computing_with
+from octavo.engine.ranks.world import World
 from octavo.kernels.ops import argmax
 
 
@@ -18,7 +18,7 @@ class RankStep:
         everywhere: Return the logits on all ranks, as the self-check needs them.
 
     Attributes:
-        compiled: Whether it is compiled.
+        compiled: Whether it is traced, not run operator by operator in Python.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class RankStep:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Return logits `[num_rows, vocab_size]`; on ranks other than 0 without columns."""
-        own = self._own(token_ids, positions, logit_rows)
+        own = self._step(token_ids, positions, logit_rows)
         if self._everywhere:
             return self._world.gather_columns_everywhere(own, self._vocab_size)
         whole = self._world.gather_columns(own, self._vocab_size)
@@ -40,7 +40,7 @@ class RankStep:
 
     def most_likely(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> list[int]:
         """Return each row's most likely token, the first on a tie; on rank 0 only."""
-        own = self._own(token_ids, positions, logit_rows)
+        own = self._step(token_ids, positions, logit_rows)
         best = argmax(own)
         values = own.gather(1, best[:, None]).double()
         pairs = torch.cat([values, best[:, None].double()], 1)
@@ -52,8 +52,3 @@ class RankStep:
         tokens = by_rank[:, :, 1].gather(1, winner) + winner * self._world.part(self._vocab_size)
         chosen: list[int] = tokens[:, 0].long().tolist()
         return chosen
-
-    def _own(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Return the logits of this rank's tokens, `[num_rows, n]`."""
-        with computing_with(self._world):
-            return self._step(token_ids, positions, logit_rows)

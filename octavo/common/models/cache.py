@@ -6,12 +6,12 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
 import structlog
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from rich.console import Console
 
 Stage = Callable[[str], None]
@@ -64,7 +64,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
     with _locked(target):
         if target.is_dir():
             return target
-        work = _work(target)
+        work = target.with_name(f"{UNFINISHED}{target.name}")
         shutil.rmtree(work, ignore_errors=True)  # of one that was killed
         work.mkdir()
         try:
@@ -78,71 +78,14 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
 
 
 @contextmanager
-def scratch(name: str) -> Iterator[Path]:
-    """Yield an empty directory in the cache for a block, which may end in another thread.
-
-    It is removed at the end. If this process is killed, `remove_unfinished` removes it.
-    """
-    target = cache_dir() / f"{name}-{os.getpid()}"
-    target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    with _locked(target, thread_local=False):
-        work = _work(target)
-        shutil.rmtree(work, ignore_errors=True)  # of a killed process that had this one's number
-        work.mkdir()
-        try:
-            yield work
-        finally:
-            shutil.rmtree(work, ignore_errors=True)
-
-
-def remove(name: str) -> bool:
-    """Remove the cached model `name` atomically; return False if it is absent or being made."""
-    target = cache_dir() / name
-    work = _work(target)
-    try:
-        with _locked(target, blocking=False):
-            shutil.rmtree(work, ignore_errors=True)
-            target.rename(work)
-            shutil.rmtree(work, ignore_errors=True)
-    except (Timeout, OSError):
-        return False
-    return True
-
-
-def remove_unfinished(folder: str) -> None:
-    """Remove the files that killed processes left in `folder`."""
-    directory = cache_dir() / folder
-    for work in directory.glob(f"{UNFINISHED}*/"):
-        target = work.with_name(work.name.removeprefix(UNFINISHED))
-        with suppress(Timeout), _locked(target, blocking=False):
-            shutil.rmtree(work, ignore_errors=True)
-            log.info("interrupted preparation removed", path=str(work))
-    for lock in directory.glob(f"*{LOCK}"):
-        target = lock.with_name(lock.name.removesuffix(LOCK))
-        with suppress(Timeout), _locked(target, blocking=False):
-            pass
-
-
-@contextmanager
-def _locked(target: Path, *, blocking: bool = True, thread_local: bool = True) -> Iterator[None]:
-    """Hold the lock on `target`; its file is removed at the end, and waiters make a new one.
-
-    Unless it is `thread_local`, another thread may end the block.
-
-    Raises:
-        Timeout: Another process holds it, and `blocking` is False.
-    """
+def _locked(target: Path) -> Iterator[None]:
+    """Hold the lock on `target`; its file is removed at the end, and waiters make a new one."""
     file = target.with_name(f"{target.name}{LOCK}")
-    with FileLock(file, thread_local=thread_local).acquire(blocking=blocking):
+    with FileLock(file):
         try:
             yield
         finally:
             file.unlink(missing_ok=True)
-
-
-def _work(target: Path) -> Path:
-    """Return the directory in which `target` is made."""
-    return target.with_name(f"{UNFINISHED}{target.name}")
 
 
 @contextmanager

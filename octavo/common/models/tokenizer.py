@@ -48,7 +48,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 def _by_class(directory: Path) -> "PreTrainedTokenizerBase":
     """Return the tokenizer that transformers makes."""
-    # Imported here because an engine starts without it if its model was compiled before.
+    # Imported here because most tokenizers do without it, and it is slow to import.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
     loaded: PreTrainedTokenizerBase

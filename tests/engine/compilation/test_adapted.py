@@ -1,19 +1,15 @@
-"""Compiled and translated steps with LoRA adapters: they say what the eager step says."""
+"""Traced steps with LoRA adapters: they say what the eager step says."""
 
 import dataclasses
 
 import pytest
-from structlog.testing import capture_logs
 from transformers import LlamaConfig
 
-from octavo.common.models.cache import cache_dir
-from octavo.engine.compilation import Recipe, artifact, background, export, locate
-from octavo.engine.compilation.artifact import MANIFEST, Manifest
-from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.adapters import adapted_model
+from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.kernels import cpu
+from tests.engine.compilation import engines
 from tests.engine.random_model import save_random_model
-from tests.engine.stepper import Stepper
 from tests.peft_adapters import save_adapter
 
 PACKED = pytest.mark.skipif(cpu.linear is None, reason="this CPU has no linear kernels")
@@ -60,31 +56,9 @@ def lora(model, tmp_path_factory):
     return [f"{name}={path}" for name, path in paths.items()]
 
 
-@pytest.fixture
-def _cache(tmp_path, monkeypatch):
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache/kernels").symlink_to(cache_dir() / "kernels")
-    monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def _without_compiler(_cache, monkeypatch):
-    for module in (artifact, background, export):
-        monkeypatch.setattr(module, "has_compiler", lambda: False)
-
-
 def engine(model, lora, mode, dtype, quantization):
-    settings = {"num_blocks": 200, "swap_space": 0, "compile": mode, "dtype": dtype}
-    settings |= {"lora": lora, "quantization": quantization, "enable_prefix_caching": False}
-    return Stepper(build(EngineSettings(model=str(model), **settings)))
-
-
-def translate(model, dtype, quantization, scratch):
-    """Make an artifact as the process in the background does."""
-    made = locate(Recipe(str(model), dtype, quantization, 16, adapters=True))
-    made.path.mkdir(parents=True)
-    export.compile_step(made.recipe, made.path, scratch)
-    return made
+    settings = {"lora": lora, "num_blocks": 200, "enable_prefix_caching": False}
+    return engines.engine(model, mode, dtype, quantization, **settings)
 
 
 def outputs(stepper):
@@ -119,26 +93,16 @@ def check(found, expected, tolerance):
                 break
 
 
-@pytest.mark.usefixtures("_without_compiler")
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "tolerance"),
-    [
-        pytest.param(*way.values, marks=(*way.marks, *([pytest.mark.slow] if 0 < i < 3 else [])))
-        for i, way in enumerate(WAYS)
-    ],
-)
-def test_a_translated_step_applies_adapters(model, lora, dtype, quantization, tolerance, tmp_path):
-    eager = engine(model, lora, "off", dtype, quantization)
-    translate(model, dtype, quantization, tmp_path)
-    loaded = engine(model, lora, "auto", dtype, quantization)
-    assert loaded.parts.executor.compiled
-    expected, found = outputs(eager), outputs(loaded)
+@pytest.mark.parametrize(("dtype", "quantization", "tolerance"), WAYS)
+def test_a_traced_step_applies_adapters(model, lora, dtype, quantization, tolerance):
+    traced, eager = (engine(model, lora, mode, dtype, quantization) for mode in ("auto", "off"))
+    expected, found = outputs(eager), outputs(traced)
     check(found, expected, tolerance)
     of_names = expected[1][-4 * len(LENGTHS) :]
     assert of_names[LENGTHS.index(17)] != pytest.approx(of_names[-2], abs=0.3)  # it does something
     # Greedy tokens alone come from the step itself.
     tokens = []
-    for stepper in (loaded, eager):
+    for stepper in (traced, eager):
         groups = [
             stepper.submit(range(9, 26), 5, adapter=stepper.adapter(n)) for n in (*ADAPTERS, None)
         ]
@@ -147,59 +111,38 @@ def test_a_translated_step_applies_adapters(model, lora, dtype, quantization, to
     assert tokens[0] == tokens[1] or dtype != "float32"
 
 
-@pytest.mark.usefixtures("_cache")
-@pytest.mark.parametrize(
-    ("dtype", "quantization", "tolerance"),
-    [pytest.param(*way.values, marks=(*way.marks, pytest.mark.slow)) for way in WAYS],
-)
-def test_a_compiled_step_applies_adapters(model, lora, dtype, quantization, tolerance):
-    expected = outputs(engine(model, lora, "off", dtype, quantization))
-    compiled = engine(model, lora, "wait", dtype, quantization)
-    assert compiled.parts.executor.compiled
-    check(outputs(compiled), expected, tolerance)
+def halve_scales(targets, trial):
+    return targets, {name: scale / 2 for name, scale in trial.items()}
 
 
-def halve_scales(manifest):
-    return {"trial": {name: scale / 2 for name, scale in manifest.trial.items()}}
+def exchange(targets, *ends):
+    first, second = (next(name for name in targets.layers if name.endswith(end)) for end in ends)
+    one, other = targets.layers[first], targets.layers[second]
+    layers = targets.layers | {
+        first: dataclasses.replace(one, placement=other.placement),
+        second: dataclasses.replace(other, placement=one.placement),
+    }
+    return dataclasses.replace(targets, layers=layers)
 
 
-def exchange(manifest, *ends):
-    layers = dict(manifest.targets["layers"])
-    first, second = (next(name for name in layers if name.endswith(end)) for end in ends)
-    placements = layers[second]["placement"], layers[first]["placement"]
-    for name, placement in zip((first, second), placements, strict=True):
-        layers[name] = layers[name] | {"placement": placement}
-    return {"targets": manifest.targets | {"layers": layers}}
+def exchange_halves(targets, trial):
+    return exchange(targets, "gate_proj", "up_proj"), trial
 
 
-def exchange_halves(manifest):
-    return exchange(manifest, "gate_proj", "up_proj")
-
-
-def exchange_parts(manifest):
-    return exchange(manifest, "k_proj", "v_proj")
+def exchange_parts(targets, trial):
+    return exchange(targets, "k_proj", "v_proj"), trial
 
 
 @PACKED
-@pytest.mark.usefixtures("_without_compiler")
-def test_a_step_that_applies_adapters_wrongly_is_not_used(model, lora, tmp_path):
-    made = translate(model, "bfloat16", "none", tmp_path)
-    manifest = Manifest.read(made.path / MANIFEST)
-    files = {file.name: file.read_bytes() for file in made.path.iterdir()}
-    for damage in (halve_scales, exchange_halves, exchange_parts):
-        made.path.mkdir(exist_ok=True)
-        for name, contents in files.items():
-            (made.path / name).write_bytes(contents)
-        dataclasses.replace(manifest, **damage(manifest)).write(made.path / MANIFEST)
-        with capture_logs() as logs, pytest.MonkeyPatch.context() as patch:
-            patch.setattr("octavo.engine.compilation.load_step.Compiler", lambda *_: None)
-            loaded = engine(model, lora, "auto", "bfloat16", "none")
-        assert not loaded.parts.executor.compiled
-        errors = [entry.get("error", "") for entry in logs]
-        assert any("with an adapter, self-check failed: alone" in one for one in errors), logs
+@pytest.mark.parametrize("damage", [halve_scales, exchange_halves, exchange_parts])
+def test_a_step_that_applies_adapters_wrongly_is_refused(model, lora, damage, monkeypatch):
+    given = adapted_model.adapt_loaded
 
+    def adapt_wrongly(loaded, path):
+        targets, scales = damage(given(loaded, path), loaded.trial.scales)
+        object.__setattr__(loaded.trial, "scales", scales)
+        return targets
 
-@pytest.mark.usefixtures("_without_compiler")
-def test_engines_without_adapters_have_a_step_of_their_own(model):
-    with_adapters = locate(Recipe(str(model), "bfloat16", "none", 16, adapters=True))
-    assert with_adapters.path != locate(Recipe(str(model), "bfloat16", "none", 16)).path
+    monkeypatch.setattr(adapted_model, "adapt_loaded", adapt_wrongly)
+    with pytest.raises(SelfCheckError, match="with an adapter, self-check failed: alone"):
+        engine(model, lora, "auto", "bfloat16", "none")

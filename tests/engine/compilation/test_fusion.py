@@ -11,8 +11,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.fusion import fuse
+from octavo.engine.compilation.trace import trace
+from octavo.engine.compilation.traced_step import TracedStep
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
 from octavo.engine.models.step import EagerStep
@@ -38,7 +39,7 @@ LAST_NORM = {"norms": 1, "residuals": 1}
 @pytest.mark.parametrize(
     ("config", "left"),
     [
-        pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama", marks=pytest.mark.slow),
+        pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama"),
         pytest.param(Qwen2Config(**SHAPE), LAST_NORM, id="biases"),
         # Of the heads' norms, two a layer, the results are rotated.
         pytest.param(
@@ -53,17 +54,17 @@ LAST_NORM = {"norms": 1, "residuals": 1}
 def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
     save(config, tmp_path)
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
-    exported = capture(EagerStep(loaded.model), loaded.device)
     tokens = torch.randint(1, 500, (1, TOKENS), generator=torch.Generator().manual_seed(2))
     inputs = (tokens, torch.arange(TOKENS)[None], torch.tensor([3, TOKENS - 1]))
-    expected = logits(exported.module(), loaded.shape, inputs).float()
-    fuse(exported.graph)
-    exported.graph_module.recompile()
-    found = logits(exported.module(), loaded.shape, inputs).float()
+    step = EagerStep(loaded.model)
+    fused = TracedStep(step, loaded.shape.vocab_size, loaded.dtype)
+    found, expected = (logits(one, loaded.shape, inputs).float() for one in (fused, step))
     assert (found - expected).norm() <= 0.03 * expected.norm()
     if left is not None:
+        traced = trace(step, loaded.shape.vocab_size)
+        fuse(traced.graph)
         counts = {
-            name: len(exported.graph.find_nodes(op="call_function", target=operator))
+            name: len(traced.graph.find_nodes(op="call_function", target=operator))
             for name, operator in OPERATORS.items()
         }
         assert {name: count for name, count in counts.items() if count} == left

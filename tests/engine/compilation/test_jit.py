@@ -55,9 +55,7 @@ def as_on_a_gpu(monkeypatch, never_again, unpacked):
         loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
         fuse_linears(loaded.model)
         step = JitStep(EagerStep(loaded.model), loaded.device)
-        return LoadedStep(
-            loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, None, step
-        )
+        return LoadedStep(loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, step)
 
     monkeypatch.setattr("octavo.engine.startup.load_step", load_step)
     # It has one token run alone, which is what runs uncompiled.
@@ -186,7 +184,7 @@ def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
     monkeypatch.setattr("octavo.engine.compilation.jit.OTHER_SIZES", ())
     device = torch.device("cpu")
     step = JitStep(EagerStep(Small()), device)
-    loaded = LoadedStep(None, torch.float32, torch.float32, None, device, None, step)
+    loaded = LoadedStep(None, torch.float32, torch.float32, None, device, step)
     metrics = EngineMetrics()
 
     def run(tokens):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.engine.compilation import CompiledStep
+from octavo.engine.compilation.traced_step import TracedStep
 from octavo.engine.constraints.mask_threads import GRACE_SECONDS
 from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.speculation.methods import make_speculation
@@ -38,8 +38,8 @@ WAYS = (
 )
 
 
-class GreedyStep(CompiledStep):
-    """A step that takes its tokens itself, as a compiled one does, from a model that is not."""
+class GreedyStep(TracedStep):
+    """A step that takes its tokens itself, as a traced one does, from a model that is not."""
 
     def __init__(self, step, seconds):
         self._step, self._seconds = step, seconds
@@ -96,7 +96,7 @@ def delayed(model, monkeypatch, seconds, *, steps=0.012, **settings):
     monkeypatch.setattr(Matcher, "advance", late)
     loaded = runner.parts.executor._loaded
     if steps is not None and not settings.get("async_scheduling"):
-        monkeypatch.setattr(loaded, "_step", GreedyStep(loaded.step, steps))
+        object.__setattr__(loaded, "step", GreedyStep(loaded.step, steps))
     try:
         yield runner
     finally:
@@ -144,10 +144,11 @@ def test_tokens_that_the_model_takes_are_drawn_under_their_own_masks(
         assert (each.tokens, each.reasons) == (ended[i % 3].tokens, {0: "EOS"})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [0.003, 0.009, 0.03])
-def test_compiled_steps_draw_under_the_masks_that_they_read(byte_model, monkeypatch, seconds):
-    settings = {"compile": "wait", "dtype": "bfloat16", "steps": None}
+@pytest.mark.parametrize(
+    "seconds", [0.009, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.003, 0.03))]
+)
+def test_traced_steps_draw_under_the_masks_that_they_read(byte_model, monkeypatch, seconds):
+    settings = {"compile": "auto", "dtype": "bfloat16", "steps": None}
     with delayed(byte_model, monkeypatch, seconds, **settings) as runner:
         asked = [
             runner.submit("regex", CALL_PATTERN, prompt=range(1, 3 + i % 3), temperature=0.0)

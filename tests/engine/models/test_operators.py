@@ -6,6 +6,7 @@ import torch
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.fusion import fuse
+from octavo.engine.compilation.trace import trace
 from octavo.engine.models.load_model import load
 from octavo.engine.models.step import EagerStep
 
@@ -25,6 +26,18 @@ def count(graph):
     return len(graph.find_nodes(op="call_function", target=attention.default))
 
 
+def exported(step, _):
+    program = capture(step, torch.device("cpu"))
+    assert count(program.graph) == count(program.run_decompositions().graph)
+    return program.graph
+
+
+def traced(step, vocab_size):
+    graph = trace(step, vocab_size).graph
+    fuse(graph)
+    return graph
+
+
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_no_call_is_dropped_or_merged(backend):
     x = torch.randn(4, 2, 32)
@@ -38,11 +51,9 @@ def test_no_call_is_dropped_or_merged(backend):
     assert sorted(dry.calls) == [0, 0, 1]
 
 
-def test_an_exported_model_attends_once_a_layer(tiny_model):
+@pytest.mark.parametrize("make", [exported, traced])
+def test_a_model_attends_once_a_layer(tiny_model, make):
     loaded = load(str(tiny_model), dtype="bfloat16", device="cpu", block_size=16)
-    exported = capture(EagerStep(loaded.model), loaded.device)
-    fuse(exported.graph)
-    exported.graph.eliminate_dead_code()
-    assert count(exported.graph) == len(loaded.shape.layers)
-    folded = exported.run_decompositions()
-    assert count(folded.graph) == len(loaded.shape.layers)
+    graph = make(EagerStep(loaded.model), loaded.shape.vocab_size)
+    graph.eliminate_dead_code()
+    assert count(graph) == len(loaded.shape.layers)

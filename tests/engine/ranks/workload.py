@@ -2,18 +2,18 @@
 
 python -m tests.engine.ranks.workload SIZE CASES
 
-CASES is JSON: each has the functions that submit requests, a model, further settings, and for each
-rank the module that compiles its step, if it is not the usual one.
+CASES is JSON: each has the functions that submit requests, a model, further settings, and the ranks
+whose step cannot be traced.
 """
 
 import json
 import os
 import random
 import sys
-import time
 
 from octavo.common import logging
-from octavo.engine.compilation import background
+from octavo.engine.compilation import traced_step
+from octavo.engine.compilation.trace import UntraceableError
 from octavo.engine.follower import follow
 from octavo.engine.ranks.place import given_place
 from octavo.engine.scheduling.request import BeamSearch
@@ -86,41 +86,16 @@ def again(engine):
         engine.run()
 
 
-def long(engine):
-    """The requests of `through_a_switch`, once each."""
-    for prompt in prompts(4):
-        yield engine.submit(prompt, 40)
-
-
-def through_a_switch(engine):
-    """Requests that come one after another until the model is compiled and beyond."""
-    steps_compiled = 0
-    for i in range(1 << 20):
-        yield engine.submit(prompts(4)[i % 4], 40)
-        for _ in range(7):
-            engine.step()
-        time.sleep(0.2)  # for the compilers, whose priority is low
-        steps_compiled += engine.parts.executor.compiled
-        if steps_compiled > 6:
-            return
-    raise AssertionError("the model was not compiled")
-
-
-WORKS = {
-    work.__name__: work
-    for work in (mixed, scored, masked, repetitive, again, long, through_a_switch)
-}
+WORKS = {work.__name__: work for work in (mixed, scored, masked, repetitive, again)}
 
 
 def run(case, place):
     settings = settings_of(case, place)
     engine = Stepper(build(settings, place))
-    compiled = [engine.parts.executor.compiled]
     groups = []
     for work in case.get("work", "mixed").split():
         groups += WORKS[work](engine)
         engine.run()
-    compiled.append(engine.parts.executor.compiled)
     counters = engine.scheduler.counters
     if engine.parts.leader is not None:
         engine.parts.leader.stop()
@@ -132,7 +107,7 @@ def run(case, place):
             for group in groups
         ],
         "scores": [[one.logprob for one in group.prompt_logprobs or ()] for group in groups],
-        "compiled": compiled,
+        "compiled": engine.parts.executor.compiled,
         "swapped": counters.preemptions_swap,
         "recomputed": counters.preemptions_recompute,
         "accepted": counters.accepted_tokens,
@@ -157,15 +132,20 @@ def settings_of(case, place):
     return EngineSettings(model=case["model"], tensor_parallel_size=size, **given)
 
 
+def refuse(*_):
+    """Stand in for `trace`."""
+    raise UntraceableError("it is refused")
+
+
 def main():
     size, cases = int(sys.argv[1]), json.loads(sys.argv[2])
     place = given_place(os.environ, size)
     logging.configure(log_level="error")
     found = {}
     rank = 0 if place is None else place.rank
-    usual = background.MODULE
+    usual = traced_step.trace
     for name, case in cases.items():
-        background.MODULE = case.get("compilers", {}).get(str(rank), usual)
+        traced_step.trace = refuse if rank in case.get("eager", ()) else usual
         if rank:
             follow(settings_of(case, place), place)
         else:

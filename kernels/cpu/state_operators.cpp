@@ -1,8 +1,8 @@
-// The functions by which a compiled step updates states; see aoti.cpp.
+// The operators that update states; see operators.cpp.
 //
 // The steps, rates and gates of recurrences must be contiguous float32, as the graph makes them.
 
-#include "shims.h"
+#include "operators.h"
 #include "state_calls.h"
 
 namespace {
@@ -56,8 +56,8 @@ const float* read_floats(Tensor* tensor, int dimensions, bool& ok) {
 }  // namespace
 
 // octavo::causal_conv
-extern "C" Error aoti_torch_cpu_causal_conv(Tensor x, Tensor weight, Tensor* bias, int64_t state,
-                                            int32_t silu, Tensor* result) {
+Error causal_conv(Tensor* result, Tensor x, Tensor weight, Tensor* bias, int64_t state,
+                  bool silu) {
   const Stopwatch stopwatch(spent.states);
   const StateCache& cache = step.states[state];
   const Tokens inputs(x, 2), weights(weight, 2);
@@ -74,9 +74,8 @@ extern "C" Error aoti_torch_cpu_causal_conv(Tensor x, Tensor weight, Tensor* bia
 }
 
 // octavo::ssd
-extern "C" Error aoti_torch_cpu_ssd(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c,
-                                    int64_t state, Tensor* d, Tensor* dt_bias, int32_t softplus,
-                                    double least_dt, double most_dt, Tensor* result) {
+Error ssd(Tensor* result, Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int64_t state,
+          Tensor* d, Tensor* dt_bias, bool softplus, double least_dt, double most_dt) {
   const Stopwatch stopwatch(spent.states);
   const Tokens inputs(x, 3), keys(b, 3), queries(c, 3);
   bool ok = inputs.fits() && keys.fits() && queries.fits();
@@ -96,9 +95,8 @@ extern "C" Error aoti_torch_cpu_ssd(Tensor x, Tensor dt, Tensor a, Tensor b, Ten
 }
 
 // octavo::gated_delta
-extern "C" Error aoti_torch_cpu_gated_delta(Tensor query, Tensor key, Tensor value, Tensor g,
-                                            Tensor beta, int64_t state, double scale,
-                                            int32_t normalize, Tensor* result) {
+Error gated_delta(Tensor* result, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta,
+                  int64_t state, double scale, bool normalize) {
   const Stopwatch stopwatch(spent.states);
   const Tokens q(query, 3), k(key, 3), v(value, 3);
   int64_t dimensions = 0;
@@ -118,9 +116,8 @@ extern "C" Error aoti_torch_cpu_gated_delta(Tensor query, Tensor key, Tensor val
 }
 
 // octavo::selective_scan
-extern "C" Error aoti_torch_cpu_selective_scan(Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c,
-                                               int64_t state, Tensor* d, Tensor* dt_bias,
-                                               int32_t softplus, Tensor* result) {
+Error selective_scan(Tensor* result, Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c,
+                     int64_t state, Tensor* d, Tensor* dt_bias, bool softplus) {
   const Stopwatch stopwatch(spent.states);
   const StateCache& cache = step.states[state];
   const Tokens inputs(x, 2), keys(b, 2), queries(c, 2), steps(dt, 2);

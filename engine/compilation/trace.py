@@ -1,0 +1,378 @@
+"""Traces a step: runs it a few times, and notes which operators it calls on what.
+
+Each run has another number of tokens and of rows. A number that differs between the runs is a
+linear function of these two; whatever else differs cannot be traced. Octavo's operators are not
+run: their weights are most of a model's, and what they return does not matter. So a trace takes a
+fraction of a second, for few layers and for many.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+
+from octavo.engine.attention.operator import DryRun, attending
+from octavo.engine.models.step import EagerStep
+
+RUNS = (5, 3), (7, 3), (7, 4), (11, 6)
+"""Tokens and rows of the runs: the second has other tokens than the first, the third other rows
+than the second, and the fourth tells whether numbers are linear in them. None has one token or row:
+where a dimension is 1, PyTorch may call other operators, which are right for no other number."""
+MANY = 1 << 16, 300
+"""Tokens and rows of a last run, without data, which takes no time to compute: it tells whether
+models call other operators for many tokens."""
+INPUTS = "token_ids", "positions", "logit_rows"
+VALUES = "values"
+"""A node's tensors in all runs, in its `meta`."""
+FOLDED_BYTES = 1 << 20
+"""What depends on weights alone is computed once if it has no more bytes."""
+MASKS = {torch.bool, torch.uint8}
+READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
+aten = torch.ops.aten
+
+
+class UntraceableError(Exception):
+    """What a step calls depends on more than its number of tokens and of rows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """A number that depends on a step's number of tokens and of rows.
+
+    Attributes:
+        constant: What does not depend on them.
+        tokens: Factor of the number of tokens.
+        rows: Factor of the number of rows.
+    """
+
+    constant: int
+    tokens: int
+    rows: int
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """What a step calls.
+
+    Attributes:
+        graph: Its inputs are placeholders. The constants are `get_attr` nodes. Arguments of calls
+            may be `Size`s, and each node's tensors in the runs are its `meta[VALUES]`.
+        constants: By name.
+    """
+
+    graph: fx.Graph
+    constants: dict[str, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """An operator's call, as one run made it."""
+
+    operator: OpOverload
+    arguments: tuple[tuple[Any, ...], dict[str, Any]]
+    result: Any
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Notes all calls within.
+
+    Args:
+        known: Those of an earlier run: what reads data has the same result again.
+
+    Attributes:
+        calls: In order.
+    """
+
+    def __init__(self, known: Sequence[_Call] = ()) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[_Call] = []
+        self._known = known
+
+    def __torch_dispatch__(
+        self,
+        operator: OpOverload,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what operators return
+        del types
+        kwargs = kwargs or {}
+        if operator.namespace == "prim":  # of tensors without data
+            return operator(*args, **kwargs)
+        if self._known and _reads_data(operator, args):
+            result = self._known[min(len(self.calls), len(self._known) - 1)].result
+        elif operator.namespace == "octavo":
+            result = _zeros(operator, *args, **kwargs)
+        else:
+            result = operator(*args, **kwargs)
+        self.calls.append(_Call(operator, (args, kwargs), result))
+        return result
+
+
+class _NoData(TorchFunctionMode):
+    """Refuses what reads data without an operator."""
+
+    def __torch_function__(
+        self,
+        function: Callable[..., Any],
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - what functions return
+        del types
+        if function in READS:
+            raise UntraceableError("its Python code looks at data")
+        return function(*args, **(kwargs or {}))
+
+
+def _reads_data(operator: OpOverload, args: Sequence[Any]) -> bool:
+    """Return whether an operator's result is a number, or of a size, that depends on data."""
+    if operator is aten.index.Tensor:  # by a mask
+        indices = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args[1]]
+        return any(one is not None and one.dtype in MASKS for one in indices)
+    return torch.Tag.data_dependent_output in operator.tags or (
+        torch.Tag.dynamic_output_shape in operator.tags
+    )
+
+
+def _zeros(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+    """Return zeros of the sizes that one of Octavo's operators returns."""
+    shapes = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
+    made = operator(*shapes[0], **shapes[1])
+    return tree_map_only(
+        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_(), made
+    )
+
+
+@torch.no_grad()
+def trace(step: EagerStep, vocab_size: int) -> Trace:
+    """Trace a step on a CPU.
+
+    Args:
+        step: The step.
+        vocab_size: Tokens that it knows.
+
+    Returns:
+        The trace, right for one token and one row too.
+
+    Raises:
+        UntraceableError: What it calls depends on more than its number of tokens and of rows.
+        Exception: What its model raises.
+    """
+    inputs, calls, results = [], [], []
+    for run, (tokens, rows) in enumerate(RUNS):
+        given = (
+            ((torch.arange(tokens) * 7 + run) % vocab_size)[None],
+            torch.arange(run, run + tokens)[None],
+            torch.arange(rows) + (tokens - rows),
+        )
+        with _NoData():
+            result, made = _run(step, given)
+        inputs.append(given)
+        calls.append(made)
+        results.append(result)
+    _check_same(*calls)
+    traced = _Builder(inputs).build(list(zip(*calls, strict=True)), results)
+    tokens, rows = MANY
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        ids = torch.zeros((1, tokens), dtype=torch.int64)
+        many = ids, torch.arange(tokens)[None], torch.arange(rows)
+        _check_same(calls[0], _run(step, many, calls[0])[1])
+    return traced
+
+
+def _run(
+    step: EagerStep, given: tuple[Tensor, ...], known: Sequence[_Call] = ()
+) -> tuple[Tensor, list[_Call]]:
+    """Run a step; return its result and its calls."""
+    with _compiling(), attending(DryRun()), _Recorder(known) as recorder:
+        result: Tensor = step(*given)
+    return result, recorder.calls
+
+
+def _check_same(*runs: Sequence[_Call]) -> None:
+    """Refuse runs that call different operators."""
+    if len({tuple(call.operator for call in calls) for calls in runs}) > 1:
+        raise UntraceableError("it calls other operators for other numbers of tokens")
+
+
+@contextmanager
+def _compiling() -> Iterator[None]:
+    """Let models know that they are traced, as while PyTorch compiles: some look at data else."""
+    compiler: Any = torch.compiler
+    compiler._is_compiling_flag = True  # noqa: SLF001 - has no public name
+    try:
+        yield
+    finally:
+        compiler._is_compiling_flag = False  # noqa: SLF001 - likewise
+
+
+class _Builder:
+    """Makes a graph of what several runs called."""
+
+    def __init__(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
+        self._graph = fx.Graph()
+        self._constants: dict[str, Tensor] = {}
+        self._nodes: dict[tuple[int, ...], fx.Node] = {}  # by the ids of their tensors
+        for name, values in zip(INPUTS, zip(*inputs, strict=True), strict=True):
+            self._keep(self._graph.placeholder(name), values)
+
+    def build(self, calls: Sequence[tuple[_Call, ...]], results: Sequence[Tensor]) -> Trace:
+        """Add all calls, and the results of the runs."""
+        for made in calls:
+            self._add(made)
+        self._graph.output(self._merge(results))
+        self._graph.eliminate_dead_code()
+        return Trace(self._graph, self._constants)
+
+    def _add(self, made: tuple[_Call, ...]) -> None:
+        operator = made[0].operator
+        args, kwargs = self._merge_all([call.arguments for call in made])
+        values = tuple(call.result for call in made)
+        if _is_constant((args, kwargs), operator) and self._fold(values):
+            return
+        if _reads_data(operator, args):
+            raise UntraceableError(f"it calls {operator}, whose result depends on the data")
+        self._check_writes(made[0])
+        node = self._graph.call_function(operator, args, kwargs)
+        if isinstance(values[0], Tensor):
+            self._keep(node, values)
+            return
+        for i, of_all in enumerate(zip(*values, strict=True)):
+            if isinstance(of_all[0], Tensor):
+                part = self._graph.call_function(_getitem, (node, i))
+                self._keep(part, of_all)
+
+    def _check_writes(self, made: _Call) -> None:
+        """Refuse a call that changes a constant: the next step would begin with what it left."""
+        schema = made.operator._schema  # noqa: SLF001 - has no public name
+        written = [
+            given
+            for declared, given in zip(schema.arguments, made.arguments[0], strict=False)
+            if declared.alias_info is not None and declared.alias_info.is_write
+        ]
+        own = set(map(storage_of, self._constants.values()))
+        if any(storage_of(one) in own for one in tree_leaves(written) if isinstance(one, Tensor)):
+            raise UntraceableError("it changes a weight, or what is made of weights alone")
+
+    def _keep(self, node: fx.Node, values: tuple[Tensor, ...]) -> None:
+        node.meta[VALUES], node.meta["val"] = values, values[0]
+        self._nodes[tuple(map(id, values))] = node
+
+    def _fold(self, values: tuple[Any, ...]) -> bool:
+        """Make a call's result a constant, if it is one and small."""
+        first = values[0]
+        if not isinstance(first, Tensor):
+            return isinstance(first, int | float)  # which the model has computed with
+        is_view = storage_of(first) in map(storage_of, self._constants.values())
+        if first.nbytes > FOLDED_BYTES and not is_view:
+            return False
+        self._add_constant(values)
+        return True
+
+    def _add_constant(self, values: tuple[Tensor, ...]) -> fx.Node:
+        name = f"constant_{len(self._constants)}"
+        self._constants[name] = values[0].detach()
+        node = self._graph.create_node("get_attr", name, name=name)
+        self._keep(node, values)
+        return node
+
+    def _merge_all(self, arguments: Sequence[Any]) -> Any:  # noqa: ANN401
+        flat, specs = zip(*(tree_flatten(one) for one in arguments), strict=True)
+        if any(spec != specs[0] for spec in specs):
+            raise UntraceableError("it passes other arguments for other numbers of tokens")
+        return tree_unflatten([self._merge(values) for values in zip(*flat, strict=True)], specs[0])
+
+    def _merge(self, values: Sequence[Any]) -> Any:  # noqa: ANN401
+        """Return the argument that stands for those of all runs."""
+        first = values[0]
+        if isinstance(first, Tensor):
+            return self._node(tuple(values))
+        return merge_numbers(values)
+
+    def _node(self, values: tuple[Tensor, ...]) -> fx.Node:
+        """Return the node of an argument's tensors in all runs; a new one if they are constants."""
+        if (node := self._nodes.get(tuple(map(id, values)))) is not None:
+            return node
+        first = values[0]
+        if any(value is not first and not _are_same(value, first) for value in values):
+            raise UntraceableError("it computes something outside of PyTorch's operators")
+        return self._add_constant(values)
+
+
+def _getitem(values: Sequence[Tensor], i: int) -> Tensor:
+    """Return one of an operator's results."""
+    return values[i]
+
+
+GETITEM = _getitem
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Return what identifies a tensor's memory."""
+    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - has no public name
+    return identity
+
+
+def _are_same(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
+
+
+def _is_constant(arguments: Any, operator: OpOverload) -> bool:  # noqa: ANN401
+    """Return whether a call's result depends on constants alone."""
+    if operator._schema.is_mutable or torch.Tag.nondeterministic_seeded in operator.tags:  # noqa: SLF001
+        return False
+    leaves = tree_leaves(arguments)
+    return not any(
+        isinstance(one, Size) or (isinstance(one, fx.Node) and one.op != "get_attr")
+        for one in leaves
+    )
+
+
+def merge_numbers(values: Sequence[Any]) -> Any:  # noqa: ANN401 - an argument
+    """Return what stands for an argument that is not a tensor, or for a number of its layout.
+
+    Args:
+        values: Of all runs.
+
+    Raises:
+        UntraceableError: They differ, and are not linear in the number of tokens and of rows.
+    """
+    first = values[0]
+    if all(value == first and type(value) is type(first) for value in values):
+        return first
+    if not all(type(value) is int for value in values):
+        raise UntraceableError("an argument depends on the number of tokens")
+    (tokens_0, rows_0), (tokens_1, _), (_, rows_2), _ = RUNS
+    tokens, left = divmod(values[1] - first, tokens_1 - tokens_0)
+    rows = (values[2] - values[1]) // (rows_2 - rows_0)
+    size = Size(first - tokens * tokens_0 - rows * rows_0, tokens, rows)
+    fits = all(
+        size.constant + size.tokens * t + size.rows * r == value
+        for (t, r), value in zip(RUNS, values, strict=True)
+    )
+    if left or not fits:
+        raise UntraceableError("a size is not linear in the number of tokens")
+    return size
+
+
+def call(graph: fx.Graph, operator: Callable[..., Any], *args: Any) -> fx.Node:  # noqa: ANN401
+    """Add a call that makes a view to a graph, with its tensors in all runs if it is a trace."""
+    node = graph.call_function(operator, args)
+    if all(VALUES in given.meta for given in args if isinstance(given, fx.Node)):
+        values = tuple(operator(*_of_run(args, run)) for run in range(len(RUNS)))
+        node.meta[VALUES], node.meta["val"] = values, values[0]
+    return node
+
+
+def _of_run(args: tuple[Any, ...], run: int) -> Iterator[Any]:
+    for given in args:
+        yield given.meta[VALUES][run] if isinstance(given, fx.Node) else given

@@ -1,0 +1,94 @@
+"""The step of a CPU: traced, its operators fused, and run without Python."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.jit import optimized_execution  # type: ignore[attr-defined]
+
+from octavo.engine.attention.operator import PagedStep, current_step
+from octavo.engine.compilation.fusion import fuse
+from octavo.engine.compilation.script import script
+from octavo.engine.compilation.trace import trace
+from octavo.engine.models.linear.adapted_layers import (
+    CapturedAdapters,
+    applying,
+    current_adapters,
+)
+from octavo.engine.models.step import EagerStep
+from octavo.kernels import cpu, huge_pages
+from octavo.kernels.cpu.native import CheckedCaches
+
+NO_MASKS: Mapping[int, np.ndarray] = {}
+
+
+class TracedStep:
+    """A step that runs without the interpreter's lock.
+
+    Args:
+        step: The step to trace.
+        vocab_size: Tokens that it knows.
+        dtype: Of activations.
+        adapters: Whether it applies the current adapters.
+
+    Raises:
+        UntraceableError: What the step calls depends on more than its number of tokens and rows.
+        UnscriptableError: It calls what needs Python.
+        Exception: What PyTorch raises.
+    """
+
+    def __init__(
+        self, step: EagerStep, vocab_size: int, dtype: torch.dtype, *, adapters: bool = False
+    ) -> None:
+        self._dtype = dtype
+        self._caches: CheckedCaches | None = None
+        with applying(CapturedAdapters() if adapters else None):
+            traced = trace(step, vocab_size)
+        fuse(traced.graph)
+        self._module = script(traced)
+        huge_pages.collapse(list(self._module.buffers()))
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Run the model within `attending` and `applying`; see `octavo.engine.models.step`."""
+        within = current_step()
+        kept = cpu.set_step(self._checked(within), within.groups, current_adapters())
+        # Its optimizations would compile for sizes, which change from step to step.
+        with optimized_execution(False):
+            logits: Tensor = self._module(token_ids, positions, logit_rows)
+        del kept
+        return logits
+
+    def most_likely(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        masks: Mapping[int, np.ndarray] = NO_MASKS,
+    ) -> list[int]:
+        """Run the model within `attending`; return each row's most likely token.
+
+        Args:
+            token_ids: As for calls, like the next two.
+            positions: Likewise.
+            logit_rows: Likewise.
+            masks: Of the rows whose tokens are masked: `[words]` int32, as for
+                `octavo.kernels.ops.mask_logits`.
+
+        Returns:
+            Of the tokens that are allowed; the first on a tie.
+        """
+        logits = self(token_ids, positions, logit_rows)
+        if masks:
+            cpu.mask_logits(logits, np.array(list(masks), np.int64), np.stack(list(masks.values())))
+        tokens: list[int] = cpu.argmax(logits).tolist()
+        return tokens
+
+    def _checked(self, within: PagedStep) -> CheckedCaches:
+        """Return a step's caches, checked if they are not those of the latest step."""
+        checked = self._caches
+        if checked is None or not checked.are_of(within.layers, within.states):
+            checked = self._caches = CheckedCaches(
+                within.layers, within.states, self._dtype, within.kv_scales
+            )
+        return checked
