@@ -24,8 +24,9 @@ UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that return the same numbers, like `CASTS`."""
 CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - has no public name
 LINEAR = torch.ops.aten.linear.default
-PART = 1 << 20
-"""Numbers of a weight that are made at once where an input is multiplied by it."""
+PART = 240 << 10
+"""Numbers of a weight that are made at once where an input is multiplied by it: less than
+`MAPPED_BYTES` of freed.py, so that each part has the memory of the one before."""
 
 
 class DeferredTensor(Tensor):
