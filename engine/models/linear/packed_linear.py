@@ -147,6 +147,8 @@ def replace(
     group: list[LocatedLinear],
     convert: Callable[[nn.Linear], nn.Module],
     join: JoinLinears = join_linears,
+    *,
+    gates: bool = True,
 ) -> None:
     """Fuse layers of the same input and replace them by what `convert` returns.
 
@@ -155,12 +157,13 @@ def replace(
         group: The layers.
         convert: Must return a `PackedLayer` for a layer that has kernels.
         join: Makes a fused layer, as `join_linears` does.
+        gates: Whether it returns layers that can gate their outputs.
     """
     first = group[0]
     if len(group) == 1:
         setattr(first.parent, first.name, convert(first.layer))
         return
-    if _can_gate(first.layer) and _are_swiglu(group):
+    if gates and _can_gate(first.layer) and _are_swiglu(group):
         gate, up = (located.layer for located in group)
         assert kernels is not None
         interleave = kernels.interleave

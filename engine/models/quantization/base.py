@@ -15,7 +15,7 @@ from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.experts.quantized_experts import QuantizedExperts
 from octavo.engine.models.linear.fuse_linears import group_linears_by_input
-from octavo.engine.models.linear.packed_linear import replace
+from octavo.engine.models.linear.packed_linear import has_quantized_kernels, replace
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs, calibrate
 from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
@@ -113,7 +113,7 @@ class Scheme(ABC):
             first = group[0]
             own = inputs.linears.get(first.path)
             convert = partial(self.convert, inputs=own, is_head=first.layer is head)
-            replace(model, group, convert)
+            replace(model, group, convert, gates=has_quantized_kernels(first.layer))
         for layer in experts:
             rows = inputs.experts.get(layer.path)  # none if the model does not call the layer
             with held(layer.module):

@@ -7,7 +7,13 @@ import torch
 from pydantic import ValidationError
 from structlog.testing import capture_logs
 from torch import nn
-from transformers import AutoModelForCausalLM, BitNetConfig, GPT2Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    BitNetConfig,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3MoeConfig,
+)
 from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
@@ -105,6 +111,15 @@ def test_all_layers_of_gpt2_are_quantized(saved, quantization):
     ]
     assert len(kinds) >= 2 * 4
     assert not [module for module in model.modules() if isinstance(module, Conv1D)]
+
+
+@pytest.mark.parametrize("quantization", schemes_for(torch.device("cpu")))
+def test_a_swiglu_in_float32_is_quantized(tmp_path, quantization):
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 300}
+    save_random_model(LlamaConfig(**sizes, **heads), tmp_path, std=0.1)
+    model = quantized(tmp_path, quantization, "float32")
+    assert any(isinstance(module, OneDnnInt8Linear) for module in model.modules())
 
 
 def test_a_scheme_of_gpus_is_refused_on_a_cpu(saved):
