@@ -28,7 +28,7 @@ than the second, and the fourth tells whether numbers are linear in them. None h
 where a dimension is 1, PyTorch may call other operators, which are right for no other number."""
 MANY = 1 << 16, 300
 """Tokens and rows of a last run, without data, which takes no time to compute: it tells whether
-models call other operators for many tokens."""
+models call other operators for many tokens, and whether a size has a bound."""
 INPUTS = "token_ids", "positions", "logit_rows"
 VALUES = "values"
 """A node's tensors in all runs, in its `meta`."""
@@ -180,13 +180,15 @@ def trace(step: EagerStep, vocab_size: int) -> Trace:
         calls.append(made)
         results.append(result)
     _check_same(*calls)
-    traced = _Builder(inputs).build(list(zip(*calls, strict=True)), results)
+    builder = _Builder(inputs)
+    builder.add(list(zip(*calls, strict=True)))
     tokens, rows = MANY
     with FakeTensorMode(allow_non_fake_inputs=True):
         ids = torch.zeros((1, tokens), dtype=torch.int64)
         many = ids, torch.arange(tokens)[None], torch.arange(rows)
-        _check_same(calls[0], _run(step, many, calls[0])[1])
-    return traced
+        _, last = _run(step, many, calls[0])
+    _check_same(calls[0], last)
+    return builder.finish(results, last)
 
 
 def _run(
@@ -222,18 +224,30 @@ class _Builder:
         self._graph = fx.Graph()
         self._constants: dict[str, Tensor] = {}
         self._nodes: dict[tuple[int, ...], fx.Node] = {}  # by the ids of their tensors
+        self._places: dict[fx.Node, int] = {}  # of the calls that nodes' tensors come from
         for name, values in zip(INPUTS, zip(*inputs, strict=True), strict=True):
             self._keep(self._graph.placeholder(name), values)
 
-    def build(self, calls: Sequence[tuple[_Call, ...]], results: Sequence[Tensor]) -> Trace:
-        """Add all calls, and the results of the runs."""
-        for made in calls:
-            self._add(made)
+    def add(self, calls: Sequence[tuple[_Call, ...]]) -> None:
+        """Add all calls."""
+        for place, made in enumerate(calls):
+            self._add(made, place)
+
+    def finish(self, results: Sequence[Tensor], last: Sequence[_Call]) -> Trace:
+        """Add the results of the runs, and check them by the calls of the last run.
+
+        Raises:
+            UntraceableError: In the last run a tensor has another shape than the others tell.
+        """
         self._graph.output(self._merge(results))
         self._graph.eliminate_dead_code()
+        for node in self._graph.nodes:
+            if (place := self._places.get(node)) is not None:
+                result = last[place].result
+                _check_shape(node, result if isinstance(result, Tensor) else result[node.args[1]])
         return Trace(self._graph, self._constants)
 
-    def _add(self, made: tuple[_Call, ...]) -> None:
+    def _add(self, made: tuple[_Call, ...], place: int) -> None:
         operator = made[0].operator
         args, kwargs = self._merge_all([call.arguments for call in made])
         values = tuple(call.result for call in made)
@@ -245,11 +259,15 @@ class _Builder:
         node = self._graph.call_function(operator, args, kwargs)
         if isinstance(values[0], Tensor):
             self._keep(node, values)
+            self._places[node] = place
             return
+        if len(set(map(len, values))) > 1:
+            raise UntraceableError("it has other numbers of tensors for other numbers of tokens")
         for i, of_all in enumerate(zip(*values, strict=True)):
             if isinstance(of_all[0], Tensor):
                 part = self._graph.call_function(_getitem, (node, i))
                 self._keep(part, of_all)
+                self._places[part] = place
 
     def _check_writes(self, made: _Call) -> None:
         """Refuse a call that changes a constant: the next step would begin with what it left."""
@@ -320,6 +338,18 @@ def storage_of(tensor: Tensor) -> int:
     """Return what identifies a tensor's memory."""
     identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - has no public name
     return identity
+
+
+def _check_shape(node: fx.Node, last: Tensor) -> None:
+    """Refuse a node whose tensor in the last run has another shape than the others tell."""
+    tokens, rows = MANY
+    shapes = zip(*(value.shape for value in node.meta[VALUES]), strict=True)
+    for sizes, found in zip(shapes, last.shape, strict=True):
+        size = merge_numbers(sizes)
+        if isinstance(size, Size):
+            size = size.constant + size.tokens * tokens + size.rows * rows
+        if size != found:
+            raise UntraceableError("a size is not linear in the number of tokens")
 
 
 def _are_same(one: Tensor, other: Tensor) -> bool:

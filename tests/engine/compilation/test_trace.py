@@ -234,6 +234,28 @@ def of_many(_, x, positions, rows):
     return picked(x.sin() if x.shape[1] > 1000 else x.cos(), rows)
 
 
+def capped(_, x, positions, rows):
+    return picked(x + x[:, :20].sum(1), rows)
+
+
+def last_of_many(_, x, positions, rows):
+    return picked(x + x[:, -20:].mean(1), rows)
+
+
+def wide_if_many(_, x, positions, rows):
+    return picked(x + x.sum(-1, keepdim=True).expand(-1, -1, 8 if x.shape[1] > 1000 else 1), rows)
+
+
+def each(_, x, positions, rows):
+    return picked(torch.stack(x.unbind(1), 1), rows)
+
+
+def counted(_, x, positions, rows):
+    counts = torch.zeros(WIDTH)
+    counts.index_add_(0, positions[0] % WIDTH, torch.ones(x.shape[1]))
+    return picked(x + counts, rows)
+
+
 def kept(module, x, positions, rows):
     module.table.data.mul_(0.5)
     return picked(x * module.table.sum(), rows)
@@ -254,6 +276,11 @@ def kept(module, x, positions, rows):
         (outside, "computes something outside of PyTorch's operators"),
         (looks, "its Python code looks at data"),
         (of_many, "other operators for other numbers of tokens"),
+        (capped, "other operators for other numbers of tokens"),
+        (last_of_many, "a size is not linear"),
+        (wide_if_many, "a size is not linear"),
+        (each, "other numbers of tensors for other numbers of tokens"),
+        (counted, "it changes .* what is made of weights alone"),
         (kept, "it changes a weight"),
     ],
 )
