@@ -177,10 +177,17 @@ class _Lines:
         if isinstance(given, fx.Node):
             return self._name(given)
         if isinstance(given, Size):
-            return f"({given.constant} + {given.tokens} * tokens + {given.rows} * rows)"
+            return _sum(given)
         if isinstance(given, list | tuple):
             return f"[{', '.join(map(self._value, given))}]"
         return _literal(given)
+
+
+def _sum(size: Size) -> str:
+    """Return a size's expression."""
+    counts = ("tokens", size.tokens), ("rows", size.rows)
+    terms = [name if factor == 1 else f"{factor} * {name}" for name, factor in counts if factor]
+    return f"({' + '.join([*terms, *([str(size.constant)] if size.constant else [])])})"
 
 
 def _literal(given: Any) -> str:  # noqa: ANN401 - whatever a graph holds
