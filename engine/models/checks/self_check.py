@@ -315,12 +315,9 @@ class SelfCheck:
                 )
             )
         token_ids = torch.cat([chunk.tokens[chunk.start : chunk.end] for chunk in chunks])
+        laid = torch.stack([token_ids, torch.cat(positions)]).to(device)  # as the engine's inputs
         with attending(PagedStep(groups, self._cache.layers, self._kv_scales, self._cache.states)):
-            logits = step(
-                token_ids[None].to(device),
-                torch.cat(positions)[None].to(device),
-                torch.tensor(rows, device=device),
-            )
+            logits = step(laid[:1], laid[1:], torch.tensor(rows, device=device))
         return logits.float().cpu()
 
     def _tables_and_slots(
