@@ -494,9 +494,8 @@ def _memory_taken(
     On a GPU these are the peak of the largest step, without the probe's own cache, and the CUDA
     graphs.
     """
-    if settings.num_blocks is not None or settings.cache_memory is not None:
-        return 0
-    if loaded.device.type != "cuda":
+    is_set = settings.num_blocks is not None or settings.cache_memory is not None
+    if is_set or loaded.device.type != "cuda":
         return 0
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
     if not settings.cuda_graphs or settings.tensor_parallel_size > 1:

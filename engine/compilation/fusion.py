@@ -24,7 +24,7 @@ def fuse(graph: Graph) -> None:
     """Fuse what can be fused.
 
     Args:
-        graph: A captured step's graph of aten's and Octavo's operators; changed in place.
+        graph: A trace's graph; changed in place.
     """
     _fuse_residuals(graph)
     join_norms(graph)

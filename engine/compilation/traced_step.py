@@ -12,7 +12,7 @@ from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.script import script
 from octavo.engine.compilation.trace import trace
 from octavo.engine.models.linear.adapted_layers import (
-    CapturedAdapters,
+    TracedAdapters,
     applying,
     current_adapters,
 )
@@ -43,7 +43,7 @@ class TracedStep:
     ) -> None:
         self._dtype = dtype
         self._caches: CheckedCaches | None = None
-        with applying(CapturedAdapters() if adapters else None):
+        with applying(TracedAdapters() if adapters else None):
             traced = trace(step, vocab_size)
         fuse(traced.graph)
         self._module = script(traced)

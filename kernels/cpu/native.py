@@ -107,7 +107,7 @@ class _Step(Structure):
 class Spent(Structure):
     """Seconds that steps spent in operators; the same as in operators.h."""
 
-    _fields_ = tuple((name, c_double) for name in ("attention", "linear", "sampling", "states"))
+    _fields_ = tuple((name, c_double) for name in ("attention", "linear", "states"))
 
 
 class _CheckedCache:

@@ -73,7 +73,7 @@ extern __thread Step step HIDDEN;
 
 // Seconds of this thread's steps. `linear` includes what is fused into the products.
 struct Spent {
-  double attention, linear, sampling, states;
+  double attention, linear, states;
 };
 extern __thread Spent spent HIDDEN;
 

@@ -1,7 +1,7 @@
 """Linear layers that LoRA adapters adapt, and the adapters of the step that runs.
 
 `applying` sets them around the model, as `attending` sets its batch and cache. Packed layers add
-their products in the kernels. Other layers have a hook that calls `add_adapters`; in a captured
+their products in the kernels. Other layers have a hook that calls `add_adapters`; in a traced
 step that is an operator, `octavo::add_adapters`.
 """
 
@@ -64,17 +64,17 @@ class Target:
     placement: Placement | None = None
 
 
-class CapturedAdapters:
-    """Replaces adapters while a step is captured, for whichever it will have."""
+class TracedAdapters:
+    """Replaces adapters while a step is traced, for whichever it will have."""
 
 
-_adapters: ContextVar[StepAdapters | CapturedAdapters | None] = ContextVar(
+_adapters: ContextVar[StepAdapters | TracedAdapters | None] = ContextVar(
     "octavo_step_adapters", default=None
 )
 
 
 @contextmanager
-def applying(adapters: StepAdapters | CapturedAdapters | None) -> Iterator[None]:
+def applying(adapters: StepAdapters | TracedAdapters | None) -> Iterator[None]:
     """Set the adapters of the model that runs in this context; None for none."""
     token = _adapters.set(adapters)
     try:
@@ -86,11 +86,11 @@ def applying(adapters: StepAdapters | CapturedAdapters | None) -> Iterator[None]
 def current_adapters() -> StepAdapters | None:
     """Return the adapters of the current context; None if no sequence has one."""
     adapters = _adapters.get()
-    return None if isinstance(adapters, CapturedAdapters) else adapters
+    return None if isinstance(adapters, TracedAdapters) else adapters
 
 
 def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
-    """Add what the current adapters add to a layer's outputs, in place unless it is captured.
+    """Add what the current adapters add to a layer's outputs, in place unless it is traced.
 
     Args:
         target: The layer.
@@ -107,7 +107,7 @@ def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
     if adapters is None:
         return out
     rows = x.reshape(-1, target.inputs)
-    if isinstance(adapters, CapturedAdapters):
+    if isinstance(adapters, TracedAdapters):
         added: Tensor = ADD_ADAPTERS(
             out.reshape(-1, target.outputs), rows, target.index, int(target.is_head)
         )
@@ -150,4 +150,4 @@ _library.define(  # type: ignore[no-untyped-call]
 _library.impl("add_adapters", _add, "CPU")  # type: ignore[no-untyped-call]
 register_fake("octavo::add_adapters", lambda out, *_: out.new_empty(out.shape))
 ADD_ADAPTERS = torch.ops.octavo.add_adapters.default
-"""`octavo::add_adapters`: what a captured layer that is not packed adds."""
+"""`octavo::add_adapters`: what a traced layer that is not packed adds."""
