@@ -101,4 +101,4 @@ def needed_by(requirement: Requirement) -> list[Requirement]:
 
 def test_make_installs_these_versions():
     recipe = (ROOT / "Makefile").read_text().replace("\\\n\t\t", "")
-    assert "--constraint constraints.txt --editable '.[dev]'\n" in recipe
+    assert "--constraint constraints.txt --editable '.[dev]';" in recipe

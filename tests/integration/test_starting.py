@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from octavo.common.ports import free_port
+from octavo.kernels.cpu.compile import find_compiler
 from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 
@@ -116,6 +117,8 @@ def test_sigterm_while_it_compiles_the_kernels_ends_all(
     demo_model, launch, tmp_path, monkeypatch, command
 ):
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
+    (tmp_path / "c++").symlink_to(find_compiler() or "")
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))  # by which nothing is compiled yet
     server = launch(command, "--model", str(demo_model), *SMALL)
 
     def at_work() -> bool:

@@ -71,3 +71,10 @@ weights = st.builds(
     group=st.sampled_from([16, 32, 48, 64, 128, 192, 1 << 20]),
     seed=st.integers(0, 999),
 )
+
+
+def moved(weight: QuantizedWeight, device: str | torch.device) -> QuantizedWeight:
+    """Return a weight with its tensors on another device."""
+    return QuantizedWeight(
+        *(own.to(device) if isinstance(own, torch.Tensor) else own for own in weight)
+    )

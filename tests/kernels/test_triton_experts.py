@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantized, reference
 from tests.kernels.conftest import activations
-from tests.kernels.quantized_weights import KINDS, random_weight
+from tests.kernels.quantized_weights import KINDS, moved, random_weight
 
 triton = pytest.importorskip("triton")
 
@@ -121,8 +121,8 @@ def test_quantized_experts(
         return None if own is None else own.to(DEVICE)
 
     found = quantized_experts(
-        *(there(x), there(ids), there(shares), up.with_tensors(there), there(biases[0])),
-        *(down.with_tensors(there), there(biases[1]), activation),
+        *(there(x), there(ids), there(shares), moved(up, DEVICE), there(biases[0])),
+        *(moved(down, DEVICE), there(biases[1]), activation),
     )
     assert found.dtype == dtype
     tolerance = TOLERANCES[dtype]

@@ -11,7 +11,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantized
-from tests.kernels.quantized_weights import KINDS, random_weight, weights
+from tests.kernels.quantized_weights import KINDS, moved, random_weight, weights
 
 triton = pytest.importorskip("triton")
 
@@ -50,7 +50,7 @@ def test_quantized_linear(weight, rows, dtype, biased, wide, seed):
     apart[:, 4:-4] = torch.randn((rows, weight.inputs), generator=draw)
     x = apart.to(dtype).to(DEVICE)[:, 4:-4]
     bias = torch.randn(weight.outputs, generator=draw).to(dtype) if biased else None
-    on_device = weight.with_tensors(lambda own: own.to(DEVICE))
+    on_device = moved(weight, DEVICE)
     out_dtype = torch.float32 if wide else dtype
     found = quantized_linear(x, on_device, None if bias is None else bias.to(DEVICE), out_dtype)
     expected = quantized.quantized_linear(x.cpu(), weight, bias, torch.float32)
@@ -65,7 +65,7 @@ def test_one_input_at_a_time(kind):
     from octavo.kernels.triton import quantized_linear
 
     weight = random_weight(kind, 66, 200, 32, torch.Generator().manual_seed(1))
-    on_device = weight.with_tensors(lambda own: own.to(DEVICE))
+    on_device = moved(weight, DEVICE)
     found = quantized_linear(torch.eye(200, device=DEVICE), on_device, None, torch.float32)
     torch.testing.assert_close(found.t().cpu(), quantized.dequantize(weight), **EXACT)
     many = torch.eye(200).repeat(2, 1).to(DEVICE)

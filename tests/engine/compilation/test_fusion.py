@@ -12,6 +12,7 @@ from transformers import (
 )
 
 from octavo.engine.compilation.fusion import fuse
+from octavo.engine.compilation.norms import RMS_NORM
 from octavo.engine.compilation.trace import trace
 from octavo.engine.compilation.traced_step import TracedStep
 from octavo.engine.models.load_model import load
@@ -27,13 +28,14 @@ LAYERS = 2
 TOKENS = 21
 SHAPE = SMALL | {"num_hidden_layers": LAYERS, "intermediate_size": 72}
 OPERATORS = {
-    "norms": torch.ops.aten.rsqrt.default,
+    "norms": RMS_NORM,
+    "norms in parts": torch.ops.aten.rsqrt.default,
     "gates": torch.ops.aten.silu.default,
     "rotations": torch.ops.aten.neg.default,
     "residuals": torch.ops.aten.add.Tensor,
 }
-LAST_NORM = {"norms": 1, "residuals": 1}
-"""It is not before a linear layer: only some tokens' rows go on. It adds its epsilon."""
+LAST_NORM = {"norms": 1}
+"""It is not before a linear layer: only some tokens' rows go on."""
 
 
 @pytest.mark.parametrize(
@@ -42,11 +44,7 @@ LAST_NORM = {"norms": 1, "residuals": 1}
         pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama"),
         pytest.param(Qwen2Config(**SHAPE), LAST_NORM, id="biases"),
         # Of the heads' norms, two a layer, the results are rotated.
-        pytest.param(
-            Qwen3Config(**SHAPE),
-            {"norms": 1 + 2 * LAYERS, "residuals": 1 + 2 * LAYERS},
-            id="query and key norms",
-        ),
+        pytest.param(Qwen3Config(**SHAPE), {"norms": 1 + 2 * LAYERS}, id="query and key norms"),
         pytest.param(Gemma2Config(**SHAPE), None, id="norms of another kind"),
         pytest.param(GPTNeoXConfig(**{**SHAPE, "hidden_size": 128}), None, id="partial rotary"),
     ],
