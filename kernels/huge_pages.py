@@ -23,20 +23,32 @@ def ask_for(tensor: torch.Tensor) -> None:
 
     Writing fresh memory then takes a third of the time.
     """
-    start, length = _span([tensor])
-    if length >= _HUGE_PAGE:
-        _advise(start, length, mmap.MADV_HUGEPAGE)
+    start, end = _span(tensor)
+    if end - start >= _HUGE_PAGE:
+        _advise(start, end - start, mmap.MADV_HUGEPAGE)
 
 
 def collapse(tensors: Iterable[torch.Tensor]) -> None:
-    """Ask Linux to move adjacent tensors to huge pages, at about 300 MB/s.
+    """Ask Linux to move tensors to huge pages, those together that lie side by side.
 
-    Weights packed by oneDNN stay, as their address is unknown. A step of one row then reads the
-    weights of SmolLM2-135M in 8.2 ms instead of 11.0.
+    Many weights of a small model have less than a huge page each. A step of one row then reads the
+    weights of SmolLM2-135M in 8.2 ms instead of 11.0. Linux moves about 300 MB/s, and what lies in
+    huge pages already takes no time.
+
+    Args:
+        tensors: Those in oneDNN's own layout stay, as their address is unknown.
     """
-    start, length = _span([tensor for tensor in tensors if not tensor.is_mkldnn])
-    _advise(start, length, mmap.MADV_HUGEPAGE)
-    _advise(start, length, _COLLAPSE)
+    spans = sorted(_span(tensor) for tensor in tensors if not tensor.is_mkldnn)
+    joined: list[tuple[int, int]] = []
+    for start, end in spans:
+        if joined and start - joined[-1][1] < _HUGE_PAGE:
+            joined[-1] = joined[-1][0], max(end, joined[-1][1])
+        else:
+            joined.append((start, end))
+    for start, end in joined:
+        if end - start >= _HUGE_PAGE:
+            _advise(start, end - start, mmap.MADV_HUGEPAGE)
+            _advise(start, end - start, _COLLAPSE)
 
 
 def populate(tensor: torch.Tensor) -> Iterator[bool]:
@@ -47,18 +59,16 @@ def populate(tensor: torch.Tensor) -> Iterator[bool]:
     Yields:
         True, after every few MiB.
     """
-    start, length = _span([tensor])
-    for done in range(0, length, _CHUNK_BYTES):
-        _advise(start + done, min(_CHUNK_BYTES, length - done), _POPULATE_WRITE)
+    start, end = _span(tensor)
+    for done in range(start, end, _CHUNK_BYTES):
+        _advise(done, min(_CHUNK_BYTES, end - done), _POPULATE_WRITE)
         yield True
 
 
-def _span(tensors: list[torch.Tensor]) -> tuple[int, int]:
-    """Return the address and length of the pages from the first to the last byte."""
-    first = min((tensor.data_ptr() for tensor in tensors), default=0)
-    end = max((tensor.data_ptr() + tensor.nbytes for tensor in tensors), default=0)
-    start = -(-first // mmap.PAGESIZE) * mmap.PAGESIZE
-    return start, end - start
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return the addresses of a tensor's first page and of its end."""
+    first = tensor.data_ptr()
+    return -(-first // mmap.PAGESIZE) * mmap.PAGESIZE, first + tensor.nbytes
 
 
 def _advise(start: int, length: int, advice: int) -> None:
