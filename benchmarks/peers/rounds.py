@@ -121,6 +121,7 @@ class Fleet:
         variables = worker_variables(self._threads, *more) | self._isa.variables
         command = worker_command(python, peer.worker)
         began = time.monotonic()
+        self._folder.mkdir(parents=True, exist_ok=True)
         log = self._folder / f"{peer.name}.log"
         worker = WorkerProcess(command, variables, log, PATIENCE, directory=peer.checkout)
         self._loaded[peer.name] = worker
