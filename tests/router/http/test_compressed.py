@@ -1,9 +1,11 @@
 """Bodies that clients compress."""
 
+import asyncio
 import gzip
 import json
 import tracemalloc
 import zlib
+from urllib.parse import urlsplit
 
 import pytest
 import zstandard
@@ -54,8 +56,19 @@ async def test_contradictions_and_other_codings_are_refused(frontend, scripted, 
             other = await ask(app, Content_Encoding=name)
             assert (other.status, name in other.body.decode()) == (415, True)
             assert other.headers["accept-encoding"] == "gzip, deflate, zstd"
-        coded = await ask(app, lambda body: iter([body]), Transfer_Encoding="gzip, chunked")
-        assert coded.status == 501
+        assert b" 501 " in await answer_to_head(app.url, "Transfer-Encoding: gzip, chunked")
+
+
+async def answer_to_head(url, header):
+    """The status line: who sends a body too may find the connection closed."""
+    address = urlsplit(url)
+    reader, writer = await asyncio.open_connection(address.hostname, address.port)
+    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n{header}\r\n\r\n"
+    writer.write(head.encode())
+    try:
+        return await reader.readline()
+    finally:
+        writer.close()
 
 
 @pytest.mark.parametrize("coding", CODINGS)
