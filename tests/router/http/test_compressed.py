@@ -63,8 +63,8 @@ async def answer_to_head(url, header):
     """The status line: who sends a body too may find the connection closed."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n{header}\r\n\r\n"
-    writer.write(head.encode())
+    lines = f"Host: {address.netloc}", "Content-Type: application/json", header
+    writer.write("\r\n".join(["POST /v1/chat/completions HTTP/1.1", *lines, "", ""]).encode())
     try:
         return await reader.readline()
     finally:
