@@ -16,7 +16,8 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.step import EagerStep, Step
-from octavo.engine.ranks.world import World, current_world
+from octavo.engine.ranks.collectives import add_up
+from octavo.engine.ranks.world import World
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.ops import device_warning
 
@@ -158,7 +159,7 @@ class _Steps:
 
         loaded = self._loaded
         if self._world is not None:
-            cpu.set_sum(_sum)
+            cpu.set_sum(add_up)
         try:
             step = TracedStep(
                 self._eager,
@@ -174,7 +175,8 @@ class _Steps:
                 self._check(step, OperatorRouting())
             else:  # no experts can be forced on it
                 self._check(self._eager)
-                loaded.check.follow(self._everywhere(self._eager))(self._everywhere(step))
+                whole = self._of_all_ranks(self._eager, everywhere=True)
+                loaded.check.follow(whole)(self._of_all_ranks(step, everywhere=True))
         except SelfCheckError as error:
             log.warning("the model runs in Python, which is slower", why=str(error))
             return None
@@ -185,22 +187,17 @@ class _Steps:
         from octavo.engine.adapters.trial import TrialStep, check_adapters  # noqa: PLC0415
 
         loaded = self._loaded
-        loaded.pass_check(self._everywhere(step), routing)
+        loaded.pass_check(self._of_all_ranks(step, everywhere=True), routing)
         if self._targets is None or loaded.trial is None:
             return
         check = loaded.trial.check if routing is None else loaded.trial.check.routed(routing)
         check_adapters(check, TrialStep(step, self._targets, loaded.trial.scales, loaded.device))
 
-    def _everywhere(self, step: Step) -> Step:
-        """Return what computes all logits, on all ranks if there are several."""
+    def _of_all_ranks(self, step: Step, *, everywhere: bool = False) -> Step:
+        """Return what computes all logits: on rank 0, or on all ranks, if there are several."""
         if self._world is None:
             return step
-        return RankStep(step, self._world, self._loaded.shape.vocab_size, everywhere=True)
-
-    def _of_all_ranks(self, step: Step) -> Step:
-        if self._world is None:
-            return step
-        return RankStep(step, self._world, self._loaded.shape.vocab_size)
+        return RankStep(step, self._world, self._loaded.shape.vocab_size, everywhere=everywhere)
 
 
 def compiled_for_gpu(step: EagerStep, device: torch.device, check: "SelfCheck") -> Step:
@@ -220,12 +217,6 @@ def compiled_for_gpu(step: EagerStep, device: torch.device, check: "SelfCheck") 
         log.warning("the model cannot be compiled: it runs uncompiled", error=first_line(error))
         return step
     return compiled
-
-
-def _sum(x: torch.Tensor) -> torch.Tensor:
-    world = current_world()
-    assert world is not None
-    return world.sum(x)
 
 
 def _size(model: torch.nn.Module) -> int:

@@ -97,7 +97,7 @@ def _join(graph: fx.Graph, norm: _Norm) -> None:
 
 
 def _begin(root: fx.Node) -> _Norm | None:
-    """Return the norm without weights that a root is of: `x * rsqrt(mean(x ** 2) + epsilon)`."""
+    """Return the RMSNorm that a `rsqrt` is part of: `x * rsqrt(mean(x ** 2) + epsilon)`."""
     added = _call(root.args[0], aten.add.Tensor)
     mean = None if added is None else _call(added.args[0], aten.mean.dim)
     square = None if mean is None else _call(mean.args[0], aten.pow.Tensor_Scalar)

@@ -57,6 +57,10 @@ class Size:
     tokens: int
     rows: int
 
+    def at(self, tokens: int, rows: int) -> int:
+        """Return it for a number of tokens and of rows."""
+        return self.constant + self.tokens * tokens + self.rows * rows
+
 
 @dataclass(frozen=True, slots=True)
 class Trace:
@@ -138,9 +142,8 @@ def _reads_data(operator: OpOverload, args: Sequence[Any]) -> bool:
     if operator is aten.index.Tensor:  # by a mask
         indices = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args[1]]
         return any(one is not None and one.dtype in MASKS for one in indices)
-    return torch.Tag.data_dependent_output in operator.tags or (
-        torch.Tag.dynamic_output_shape in operator.tags
-    )
+    reading = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+    return not reading.isdisjoint(operator.tags)
 
 
 def _zeros(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -223,6 +226,7 @@ class _Builder:
     def __init__(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
         self._graph = fx.Graph()
         self._constants: dict[str, Tensor] = {}
+        self._constant_storages: set[int] = set()
         self._nodes: dict[tuple[int, ...], fx.Node] = {}  # by the ids of their tensors
         self._places: dict[fx.Node, int] = {}  # of the calls that nodes' tensors come from
         for name, values in zip(INPUTS, zip(*inputs, strict=True), strict=True):
@@ -277,8 +281,8 @@ class _Builder:
             for declared, given in zip(schema.arguments, made.arguments[0], strict=False)
             if declared.alias_info is not None and declared.alias_info.is_write
         ]
-        own = set(map(storage_of, self._constants.values()))
-        if any(storage_of(one) in own for one in tree_leaves(written) if isinstance(one, Tensor)):
+        changed = {storage_of(one) for one in tree_leaves(written) if isinstance(one, Tensor)}
+        if changed & self._constant_storages:
             raise UntraceableError("it changes a weight, or what is made of weights alone")
 
     def _keep(self, node: fx.Node, values: tuple[Tensor, ...]) -> None:
@@ -290,7 +294,7 @@ class _Builder:
         first = values[0]
         if not isinstance(first, Tensor):
             return isinstance(first, int | float)  # which the model has computed with
-        is_view = storage_of(first) in map(storage_of, self._constants.values())
+        is_view = storage_of(first) in self._constant_storages
         if first.nbytes > FOLDED_BYTES and not is_view:
             return False
         self._add_constant(values)
@@ -299,6 +303,7 @@ class _Builder:
     def _add_constant(self, values: tuple[Tensor, ...]) -> fx.Node:
         name = f"constant_{len(self._constants)}"
         self._constants[name] = values[0].detach()
+        self._constant_storages.add(storage_of(values[0]))
         node = self._graph.create_node("get_attr", name, name=name)
         self._keep(node, values)
         return node
@@ -342,13 +347,10 @@ def storage_of(tensor: Tensor) -> int:
 
 def _check_shape(node: fx.Node, last: Tensor) -> None:
     """Refuse a node whose tensor in the last run has another shape than the others tell."""
-    tokens, rows = MANY
     shapes = zip(*(value.shape for value in node.meta[VALUES]), strict=True)
     for sizes, found in zip(shapes, last.shape, strict=True):
         size = merge_numbers(sizes)
-        if isinstance(size, Size):
-            size = size.constant + size.tokens * tokens + size.rows * rows
-        if size != found:
+        if found != (size.at(*MANY) if isinstance(size, Size) else size):
             raise UntraceableError("a size is not linear in the number of tokens")
 
 
@@ -385,10 +387,7 @@ def merge_numbers(values: Sequence[Any]) -> Any:  # noqa: ANN401 - an argument
     tokens, left = divmod(values[1] - first, tokens_1 - tokens_0)
     rows = (values[2] - values[1]) // (rows_2 - rows_0)
     size = Size(first - tokens * tokens_0 - rows * rows_0, tokens, rows)
-    fits = all(
-        size.constant + size.tokens * t + size.rows * r == value
-        for (t, r), value in zip(RUNS, values, strict=True)
-    )
+    fits = all(size.at(*run) == value for run, value in zip(RUNS, values, strict=True))
     if left or not fits:
         raise UntraceableError("a size is not linear in the number of tokens")
     return size

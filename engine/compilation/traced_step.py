@@ -85,7 +85,7 @@ class TracedStep:
         return tokens
 
     def _checked(self, within: PagedStep) -> CheckedCaches:
-        """Return a step's caches, checked if they are not those of the latest step."""
+        """Return the checked caches of a step; those of the step before are not checked again."""
         checked = self._caches
         if checked is None or not checked.are_of(within.layers, within.states):
             checked = self._caches = CheckedCaches(

@@ -16,7 +16,8 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def _sum(x: Tensor) -> Tensor:
+def add_up(x: Tensor) -> Tensor:
+    """Return the same from the ranks that this process computes with, which it must have."""
     world = current_world()
     assert world is not None
     return world.sum(x)
@@ -24,8 +25,8 @@ def _sum(x: Tensor) -> Tensor:
 
 _library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define("sum_over_ranks(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("sum_over_ranks", _sum, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("sum_over_ranks", _sum, "CUDA")  # type: ignore[no-untyped-call]
+_library.impl("sum_over_ranks", add_up, "CPU")  # type: ignore[no-untyped-call]
+_library.impl("sum_over_ranks", add_up, "CUDA")  # type: ignore[no-untyped-call]
 register_fake("octavo::sum_over_ranks", torch.empty_like)
 
 OPERATOR = torch.ops.octavo.sum_over_ranks.default

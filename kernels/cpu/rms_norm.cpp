@@ -29,7 +29,7 @@ void norm_row(const Element* row, int64_t width, const Weight* weights, float ep
   }
 }
 
-// The offset of a row among those of a tensor whose rows lie by strides.
+// Returns the offset of a row in a strided tensor.
 int64_t offset_of(int64_t row, int dimensions, const int64_t* sizes, const int64_t* strides) {
   int64_t offset = 0;
   for (int i = dimensions - 1; i >= 0; i--) {

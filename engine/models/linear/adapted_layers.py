@@ -65,7 +65,7 @@ class Target:
 
 
 class TracedAdapters:
-    """Replaces adapters while a step is traced, for whichever it will have."""
+    """Stands for a step's adapters while it is traced."""
 
 
 _adapters: ContextVar[StepAdapters | TracedAdapters | None] = ContextVar(

@@ -109,7 +109,7 @@ def has_kernels(layer: nn.Linear) -> bool:
 
 
 def has_quantized_kernels(layer: nn.Linear) -> bool:
-    """Return whether this CPU has kernels for a layer in fewer bits: its rows are in bfloat16."""
+    """Return whether this CPU has kernels for a layer's quantized weights: for bfloat16 rows."""
     return layer.weight.dtype == torch.bfloat16 and has_kernels(layer)
 
 
