@@ -41,6 +41,14 @@ def descendants(server) -> set[psutil.Process]:
         return set()
 
 
+def command_line(process: psutil.Process) -> str:
+    """Empty for a process that has ended, or has not been waited for yet."""
+    try:
+        return " ".join(process.cmdline())
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def gone(processes) -> bool:
     return not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes)
 
@@ -123,9 +131,7 @@ def test_sigterm_while_it_compiles_the_kernels_ends_all(
 
     def at_work() -> bool:
         assert server.process.poll() is None, server.logs()
-        return any(
-            "paged_attention.cpp" in " ".join(process.cmdline()) for process in descendants(server)
-        )
+        return any("paged_attention.cpp" in command_line(each) for each in descendants(server))
 
     wait_until(at_work, 120, "the compiler at work")
     processes = descendants(server)
