@@ -49,10 +49,11 @@ memory-study: $(STAMP) ## Compare KV memory, paged and contiguous, with the Page
 peers: $(STAMP) ## Octavo beside vLLM, OpenVINO, llama.cpp and transformers
 	$(BIN)/python -m benchmarks.peers $(ARGS)
 
-lint: $(STAMP) ## ruff and mypy
+lint: $(STAMP) ## ruff, mypy and the words of docstrings
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
+	$(BIN)/python -m tools.docstring_words
 
 format: $(STAMP) ## Lay the code out and fix what can be fixed
 	$(BIN)/ruff check --fix

@@ -6,12 +6,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MadePart:
-    """The place of one in its document.
+    """The place of a generated part in its document.
 
     Attributes:
-        document: from the repository's root.
-        name: of the part, in its comments.
-        target: the target of make that generates it.
+        document: The file's path from the repository's root.
+        name: The part's name in its two comments.
+        target: The target of make that generates the part.
     """
 
     document: Path
@@ -32,5 +32,5 @@ class MadePart:
         return f"{before}{begin}\n\n{made}\n\n{end}{after}"
 
     def renew(self, made: str) -> None:
-        """Writes it into its document."""
+        """Replace the part in its document."""
         self.document.write_text(self.insert(self.document.read_text(), made))
