@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from benchmarks.fixture import Node, engine, make_model, router, serving, write_tenants
-from benchmarks.migration import FAILOVER, HEARTBEAT_SECONDS, Outcome, make_asks, settle, stream
+from benchmarks.migration import HEARTBEAT_SECONDS, MIGRATION, Outcome, make_asks, settle, stream
 from octavo import AsyncClient
 
 KEY = "load"
@@ -56,7 +56,7 @@ async def service(model: str, directory: Path, engines: int) -> AsyncIterator[Se
     tenants = write_tenants(directory / "tenants.toml", {KEY: 1})
     nodes = [engine(model, compile="auto", max_num_seqs=64) for _ in range(engines)]
     addresses = [node.address for node in nodes]
-    front = router(addresses, tenants=tenants, failover_timeout=300, **FAILOVER)
+    front = router(addresses, tenants=tenants, migration_timeout=300, **MIGRATION)
     async with serving(nodes, front, api_key=KEY) as client:
         yield Service(front, nodes, client, tenants)
 

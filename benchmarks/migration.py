@@ -48,10 +48,10 @@ KINDS: dict[str, GenerateOptions] = {
     "beams": {"beam_width": 2},
 }
 HEARTBEAT_SECONDS = 2.0
-FAILOVER = {
+MIGRATION = {
     "heartbeat_timeout": HEARTBEAT_SECONDS,
     "connect_timeout": HEARTBEAT_SECONDS,
-    "max_moves": 1000,
+    "max_migrations": 1000,
 }
 
 
@@ -168,7 +168,7 @@ async def cluster(model: str, engines: int) -> AsyncIterator[Cluster]:
     nodes = [engine(model, max_num_seqs=64) for _ in range(engines)]
     async with AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(Wire(node.port)) for node in nodes]
-        front = router([wire.address for wire in wires], failover_timeout=60, **FAILOVER)
+        front = router([wire.address for wire in wires], migration_timeout=60, **MIGRATION)
         await stack.enter_async_context(serving(nodes, front))
         yield Cluster(front, nodes, wires)
 

@@ -382,7 +382,7 @@ class Generator:
 
     def _may_migrate(self, state: RequestState, engine: Engine, error: EngineLostError) -> bool:
         """Return whether a request may go on at another engine; after a failed step, only once."""
-        if state.migrations == self._settings.max_moves:
+        if state.migrations == self._settings.max_migrations:
             return False
         if isinstance(error, EngineFaultError):
             if state.failed_on is not None or not self._pool.has_other(engine, state.request.model):

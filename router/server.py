@@ -101,7 +101,7 @@ class Router:
             QueueLimits(
                 settings.max_queue_size, settings.max_queue_tokens, settings.max_queue_time
             ),
-            outage_seconds=settings.failover_timeout,
+            outage_seconds=settings.migration_timeout,
         )
         self.generator = Generator(
             settings,

@@ -36,6 +36,10 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     """The settings of `octavo router`."""
 
     table: ClassVar[str] = "router"
+    former_names: ClassVar[dict[str, str]] = {
+        "max_moves": "max_migrations",
+        "failover_timeout": "migration_timeout",
+    }
 
     engine: list[str] = Field(
         ["127.0.0.1:50052"],
@@ -214,12 +218,12 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Seconds without a heartbeat after which an engine counts as hung; engines "
         "send one per second, also during a step.",
     )
-    max_moves: int = Field(
+    max_migrations: int = Field(
         5,
         ge=0,
         description="Maximum migrations per request to another engine; 0 disables migration.",
     )
-    failover_timeout: float = Field(
+    migration_timeout: float = Field(
         30.0,
         ge=0,
         description="Seconds without any engine after which waiting and new requests are refused.",

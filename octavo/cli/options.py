@@ -37,12 +37,14 @@ def settings_options(
     is shown. `load` checks the values together with the environment and the TOML file.
 
     Args:
-        *classes: settings classes.
-        hidden: fields without an option.
-        positional: field that may also be given as the command's argument.
+        *classes: Settings classes.
+        hidden: Fields without an option.
+        positional: Field that may also be given as the command's argument.
     """
     fields: dict[str, tuple[FieldInfo, str]] = {}
+    former: list[inspect.Parameter] = []
     for cls in classes:
+        former += [_former(old, cls.model_fields[name]) for old, name in cls.former_names.items()]
         for name, field in cls.model_fields.items():
             if name not in hidden:
                 panel = declaring(cls, name).table or "common"
@@ -58,7 +60,8 @@ def settings_options(
             given = {name: value for name, value in flags.items() if value not in (None, [])}
             command(given, **others)
 
-        parameters = [_parameter(name, *fields[name]) for name in fields]
+        # A field's present name comes last, so that it wins over a former one.
+        parameters = [*former, *(_parameter(name, *fields[name]) for name in fields)]
         parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
         if positional is not None:
             parameters.insert(0, _argument(positional))
@@ -75,7 +78,7 @@ def load(cls: type[S], flags: Flags) -> S:
         typer.BadParameter: a value is not allowed; the message names its source.
     """
     try:
-        return cls.load(**{name: flags[name] for name in flags if name in cls.model_fields})
+        return cls.load(**{n: flags[n] for n in flags if cls.field_name(n) in cls.model_fields})
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -153,6 +156,14 @@ def _parameter(name: str, field: FieldInfo, panel: str) -> inspect.Parameter:
         default=None,
         annotation=Annotated[annotation, option],
     )
+
+
+def _former(name: str, field: FieldInfo) -> inspect.Parameter:
+    """Return the hidden option of a field's former name."""
+    parameter = _parameter(name, field, "")
+    shown = typing.get_args(parameter.annotation)[1]
+    shown.hidden = True
+    return parameter
 
 
 def _kind(annotation: object) -> str:

@@ -40,6 +40,8 @@ class Settings(BaseSettings):
 
     table: ClassVar[str] = ""
     """The TOML table that belongs to this class: one of `TABLES` or none."""
+    former_names: ClassVar[dict[str, str]] = {}
+    """Names that fields had in the version before, which are accepted too, to their names now."""
 
     config: Path | None = Field(
         None,
@@ -77,23 +79,35 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Add the TOML file, with a lower precedence than the environment."""
-        given = init_settings() if isinstance(init_settings, InitSettingsSource) else {}
-        path = given.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
+        flags = init_settings() if isinstance(init_settings, InitSettingsSource) else {}
+        path = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
         toml = read_toml(Path(path), cls) if path else {}
-        return init_settings, env_settings, InitSettingsSource(settings_cls, init_kwargs=toml)
+        former = {
+            name: os.environ[variable(old)]
+            for old, name in cls.former_names.items()
+            if os.environ.get(variable(old))
+        }
+        others = InitSettingsSource(settings_cls, init_kwargs={**toml, **former})
+        return init_settings, env_settings, others
+
+    @classmethod
+    def field_name(cls, key: str) -> str:
+        """Return the field of a key, which may be spelt like a flag or be a former name."""
+        name = key.replace("-", "_")
+        return cls.former_names.get(name, name)
 
     @classmethod
     def load(cls, **flags: object) -> Self:
         """Load the settings from flags and all other sources.
 
         Args:
-            **flags: values by field name; None means "not given".
+            **flags: Values by field name; None means "not given".
 
         Raises:
-            SettingsError: a value is not allowed; the message names its flag,
+            SettingsError: A value is not allowed; the message names its flag,
                 environment variable or TOML key.
         """
-        given = {name: value for name, value in flags.items() if value is not None}
+        given = {cls.field_name(name): value for name, value in flags.items() if value is not None}
         try:
             return cls(**cast("dict[str, Any]", given))
         except ValidationError as error:
@@ -111,11 +125,11 @@ def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
     """
     data = parse_toml(path, "--config")
     tables = {name: data.pop(name) for name in TABLES if isinstance(data.get(name), dict)}
-    own = {_field_name(key): value for key, value in tables.get(cls.table, {}).items()}
+    own = {cls.field_name(key): value for key, value in tables.get(cls.table, {}).items()}
     unknown = sorted(own.keys() - cls.model_fields.keys())
     if unknown:
         raise SettingsError(f"{path}: [{cls.table}] has no key {unknown[0]!r}")
-    flat = {_field_name(key): value for key, value in data.items()}
+    flat = {cls.field_name(key): value for key, value in data.items()}
     known = {name: value for name, value in flat.items() if name in cls.model_fields}
     return {**known, **own}
 
@@ -166,11 +180,6 @@ def arms(annotation: object) -> tuple[object, ...]:
     return (annotation,)
 
 
-def _field_name(key: str) -> str:
-    """Return the field of a TOML key, which may be spelt like a flag."""
-    return key.replace("-", "_")
-
-
 def _explain(cls: type[Settings], details: ErrorDetails, flags: dict[str, object]) -> str:
     """Return one line: where the value was set, what is wrong, what was given."""
     if not details["loc"]:  # a rule over several fields: its message names them
@@ -183,10 +192,10 @@ def _explain(cls: type[Settings], details: ErrorDetails, flags: dict[str, object
         return f"{cls.__name__} has no setting {name!r}"
     if name in flags:
         where = flag(name)
-    elif os.environ.get(variable(name)):
-        where = variable(name)
     else:
-        where = f"TOML key {name!r}"
+        names = [name, *(old for old, field in cls.former_names.items() if field == name)]
+        variables = [variable(each) for each in names if os.environ.get(variable(each))]
+        where = variables[0] if variables else f"TOML key {name!r}"
     if SecretStr in arms(cls.model_fields[name].annotation):
         return f"{where}: {what}"
     return f"{where}: {what} (given: {details['input']!r})"

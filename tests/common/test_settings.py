@@ -12,6 +12,7 @@ from octavo.common.settings import Settings, SettingsError
 
 class Example(Settings):
     table: ClassVar[str] = "router"
+    former_names: ClassVar[dict[str, str]] = {"docking": "port"}
 
     model: str = Field(description="The model.")
     port: int = Field(50051, ge=0, le=65535, description="The port.")
@@ -144,6 +145,20 @@ def test_help_shows_types_and_defaults(command, monkeypatch):
     assert "--no-fast" in text
     assert "[required]" in text
     assert "--mode " not in text
+
+
+def test_former_names(command, toml, monkeypatch):
+    assert command("--model", "m", "--docking", "7")[1][-1].port == 7
+    assert command("--model", "m", "--docking", "7", "--port", "8")[1][-1].port == 8
+    assert "docking" not in command("--help")[0].output
+    assert Example.load(config=toml("[router]\nmodel = 'm'\ndocking = 5")).port == 5
+    monkeypatch.setenv("OCTAVO_DOCKING", "6")
+    assert Example.load(config=toml("model = 'm'\ndocking = 5")).port == 6
+    monkeypatch.setenv("OCTAVO_DOCKING", "x")
+    with pytest.raises(SettingsError, match="OCTAVO_DOCKING"):
+        Example.load(model="m")
+    monkeypatch.setenv("OCTAVO_PORT", "9")
+    assert Example.load(model="m").port == 9
 
 
 def test_mistakes_are_usage_errors(command):

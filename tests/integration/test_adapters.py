@@ -40,7 +40,7 @@ def cluster(tmp_path_factory, launch_shared):
     addresses = [flag for engine in engines for flag in ("--engine", engine.address)]
     router = launch_shared(
         *("router", "--admin-port", str(admin), "--http-port", str(http), *addresses),
-        *("--failover-timeout", "2"),
+        *("--migration-timeout", "2"),
     )
     for server in (*engines, router):
         server.wait_ready()

@@ -32,7 +32,7 @@ async def outcome(stream):
 
 async def test_requests_without_an_engine_then_with_one_then_while_it_drains(launch, model):
     port = free_port()
-    router = launch("router", "--engine", f"127.0.0.1:{port}", "--failover-timeout", "1")
+    router = launch("router", "--engine", f"127.0.0.1:{port}", "--migration-timeout", "1")
     wait_until(lambda: "listening" in router.logs(), 60, "the router listening")
     async with octavo.AsyncClient(router.address) as client:
         with pytest.raises(octavo.Error) as refused:

@@ -347,7 +347,7 @@ async def test_full_queue_says_when_to_retry(scripted, serve):
 
 async def test_requests_wait_in_an_outage_and_are_then_refused_at_once(scripted, serve):
     engine = scripted()
-    async with serve(engine, failover_timeout=0.3) as s:
+    async with serve(engine, migration_timeout=0.3) as s:
         await s.up()
         port = int(engine.address.rpartition(":")[2])
         await engine.kill()
@@ -370,7 +370,7 @@ async def test_requests_wait_in_an_outage_and_are_then_refused_at_once(scripted,
 
 async def test_queued_requests_hear_that_the_last_engine_died(scripted, serve):
     engine = scripted(interval=None, max_num_seqs=1)
-    async with serve(engine, max_moves=0, failover_timeout=0.1) as s:
+    async with serve(engine, max_migrations=0, migration_timeout=0.1) as s:
         await s.up()
         calls = [asyncio.create_task(code_of(s.stub.Generate(ask()))) for _ in range(4)]
         await s.until(lambda: len(s.router.admission) == 2)
@@ -683,7 +683,7 @@ class Wire:
 async def test_silent_engine_is_noticed_by_keepalive(scripted, serve):
     engine = await scripted(interval=None).start()
     async with Wire(int(engine.address.rpartition(":")[2])) as wire:
-        settings = {"keepalive_time": 1.0, "keepalive_timeout": 0.5, "max_moves": 0}
+        settings = {"keepalive_time": 1.0, "keepalive_timeout": 0.5, "max_migrations": 0}
         async with serve(addresses=[wire.address], **settings) as s:
             await s.up()
             task = asyncio.create_task(error_of(s.stub.Generate(ask())))

@@ -143,7 +143,7 @@ async def test_migrating_and_new_requests_wait_for_the_only_engine(scripted, ser
 
 async def test_a_migrating_request_waits_for_a_limited_time(scripted, serve):
     engine = scripted(interval=None)
-    async with serve(engine, failover_timeout=0.2) as s:
+    async with serve(engine, migration_timeout=0.2) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         await s.until(lambda: engine.submits)
@@ -156,7 +156,7 @@ async def test_a_migrating_request_waits_for_a_limited_time(scripted, serve):
 
 async def test_migrations_are_limited(scripted, serve):
     engine = scripted(interval=None)
-    async with serve(engine, max_moves=2) as s:
+    async with serve(engine, max_migrations=2) as s:
         await s.up()
         task = asyncio.create_task(error_of(s.stub.Generate(ask())))
         for attempt in range(3):

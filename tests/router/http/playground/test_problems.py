@@ -96,7 +96,7 @@ async def test_a_refused_field_is_shown_and_marked(playground, scripted):
 async def test_a_stream_cut_in_the_middle(playground, scripted):
     """The engine is lost, and there is no other."""
     engine = scripted("x" * 300, interval=0.01)
-    settings = {"max_moves": 0}
+    settings = {"max_migrations": 0}
     async with playground(engine, **settings) as shown:
         await shown.ask()
         await shown.until_text(".text", "xxx")
