@@ -29,7 +29,7 @@ from octavo.router.engines.pool import EnginePool
 from octavo.router.exposure import exposure
 from octavo.router.generate import Generator
 from octavo.router.http.http_frontend import HttpFrontend
-from octavo.router.http.status import Figures, OwnFigures
+from octavo.router.http.stats import LocalStats, RouterStats
 from octavo.router.service import GenerationService
 from octavo.router.settings import DNS_SCHEME, RouterSettings
 from octavo.router.tenants.auth import Authenticator
@@ -51,7 +51,7 @@ class Router:
         settings: Its settings.
         on_serving: Called once, with the model that `engines` engines have.
         engines: See `on_serving`.
-        figures: What its HTTP server shows of the router, if this is one of several workers.
+        stats: What its HTTP server shows of the router, if this is one of several workers.
             Default: its own.
 
     Raises:
@@ -63,7 +63,7 @@ class Router:
         registry: Its metrics.
         authenticator: Tells its tenants by their keys and certificates.
         generator: Serves its requests.
-        figures: What its HTTP server shows of it.
+        stats: What its HTTP server shows of it.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class Router:
         settings: RouterSettings,
         on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
         engines: int = 1,
-        figures: Figures | None = None,
+        stats: RouterStats | None = None,
     ) -> None:
         self.address = ""
         self.registry = CollectorRegistry()
@@ -111,7 +111,7 @@ class Router:
             self.registry,
             tracing=self._tracing,
         )
-        self.figures = figures or OwnFigures(self.registry, self.pool, self.generator)
+        self.stats = stats or LocalStats(self.registry, self.pool, self.generator)
         self._server: grpc.aio.Server | None = None
         self._health: rpc.HealthServicer | None = None
         self._stopping = False
@@ -176,7 +176,7 @@ class Router:
                 authenticator=self.authenticator,
                 pool=self.pool,
                 is_serving=lambda: self._serving,
-                figures=self.figures,
+                stats=self.stats,
             )
             self._http.start()
         await self._server.start()

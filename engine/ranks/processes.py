@@ -45,7 +45,7 @@ class RankProcesses:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         self._children = [
             subprocess.Popen(
-                [sys.executable, "-m", "octavo.common.leash", MODULE, settings],
+                [sys.executable, "-m", "octavo.common.parent_watch", MODULE, settings],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
                 env=os.environ | Place(rank, size, rank, size).variables(),

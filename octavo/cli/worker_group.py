@@ -17,8 +17,8 @@ from octavo.common.background import end, joined, restart_delays, start
 from octavo.common.ports import Listener
 from octavo.common.stopping import StoppedWhileStartingError, StopSignals, stop_signals
 from octavo.router.settings import RouterSettings, http_listener
-from octavo.router.workers.front import Front
-from octavo.router.workers.seat import Seat, settings_of_worker
+from octavo.router.workers.parent_server import ParentServer
+from octavo.router.workers.worker_slot import WorkerSlot, settings_of_worker
 
 log = structlog.get_logger(__name__)
 
@@ -29,16 +29,16 @@ class WorkerGroup:
     Args:
         settings: Of each worker.
         directory: For their Unix sockets.
-        front: What this process serves for them.
+        parent: What this process serves for them.
         socket: Path of its Unix socket.
     """
 
     def __init__(
-        self, settings: RouterSettings, directory: Path, front: Front, socket: Path
+        self, settings: RouterSettings, directory: Path, parent: ParentServer, socket: Path
     ) -> None:
         self._settings = settings
         self._directory = directory
-        self._front = front
+        self._parent = parent
         self._socket = socket
         self._starts = 0
         self._stopping = asyncio.Event()
@@ -102,8 +102,8 @@ class WorkerGroup:
     def _new_process(self, number: int, *, restarted: bool) -> WorkerProcess:
         self._starts += 1  # a worker that is started again has a socket of its own
         socket = self._directory / f"{number}-{self._starts}.sock"
-        seat = Seat(number, socket, self._socket, restarted)
-        process = WorkerProcess(self._settings, seat)
+        slot = WorkerSlot(number, socket, self._socket, restarted)
+        process = WorkerProcess(self._settings, slot)
         process.start()
         return process
 
@@ -121,7 +121,7 @@ class WorkerGroup:
                 return
             delay = next(delays)
             log.error("worker ended", worker=number, reason=why, restart_seconds=delay)
-            self._front.restarts()
+            self._parent.restarts()
             try:
                 async with asyncio.timeout(delay):
                     await self._stopping.wait()
@@ -134,24 +134,24 @@ class WorkerGroup:
         Raises:
             StartError: It could not start the first time.
         """
-        seat, served = process.seat, False
+        slot, served = process.slot, False
         try:
             await process.report()
-            await self._front.join(seat)
+            await self._parent.join(slot)
             address = await process.ready()
-            self._front.serves()
+            self._parent.serves()
             served = True
-            log.info("worker up", worker=seat.number, pid=process.pid)
-            if not self._listening[seat.number].done():
-                self._listening[seat.number].set_result(address)
+            log.info("worker up", worker=slot.number, pid=process.pid)
+            if not self._listening[slot.number].done():
+                self._listening[slot.number].set_result(address)
             await process.ended()
         except (StartError, grpc.aio.AioRpcError) as error:
-            if isinstance(error, StartError) and not seat.restarted and not self._stopping.is_set():
+            if isinstance(error, StartError) and not slot.restarted and not self._stopping.is_set():
                 raise
             return str(error)
         finally:
             process.kill()
-            await self._front.leave(seat.number, served=served)
+            await self._parent.leave(slot.number, served=served)
         return process.end()
 
 
@@ -179,19 +179,19 @@ async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None])
     ):
         directory = Path(name)
         socket = directory / "parent.sock"
-        front = Front(settings, socket)
-        group = WorkerGroup(settings_of_worker(settings, port), directory, front, socket)
+        parent = ParentServer(settings, socket)
+        group = WorkerGroup(settings_of_worker(settings, port), directory, parent, socket)
         try:
             group.start()
-            await front.start()
-            await _run(group, front, signals, on_ready)
+            await parent.start()
+            await _run(group, parent, signals, on_ready)
         finally:
             await group.close()
-            await front.stop()
+            await parent.stop()
 
 
 async def _run(
-    group: WorkerGroup, front: Front, signals: StopSignals, on_ready: Callable[[str], None]
+    group: WorkerGroup, parent: ParentServer, signals: StopSignals, on_ready: Callable[[str], None]
 ) -> None:
     """Serve until the first signal, then drain.
 
@@ -201,11 +201,11 @@ async def _run(
 
     async def announce() -> None:
         address = await group.listening()
-        front.warn(address)
+        parent.warn(address)
         on_ready(address)
         await asyncio.Event().wait()
 
-    works = signals.first.wait(), front.ended(), group.keep(), announce()
+    works = signals.first.wait(), parent.ended(), group.keep(), announce()
     async with joined(*works, names=("signal", "parts", "workers", "announce")) as tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:

@@ -7,7 +7,7 @@ from octavo.cli.running import settle
 from octavo.common import logging
 from octavo.common.without_torch import keep_torch_out
 from octavo.router.settings import RouterSettings
-from octavo.router.workers.seat import Seat
+from octavo.router.workers.worker_slot import WorkerSlot
 
 OUT_OF_MEMORY = "run fewer --workers, or give the container more memory"
 
@@ -17,25 +17,25 @@ class WorkerProcess(ChildProcess):
 
     Args:
         settings: of the worker.
-        seat: its place.
+        slot: its place.
     """
 
-    def __init__(self, settings: RouterSettings, seat: Seat) -> None:
+    def __init__(self, settings: RouterSettings, slot: WorkerSlot) -> None:
         super().__init__(
             _run,
-            (settings, seat),
-            name=f"worker {seat.number}",
-            process_name=f"octavo-worker-{seat.number}",
+            (settings, slot),
+            name=f"worker {slot.number}",
+            process_name=f"octavo-worker-{slot.number}",
             drain_timeout=settings.drain_seconds,
             remedy=OUT_OF_MEMORY,
         )
-        self.seat = seat
+        self.slot = slot
 
 
-def _run(settings: RouterSettings, seat: Seat, reports: Connection, parent: int) -> None:
+def _run(settings: RouterSettings, slot: WorkerSlot, reports: Connection, parent: int) -> None:
     """Serve until SIGTERM in the child; report the stages of the start, or its failure."""
     begin_child(parent)
-    logging.configure(settings.log_format, settings.log_level, worker=seat.number)
+    logging.configure(settings.log_format, settings.log_level, worker=slot.number)
 
     async def run(report: Report) -> None:
         keep_torch_out()
@@ -45,6 +45,6 @@ def _run(settings: RouterSettings, seat: Seat, reports: Connection, parent: int)
             settle()
             report(address)
 
-        await serve(settings, seat, on_reachable=lambda: report(""), on_ready=ready)
+        await serve(settings, slot, on_reachable=lambda: report(""), on_ready=ready)
 
     run_child(run, reports, "worker failed")

@@ -12,11 +12,11 @@ from octavo.common import rpc
 from octavo.router.admission import refusals
 from octavo.router.admission.claims import Claim, Claims
 from octavo.router.admission.fairness import TenantCounters
-from octavo.router.admission.kept_places import Span, kept_places
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
 from octavo.router.admission.refusals import QueueLimits
+from octavo.router.admission.reserved_slots import Burst, reserved_slots
 from octavo.router.balancing.policy import Candidate, Policy
 from octavo.router.requests.state import RequestState
 
@@ -211,8 +211,8 @@ class Admission(Generic[E]):
             share = queue.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
             waiting = queue.waiters.sequences(tenant.name) or claim.sequences
             if queue.sequences[tenant.name] + waiting > share:
-                spans = queue.counters.demand_of_least(now)
-                roomy = [e for e in roomy if _has_open_place(e, claim, queue.pace, spans)]
+                bursts = queue.counters.bursts_of_least(now)
+                roomy = [e for e in roomy if _has_open_slot(e, claim, queue.pace, bursts)]
         return self._policy.choose(roomy, claim)
 
     def _grant(self, queue: ModelQueue[E], claim: Claim[E], engine: E) -> None:
@@ -242,7 +242,7 @@ class Admission(Generic[E]):
         if queue.outage is None:
             queue.drain.begin()
         if queue.waiters.first(self._clock()) is claim:
-            self.dispatch(claim.model)  # what is kept from others may be for it
+            self.dispatch(claim.model)  # what is reserved from others may be for it
         try:
             if on_queued is not None and not claim.granted.done():
                 await on_queued(queue.waiters.position(claim))
@@ -369,13 +369,13 @@ def _granted(claim: Claim[E]) -> asyncio.Future[E]:
     return claim.granted
 
 
-def _has_open_place(engine: E, claim: Claim[E], pace: Pace, spans: Sequence[Span]) -> bool:
-    """Return whether an engine has places that are not kept; an empty one has."""
+def _has_open_slot(engine: E, claim: Claim[E], pace: Pace, bursts: Sequence[Burst]) -> bool:
+    """Return whether an engine has slots that are not reserved; an empty one has."""
     if not engine.sequences:
         return True
     endings = [pace.seconds(tokens) for tokens in engine.claims.to_come()]
-    kept = kept_places(engine.max_num_seqs, spans, [e for e in endings if e is not None])
-    return engine.sequences + claim.sequences <= engine.max_num_seqs - kept
+    reserved = reserved_slots(engine.max_num_seqs, bursts, [e for e in endings if e is not None])
+    return engine.sequences + claim.sequences <= engine.max_num_seqs - reserved
 
 
 def _fits(engine: E, claim: Claim[E]) -> bool:

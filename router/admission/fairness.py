@@ -9,8 +9,8 @@ CREDIT_TOKENS: it keeps that much of the share that it did not use, and no more.
 So the counters of two tenants that always have waiting requests differ by at most one request's
 charge and the credit, plus what running requests cost beyond or below the expectation.
 
-The least served active tenant is dispatched at once: some places are kept for it
-(`kept_places`). Tenants that all wait are the least served in turn, and leave no place empty.
+The least served active tenant is dispatched at once: some slots are reserved for it
+(`reserved_slots`). Tenants that all wait are the least served in turn, and leave no slot empty.
 """
 
 from collections import defaultdict
@@ -18,8 +18,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from octavo.router.admission.claims import Claim
-from octavo.router.admission.kept_places import Demand, Span
 from octavo.router.admission.rates import RECENT_SECONDS
+from octavo.router.admission.reserved_slots import Burst, RecentRequests
 from octavo.router.tenants.tenant import Tenant
 
 CREDIT_TOKENS = 4096.0
@@ -34,14 +34,14 @@ class TenantCounters:
         self._turns: defaultdict[str, int] = defaultdict(int)  # when each had its last
         self._turn = 0
         self._last = ""  # the tenant that had the last turn
-        self._demands: dict[str, Demand] = {}  # of those active
+        self._recent: dict[str, RecentRequests] = {}  # of those active
 
     def __getitem__(self, tenant: str) -> float:
         return self._served[tenant]
 
     def asked(self, tenant: Tenant, sequences: int, now: float) -> None:
         """Record a request of a tenant, which makes the tenant active."""
-        self._demands.setdefault(tenant.name, Demand()).add(sequences, now, tenant.weight)
+        self._recent.setdefault(tenant.name, RecentRequests()).add(sequences, now, tenant.weight)
 
     def join(self, tenant: str, waiting: Iterable[str] = ()) -> None:
         """Let a tenant compete that had nothing waiting; `waiting` are those that have."""
@@ -59,7 +59,7 @@ class TenantCounters:
     def is_least(self, tenant: str, now: float) -> bool:
         """Return whether no active tenant was served less."""
         self._forget(now)
-        return all(self._served[tenant] <= self._served[name] for name in self._demands)
+        return all(self._served[tenant] <= self._served[name] for name in self._recent)
 
     def share(self, tenant: Tenant, now: float) -> float:
         """Return what part of all a tenant is to have beside those active, if all want it.
@@ -67,21 +67,21 @@ class TenantCounters:
         It need not be active itself: it may have waited since it asked last.
         """
         self._forget(now)
-        others = sum(d.weight for name, d in self._demands.items() if name != tenant.name)
+        others = sum(d.weight for name, d in self._recent.items() if name != tenant.name)
         return tenant.weight / (tenant.weight + others)
 
-    def demand_of_least(self, now: float) -> Sequence[Span]:
-        """Return how fast the least served active tenant asks."""
+    def bursts_of_least(self, now: float) -> Sequence[Burst]:
+        """Return the bursts of the least served active tenant."""
         self._forget(now)
-        if not self._demands:
+        if not self._recent:
             return ()
-        return self._demands[min(self._demands, key=self._served.__getitem__)].spans
+        return self._recent[min(self._recent, key=self._served.__getitem__)].bursts
 
     def _forget(self, now: float) -> None:
-        self._demands = {
-            name: demand
-            for name, demand in self._demands.items()
-            if now - demand.newest <= RECENT_SECONDS
+        self._recent = {
+            name: recent
+            for name, recent in self._recent.items()
+            if now - recent.newest <= RECENT_SECONDS
         }
 
     def admit(self, claim: Claim[Any]) -> None:

@@ -32,7 +32,7 @@ from octavo.router.http.event_stream import EventStream
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import PeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
-from octavo.router.http.status import Figures
+from octavo.router.http.stats import RouterStats
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.tenants.tenant import Tenant
@@ -57,7 +57,7 @@ class Api:
         authenticator: Tells tenants by their keys.
         vocabularies: Models' vocabularies.
         is_serving: Whether there is an engine to serve with.
-        figures: For GET /status and GET /metrics.
+        stats: For GET /status and GET /metrics.
     """
 
     def __init__(
@@ -68,14 +68,14 @@ class Api:
         authenticator: Authenticator,
         vocabularies: Vocabularies,
         is_serving: Callable[[], bool],
-        figures: Figures,
+        stats: RouterStats,
     ) -> None:
         self._settings = settings
         self._generator = generator
         self._authenticator = authenticator
         self._vocabularies = vocabularies
         self._is_serving = is_serving
-        self._figures = figures
+        self._stats = stats
         self._refusing = False
         self._created = int(time.time())
 
@@ -205,9 +205,7 @@ class Api:
 
     async def _get_status(self, request: Request) -> Response:
         usable = {card.name for card in self._list_models(request)}
-        return JSONResponse(
-            await self._figures.status(usable), headers={"Cache-Control": "no-store"}
-        )
+        return JSONResponse(await self._stats.status(usable), headers={"Cache-Control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
         """Show the router's metrics, to everybody without tenants, and else to admins.
@@ -222,7 +220,7 @@ class Api:
                 kind="permission_error",
             )
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
-        body = await asyncio.to_thread(encode, self._figures.registry)
+        body = await asyncio.to_thread(encode, self._stats.registry)
         return Response(body, headers={"Content-Type": content_type, "Cache-Control": "no-store"})
 
     async def _version(self, request: Request) -> Response:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from octavo.router.http.echo import Columns, Echo, columns
 from octavo.router.http.layout import Choice, Reason, finish_reason
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.router.text.places import Places
+from octavo.router.text.text_offsets import TextOffsets
 from octavo.v1.generation_pb2 import Accepted, Delta
 from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
@@ -37,7 +37,7 @@ class CompletionLayout:
         self._prompt_only = prompt_only
         self._echoes: dict[int, Echo] = {}
         self._keep_special = keep_special
-        self._places: dict[int, Places] = {}
+        self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int) -> None:
         """Return nothing: a text begins with its first piece."""
@@ -92,13 +92,13 @@ class CompletionLayout:
     ) -> Columns | None:
         if not self._logprobs:
             return None
-        if (places := self._places.get(index)) is None:
+        if (offsets := self._offsets.get(index)) is None:
             echo = self._echoes.get(index)
             before = 0 if echo is None else len(echo.text)
-            places = Places(vocabulary.pieces, before, keep_special=self._keep_special)
-            self._places[index] = places
-        offsets = [places.next(one.token_id) for one in logprobs]
-        return {**columns(logprobs, vocabulary), "text_offset": offsets}
+            offsets = TextOffsets(vocabulary.pieces, before, keep_special=self._keep_special)
+            self._offsets[index] = offsets
+        starts = [offsets.next(one.token_id) for one in logprobs]
+        return {**columns(logprobs, vocabulary), "text_offset": starts}
 
 
 def _choice(index: int, text: str, logprobs: Columns | None, reason: str | None) -> Choice:

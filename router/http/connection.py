@@ -19,9 +19,9 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.router.http import body
+from octavo.router.http.connection_limits import OpenConnections, Pace
 from octavo.router.http.errors import ApiError
 from octavo.router.http.headers import REQUEST_ID, new_id, own_id
-from octavo.router.http.places import Pace, Places
 
 log = structlog.get_logger(__name__)
 
@@ -55,13 +55,13 @@ class Shared:
     """The limits that a server's connections share.
 
     Attributes:
-        places: Which of them stay open.
+        connections: Which of them stay open.
         pace: How fast they may ask without a key.
         max_header_bytes: Of a request's line and headers together.
         max_body_bytes: Of a body; one in chunks may have as much again for their sizes.
     """
 
-    places: Places
+    connections: OpenConnections
     pace: Pace
     max_header_bytes: int
     max_body_bytes: int
@@ -113,7 +113,7 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Give the place back."""
-        self._shared.places.leave(self)
+        self._shared.connections.leave(self)
         self._cancel_deadline()
         self._unparsed.clear()
         super().connection_lost(exc)
@@ -159,13 +159,13 @@ class Connection(HttpToolsProtocol):
         else:
             self._enter(_Phase.RESPONSE)
             self._cancel_deadline()
-            self._shared.places.work(self)
+            self._shared.connections.work(self)
 
     def on_response_complete(self) -> None:
         """Continue with the next request, if one has arrived."""
         super().on_response_complete()
         self.known = bool(self.cycle.scope["state"].get("known"))
-        self._shared.places.wait(self)
+        self._shared.connections.wait(self)
         if self._phase is _Phase.BODY:
             self._set_deadline(UNREAD_SECONDS, self.abort)
             return

@@ -7,7 +7,7 @@ from octavo.router.generate import Generator
 from octavo.router.http.app import Api
 from octavo.router.http.headers import RequestIds
 from octavo.router.http.server import CLOSE_SECONDS, HttpServer
-from octavo.router.http.status import Figures
+from octavo.router.http.stats import RouterStats
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
@@ -23,7 +23,7 @@ class HttpFrontend:
         authenticator: Tells tenants by their keys.
         pool: The engines, for their vocabularies.
         is_serving: Whether there is an engine to serve with.
-        figures: For GET /status and GET /metrics.
+        stats: For GET /status and GET /metrics.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class HttpFrontend:
         authenticator: Authenticator,
         pool: EnginePool,
         is_serving: Callable[[], bool],
-        figures: Figures,
+        stats: RouterStats,
     ) -> None:
         self._settings = settings
         self._pool = pool
@@ -45,7 +45,7 @@ class HttpFrontend:
             authenticator=authenticator,
             vocabularies=self._vocabulary,
             is_serving=is_serving,
-            figures=figures,
+            stats=stats,
         )
         self._server = HttpServer(RequestIds(self._api.app()), settings)
 

@@ -18,7 +18,7 @@ from octavo.common.descriptors import Reserve, none_left
 from octavo.common.tls import server_context
 from octavo.router.http import connection, unix_socket
 from octavo.router.http.connection import CROWDED, Connection, Shared
-from octavo.router.http.places import Pace, Places
+from octavo.router.http.connection_limits import OpenConnections, Pace
 from octavo.router.settings import RouterSettings, http_listener
 
 log = structlog.get_logger(__name__)
@@ -53,12 +53,12 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=settings.max_connections + 1,  # `Places` closes those beyond
+            limit_concurrency=settings.max_connections + 1,  # `OpenConnections` closes those beyond
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = _Server(self._config)
         self._shared = Shared(
-            Places(settings.max_connections, settings.max_connections_per_peer),
+            OpenConnections(settings.max_connections, settings.max_connections_per_peer),
             Pace(),
             settings.max_metadata_bytes,
             settings.max_message_bytes,
@@ -176,7 +176,7 @@ class HttpServer:
         accepted.setblocking(False)
         peer = address[0] if address else f"unix-{accepted.fileno()}"  # each is its own peer
         made = self._server.connection(self._shared, peer, crowded=crowded)
-        if not self._shared.places.enter(made):
+        if not self._shared.connections.enter(made):
             accepted.close()
             return
         made.opening = background.report_failure(partial(self._open, made, accepted), "http-open")
@@ -194,7 +194,7 @@ class HttpServer:
             pass  # it has been closed, or speaks no TLS, or too slowly
         finally:
             if not made.is_open:
-                self._shared.places.leave(made)
+                self._shared.connections.leave(made)
 
 
 class _Server(uvicorn.Server):

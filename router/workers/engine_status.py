@@ -40,15 +40,15 @@ def merged_lists(
     return [merged_status(by_address[address]) for address in sorted(by_address)]
 
 
-def merged_figures(figures: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the figures for GET /status of a router, from those of its workers."""
+def merged_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the stats for GET /status of a router, from those of its workers."""
     engines: dict[str, dict[str, Any]] = {}
-    for each in figures:
+    for each in stats:
         for engine in each["engines"]:
             merged = engines.setdefault(engine["instance"], {**engine, "sequences": 0})
             merged["sequences"] += engine["sequences"]
     return {
-        "requests": sum(each["requests"] for each in figures),
-        "output_tokens": sum(each["output_tokens"] for each in figures),
+        "requests": sum(each["requests"] for each in stats),
+        "output_tokens": sum(each["output_tokens"] for each in stats),
         "engines": sorted(engines.values(), key=itemgetter("address")),
     }

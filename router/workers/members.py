@@ -7,7 +7,7 @@ from typing import Any
 import grpc.aio
 
 from octavo.router.workers import wire
-from octavo.router.workers.seat import Seat
+from octavo.router.workers.worker_slot import WorkerSlot
 from octavo.v1 import admin_pb2_grpc
 
 
@@ -45,10 +45,10 @@ class Members:
     def __contains__(self, member: Member) -> bool:
         return self._members.get(member.number) is member
 
-    def add(self, seat: Seat) -> Member:
+    def add(self, slot: WorkerSlot) -> Member:
         """Add a worker that listens for its parent."""
-        member = Member(seat.number, wire.channel(seat.socket))
-        self._members[seat.number] = member
+        member = Member(slot.number, wire.channel(slot.socket))
+        self._members[slot.number] = member
         return member
 
     async def remove(self, number: int) -> None:

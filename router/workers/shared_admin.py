@@ -14,7 +14,7 @@ from octavo.router.engines.changes import EngineChanges
 from octavo.router.workers import wire
 from octavo.router.workers.engine_status import merged_lists, merged_status
 from octavo.router.workers.members import Member, Members
-from octavo.router.workers.seat import Seat
+from octavo.router.workers.worker_slot import WorkerSlot
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -43,7 +43,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         # One change after the other, or workers could have them in different orders.
         self._changing = asyncio.Lock()
 
-    async def join(self, seat: Seat) -> None:
+    async def join(self, slot: WorkerSlot) -> None:
         """Connect a worker to the engines that there are now; it is called from then on.
 
         Raises:
@@ -51,7 +51,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         """
         async with self._changing:
             await self._drop_outdated_changes()
-            member = self._members.add(seat)
+            member = self._members.add(slot)
             await wire.call(member.channel, "Connect", self._changes.to_json(), CALL_SECONDS)
 
     async def ListEngines(  # noqa: N802 - the contract's name

@@ -11,13 +11,13 @@ from octavo.common.stopping import stop_signals
 from octavo.router.admin import AdminService
 from octavo.router.admin_server import ADMIN
 from octavo.router.engines.changes import EngineChanges
-from octavo.router.http.status import OwnFigures
+from octavo.router.http.stats import LocalStats
 from octavo.router.server import Router, drain, until_stopped
 from octavo.router.settings import RouterSettings
 from octavo.router.workers import wire
-from octavo.router.workers.figures import SharedFigures
 from octavo.router.workers.metric_sums import to_json
-from octavo.router.workers.seat import Seat
+from octavo.router.workers.shared_stats import SharedStats
+from octavo.router.workers.worker_slot import WorkerSlot
 from octavo.v1 import admin_pb2_grpc
 
 ENGINE_SECONDS = 5.0
@@ -26,17 +26,17 @@ clients that other workers can serve."""
 
 
 class Control:
-    """Serve a worker's parent: it connects the engines, reads figures and calls AdminService.
+    """Serve a worker's parent: it connects the engines, reads stats and calls AdminService.
 
     Args:
         router: The worker's router.
-        seat: Its place.
+        slot: Its place.
     """
 
-    def __init__(self, router: Router, seat: Seat) -> None:
+    def __init__(self, router: Router, slot: WorkerSlot) -> None:
         self._router = router
-        self._socket = seat.socket
-        self._own = OwnFigures(router.registry, router.pool, router.generator)
+        self._socket = slot.socket
+        self._own = LocalStats(router.registry, router.pool, router.generator)
         self._server: grpc.aio.Server | None = None
         self.connected = asyncio.Event()
 
@@ -69,7 +69,7 @@ class Control:
 
 async def serve(
     settings: RouterSettings,
-    seat: Seat,
+    slot: WorkerSlot,
     *,
     on_reachable: Callable[[], None],
     on_ready: Callable[[str], None],
@@ -78,7 +78,7 @@ async def serve(
 
     Args:
         settings: The worker's, see `settings_of_worker`.
-        seat: Its place.
+        slot: Its place.
         on_reachable: Called when its parent may call it.
         on_ready: Called with HOST:PORT when it listens for clients.
 
@@ -90,9 +90,9 @@ async def serve(
         TokenizerError: The tokenizer cannot be loaded.
     """
     with stop_signals() as signals:
-        figures = SharedFigures(seat.parent)
-        router = Router(settings, figures=figures)
-        control = Control(router, seat)
+        stats = SharedStats(slot.parent)
+        router = Router(settings, stats=stats)
+        control = Control(router, slot)
 
         async def start() -> None:
             if settings.tokenizer:
@@ -111,4 +111,4 @@ async def serve(
         finally:
             await router.stop()
             await control.stop()
-            await figures.close()
+            await stats.close()

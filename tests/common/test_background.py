@@ -266,7 +266,7 @@ async def f(loop):
 STARTER = """
 import subprocess, sys, time
 child = subprocess.Popen(
-    [sys.executable, "-m", "octavo.common.leash", "tests.common.leashed"],
+    [sys.executable, "-m", "octavo.common.parent_watch", "tests.common.watched_module"],
     stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
 )
 child.stdout.readline()
@@ -275,7 +275,7 @@ time.sleep(600)
 """
 
 
-def test_a_leashed_module_and_its_children_end_with_the_starter():
+def test_a_watched_module_and_its_children_end_with_the_starter():
     with subprocess.Popen(
         [sys.executable, "-c", STARTER], stdout=subprocess.PIPE, cwd=ROOT
     ) as starter:

@@ -118,7 +118,7 @@ def test_credit_for_time_without_a_queue_is_limited(line):
     assert tenants_of(line.serve() for _ in range(12)).count("a") >= 5
 
 
-def test_places_are_kept_for_the_least_served_of_those_active():
+def test_slots_are_reserved_for_the_least_served_of_those_active():
     counters = TenantCounters()
     counters.asked(A, 1, 0.0)
     assert counters.is_least("a", 0.0), "it is alone"
@@ -145,7 +145,7 @@ def test_shares_go_by_weights_of_those_active():
 
 def test_the_demand_looked_at_is_the_least_serveds():
     counters = TenantCounters()
-    assert not counters.demand_of_least(0.0)
+    assert not counters.bursts_of_least(0.0)
     for time in (0.0, 0.5, 3.0):
         counters.asked(B, 1, time)
     for _ in range(100):
@@ -153,8 +153,8 @@ def test_the_demand_looked_at_is_the_least_serveds():
     line = Line(FairQueue(counters), counters)
     line.ask(A)
     line.serve()
-    assert counters.demand_of_least(3.0) == [(1, 0.0), (2, 0.5), (3, 3.0)]
-    assert not counters.demand_of_least(3.5 + RECENT_SECONDS), "all have gone"
+    assert counters.bursts_of_least(3.0) == [(1, 0.0), (2, 0.5), (3, 3.0)]
+    assert not counters.bursts_of_least(3.5 + RECENT_SECONDS), "all have gone"
 
 
 def test_tenants_are_charged_for_tokens_drawn(line):

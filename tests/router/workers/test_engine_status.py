@@ -1,6 +1,6 @@
 """An engine as all workers see it."""
 
-from octavo.router.workers.engine_status import merged_figures, merged_lists
+from octavo.router.workers.engine_status import merged_lists, merged_stats
 from octavo.v1 import admin_pb2, engine_pb2
 
 UP = {"state": admin_pb2.ENGINE_STATE_SERVING, "model": "m", "load": engine_pb2.Load(running=3)}
@@ -19,8 +19,8 @@ def test_an_engine_is_connected_when_every_worker_has_it():
     assert (b.model, b.load.running, b.problem) == ("m", 3, "no tokenizer")
 
 
-def test_figures_are_summed_and_loads_are_not():
-    def figures(requests, *sequences):
+def test_stats_are_summed_and_loads_are_not():
+    def stats(requests, *sequences):
         engines = [
             {
                 "address": str(n),
@@ -33,7 +33,7 @@ def test_figures_are_summed_and_loads_are_not():
         ]
         return {"requests": requests, "output_tokens": 10 * requests, "engines": engines}
 
-    found = merged_figures([figures(1, 2, 3), figures(4, 5)])
+    found = merged_stats([stats(1, 2, 3), stats(4, 5)])
     assert (found["requests"], found["output_tokens"]) == (5, 50)
     assert [engine["sequences"] for engine in found["engines"]] == [7, 3]
     assert [engine["load"]["running"] for engine in found["engines"]] == [9, 9]

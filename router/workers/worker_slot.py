@@ -10,7 +10,7 @@ DIVIDED = ("max_queue_size", "max_queue_tokens", "max_connections")
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class WorkerSlot:
     """A worker's place.
 
     Attributes:

@@ -16,7 +16,7 @@ PRIVATE = {"address", "instance", "models"}
 """What clients are not told of an engine: it is the operator's business; AdminService has it."""
 
 
-class Figures(Protocol):
+class RouterStats(Protocol):
     """What a router's HTTP server shows of the router.
 
     Attributes:
@@ -26,11 +26,11 @@ class Figures(Protocol):
     registry: CollectorRegistry
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
-        """Return the figures of the engines of `models` that are connected, and of the router."""
+        """Return the stats of the engines of `models` that are connected, and of the router."""
 
 
-class OwnFigures:
-    """The figures of a router of one process.
+class LocalStats:
+    """The stats of a router of one process.
 
     Args:
         registry: Its metrics.
@@ -44,7 +44,7 @@ class OwnFigures:
         self._generator = generator
 
     def all(self) -> dict[str, Any]:
-        """Return the figures of all connected engines, with their addresses, and of the router."""
+        """Return the stats of all connected engines, with their addresses, and of the router."""
         return {
             "requests": self._generator.in_flight,
             "output_tokens": self._generator.metrics.total_output_tokens,
@@ -52,18 +52,18 @@ class OwnFigures:
         }
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
-        """Return the figures of the engines of `models` that are connected, and of the router."""
+        """Return the stats of the engines of `models` that are connected, and of the router."""
         return for_clients(self.all(), models)
 
 
-def for_clients(figures: dict[str, Any], models: AbstractSet[str]) -> dict[str, Any]:
-    """Return the part of a router's figures for clients that may use `models`."""
+def for_clients(stats: dict[str, Any], models: AbstractSet[str]) -> dict[str, Any]:
+    """Return the part of a router's stats for clients that may use `models`."""
     engines = [
         {name: value for name, value in engine.items() if name not in PRIVATE}
-        for engine in figures["engines"]
+        for engine in stats["engines"]
         if not models.isdisjoint(engine["models"])
     ]
-    return {**figures, "engines": engines}
+    return {**stats, "engines": engines}
 
 
 def _engine(link: EngineLink) -> dict[str, Any]:

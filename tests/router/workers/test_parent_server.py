@@ -10,13 +10,13 @@ from benchmarks.metrics import Metrics
 from octavo.common.ports import free_port
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.tenant import hash_key
-from octavo.router.workers.front import Front
+from octavo.router.workers.parent_server import ParentServer
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 
 @pytest.fixture
-async def front(tmp_path):
-    """A front with an admin and another tenant, whose keys are their names."""
+async def parent(tmp_path):
+    """A parent with an admin and another tenant, whose keys are their names."""
     tenants = tmp_path / "tenants.toml"
     tenants.write_text(
         f'[root]\nkeys = ["{hash_key("root")}"]\nadmin = true\n[bob]\nkeys = ["{hash_key("bob")}"]'
@@ -24,16 +24,16 @@ async def front(tmp_path):
     settings = RouterSettings(
         workers=2, tenants=tenants, admin_port=free_port(), metrics_port=free_port()
     )
-    front = Front(settings, tmp_path / "parent.sock")
-    await front.start()
-    front.settings = settings
-    yield front
-    await front.stop()
+    parent = ParentServer(settings, tmp_path / "parent.sock")
+    await parent.start()
+    parent.settings = settings
+    yield parent
+    await parent.stop()
 
 
-async def test_admin_service_authenticates_its_callers(front):
+async def test_admin_service_authenticates_its_callers(parent):
     found = {}
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{front.settings.admin_port}") as channel:
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{parent.settings.admin_port}") as channel:
         stub = admin_pb2_grpc.AdminServiceStub(channel)
         for key in ("", "bob", "root"):
             metadata = [("authorization", f"Bearer {key}")] if key else []
@@ -47,12 +47,12 @@ async def test_admin_service_authenticates_its_callers(front):
     }
 
 
-async def test_the_page_is_there_without_a_worker(front):
-    page = await asyncio.to_thread(Metrics, front.settings.metrics_port)
+async def test_the_page_is_there_without_a_worker(parent):
+    page = await asyncio.to_thread(Metrics, parent.settings.metrics_port)
     assert page.value("octavo_router_workers") == 0
     assert page.value("process_open_fds", worker="parent") > 0
-    front.serves()
-    front.restarts()
-    page = await asyncio.to_thread(Metrics, front.settings.metrics_port)
+    parent.serves()
+    parent.restarts()
+    page = await asyncio.to_thread(Metrics, parent.settings.metrics_port)
     assert page.value("octavo_router_workers") == 1
     assert page.value("octavo_router_worker_restarts_total") == 1

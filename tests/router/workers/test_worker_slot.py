@@ -6,7 +6,7 @@ from pydantic import ValidationError
 from octavo.common.settings import SettingsError
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.tenant import read_tenants
-from octavo.router.workers.seat import settings_of_worker
+from octavo.router.workers.worker_slot import settings_of_worker
 
 
 def test_limits_of_the_router_are_divided_and_rounded_up():

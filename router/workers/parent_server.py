@@ -16,17 +16,17 @@ from octavo.router.exposure import exposure
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.workers import wire
-from octavo.router.workers.engine_status import merged_figures
+from octavo.router.workers.engine_status import merged_stats
 from octavo.router.workers.members import Members
 from octavo.router.workers.metric_sums import to_json
 from octavo.router.workers.page import SCRAPE_SECONDS, Page
-from octavo.router.workers.seat import Seat
 from octavo.router.workers.shared_admin import SharedAdminService
+from octavo.router.workers.worker_slot import WorkerSlot
 
 log = structlog.get_logger(__name__)
 
 
-class Front:
+class ParentServer:
     """The parent process' servers, for operators and for the workers.
 
     Args:
@@ -85,13 +85,13 @@ class Front:
         for event, hint in exposure(self._settings):
             log.warning(event, address=address, hint=hint)
 
-    async def join(self, seat: Seat) -> None:
+    async def join(self, slot: WorkerSlot) -> None:
         """Connect a worker to the engines, which can be called at its socket.
 
         Raises:
             grpc.aio.AioRpcError: It does not answer.
         """
-        await self._service.join(seat)
+        await self._service.join(slot)
 
     def serves(self) -> None:
         """Count a worker that listens for clients."""
@@ -140,4 +140,4 @@ class Front:
     async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002
         calls = [wire.call(m.channel, "Status", None, SCRAPE_SECONDS) for m in self._members]
         answers = await asyncio.gather(*calls, return_exceptions=True)
-        return merged_figures([each for each in answers if not isinstance(each, BaseException)])
+        return merged_stats([each for each in answers if not isinstance(each, BaseException)])

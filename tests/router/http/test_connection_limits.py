@@ -1,62 +1,69 @@
 """Who gives way to a new connection, and who has to wait."""
 
-from octavo.router.http.places import (
+from octavo.router.http.connection_limits import (
     MAX_ADDRESSES,
     MAX_HOLD_SECONDS,
     UNKNOWN_AT_ONCE,
     UNKNOWN_PER_SECOND,
+    OpenConnections,
     Pace,
-    Places,
 )
 
 
 class Peer:
-    def __init__(self, places: Places, address: str, *, known: bool = False, works: bool = False):
+    def __init__(
+        self,
+        connections: OpenConnections,
+        address: str,
+        *,
+        known: bool = False,
+        works: bool = False,
+    ):
         self.address = address
         self.known = known
         self.open = True
-        self.stays = places.enter(self)
+        self.stays = connections.enter(self)
         if works:
-            places.work(self)
+            connections.work(self)
 
     def abort(self) -> None:
         self.open = False
 
 
 def test_the_address_with_most_unknown_connections_loses_its_oldest():
-    places = Places(6, 0)
-    (alone,) = [Peer(places, "a")]
-    known = [Peer(places, "b", known=True) for _ in range(2)]
-    crowd = [Peer(places, "b") for _ in range(3)]
-    more = [Peer(places, "c") for _ in range(2)]
+    connections = OpenConnections(6, 0)
+    (alone,) = [Peer(connections, "a")]
+    known = [Peer(connections, "b", known=True) for _ in range(2)]
+    crowd = [Peer(connections, "b") for _ in range(3)]
+    more = [Peer(connections, "c") for _ in range(2)]
     assert [peer.open for peer in crowd] == [False, False, True]
     assert all(peer.open for peer in (alone, *known, *more))
-    last = [Peer(places, address, works=True) for address in "dddd"]
+    last = [Peer(connections, address, works=True) for address in "dddd"]
     assert not any(peer.open for peer in (alone, *crowd, *more)), "before any that is known"
     assert all(peer.open for peer in (*known, *last))
-    assert [Peer(places, "d", works=True).open for _ in range(3)] == [True] * 3
+    assert [Peer(connections, "d", works=True).open for _ in range(3)] == [True] * 3
     assert not any(peer.open for peer in known)
 
 
 def test_a_connection_with_a_request_is_never_closed_for_another():
-    places = Places(2, 0)
-    working = [Peer(places, "a", works=True) for _ in range(2)]
-    beyond = Peer(places, "a")
+    connections = OpenConnections(2, 0)
+    working = [Peer(connections, "a", works=True) for _ in range(2)]
+    beyond = Peer(connections, "a")
     assert beyond.stays, "to be told that there is no room"
-    assert Peer(places, "a").stays
+    assert Peer(connections, "a").stays
     assert not beyond.open
     assert all(peer.open for peer in working)
 
 
 def test_connections_per_address_are_limited():
-    places = Places(100, 2)
-    first, second = Peer(places, "a", works=True), Peer(places, "a", works=True)
-    assert not Peer(places, "a").stays
-    assert Peer(places, "b").stays
-    places.leave(first)
-    third = Peer(places, "a")
+    connections = OpenConnections(100, 2)
+    first, second = Peer(connections, "a", works=True), Peer(connections, "a", works=True)
+    assert not Peer(connections, "a").stays
+    assert Peer(connections, "b").stays
+    connections.leave(first)
+    third = Peer(connections, "a")
     assert third.stays
-    assert Peer(places, "a").stays
+    assert Peer(connections, "a").stays
     assert not third.open
     assert second.open
 

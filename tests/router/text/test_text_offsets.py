@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from octavo.router.text.detokenizer import Detokenizer
-from octavo.router.text.places import Places
+from octavo.router.text.text_offsets import TextOffsets
 from octavo.router.text.tokenization import backend_pieces
 from tests.router.conftest import byte_fallback_tokenizer, byte_level_tokenizer
 
@@ -14,7 +14,7 @@ PIECES = backend_pieces(BYTE_LEVEL)
 
 
 def places(pieces, token_ids, **options):
-    counted = Places(pieces, **options)
+    counted = TextOffsets(pieces, **options)
     return [counted.next(token_id) for token_id in token_ids]
 
 

@@ -1,4 +1,4 @@
-"""The figures that a worker shows over HTTP: those of the whole router, from its parent."""
+"""The stats that a worker shows over HTTP: those of the whole router, from its parent."""
 
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -8,14 +8,14 @@ import grpc.aio
 from prometheus_client import CollectorRegistry, Metric
 
 from octavo.common import rpc
-from octavo.router.http.status import for_clients
+from octavo.router.http.stats import for_clients
 from octavo.router.workers import wire
 from octavo.router.workers.loop_collector import SECONDS, LoopCollector
 from octavo.router.workers.metric_sums import from_json
 
 
-class SharedFigures:
-    """The figures of a router with several workers.
+class SharedStats:
+    """The stats of a router with several workers.
 
     Args:
         parent: Path of the Unix socket of the workers' parent.
@@ -30,7 +30,7 @@ class SharedFigures:
         self._channel = wire.channel(parent)
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
-        """Return the figures of the engines of `models` that are connected, and of the router."""
+        """Return the stats of the engines of `models` that are connected, and of the router."""
         return for_clients(await self._call("Status"), models)
 
     async def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a test runs on a leash: a process with a child that ignores every signal it can."""
+"""What a test runs under parent_watch: a process with a child that ignores every signal it can."""
 
 import subprocess
 import sys

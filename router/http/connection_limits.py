@@ -17,7 +17,7 @@ MAX_ADDRESSES = 1024
 
 
 class Connection(Protocol):
-    """The part of a connection that `Places` uses."""
+    """The part of a connection that `OpenConnections` uses."""
 
     address: str
     known: bool
@@ -26,7 +26,7 @@ class Connection(Protocol):
         """Close it at once."""
 
 
-class Places:
+class OpenConnections:
     """The connections of one server.
 
     When a connection comes and there is no place, one that waits for its client to send

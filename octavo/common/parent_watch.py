@@ -1,6 +1,6 @@
 """Run a module in a process that ends with the process that started it.
 
-    python -m octavo.common.leash MODULE ARGUMENT...
+    python -m octavo.common.parent_watch MODULE ARGUMENT...
 
 The starter makes this process a session leader and holds the other end of its standard input. The
 kernel closes that pipe when the starter ends; all processes of the session are then killed.
@@ -16,7 +16,7 @@ from octavo.common.background import keep_thread_running
 
 def main() -> None:
     """Run the module that the arguments name."""
-    keep_thread_running(_end_with_starter, "leash")
+    keep_thread_running(_end_with_starter, "parent-watch")
     del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

@@ -5,7 +5,7 @@ import codecs
 from octavo.router.text.detokenizer import Detokenizer, Kind, Pieces
 
 
-class Places:
+class TextOffsets:
     """Counts the characters before each token of one output.
 
     A token that begins within a character is where that character is, and one without text is
