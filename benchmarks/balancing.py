@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.fixture import EOS, engine, make_model, router, serving
 from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
-from octavo.cli.bench.workload import Request
+from octavo.cli.bench.workload import BenchRequest
 from octavo.router.balancing import POLICIES
 
 BLOCK_SIZE = 16
@@ -62,7 +62,7 @@ async def measure(model: str, policy: str, engines: int, prompts: list[list[int]
     front = router([node.address for node in nodes], balancing=policy)
     async with serving(nodes, front) as client:
         load = Load(GrpcEndpoint(client), "", salt="")
-        asked = [Request(prompt, OUTPUT_TOKENS, ignore_eos=True) for prompt in prompts]
+        asked = [BenchRequest(prompt, OUTPUT_TOKENS, ignore_eos=True) for prompt in prompts]
         await load.send_closed(asked, AT_ONCE)
         cached = sum(record.cached_tokens for record in load.records)
         name = "octavo_engine_requests_total"

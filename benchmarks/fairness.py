@@ -28,7 +28,7 @@ from octavo import AsyncClient
 from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.metrics import OK, Record
-from octavo.cli.bench.workload import Request
+from octavo.cli.bench.workload import BenchRequest
 
 PLACES = 32
 STEP_SECONDS = 0.025
@@ -84,7 +84,7 @@ def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
     times = [0.0]
     while times[-1] < seconds:
         times.append(times[-1] + draw.expovariate(rate))
-    requests = [Request([64] * PROMPT_TOKENS, OUTPUT_TOKENS, ignore_eos=True)] * len(times)
+    requests = [BenchRequest([64] * PROMPT_TOKENS, OUTPUT_TOKENS, ignore_eos=True)] * len(times)
 
     async def run() -> Served:
         async with AsyncClient(address, api_key=key) as client:
@@ -132,7 +132,7 @@ async def contended(seconds: float, weights: dict[str, float]) -> dict[str, int]
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds), asyncio.TaskGroup() as group:
                 for load, (prompt, output) in zip(loads.values(), SIZES, strict=True):
-                    requests = [Request([64] * prompt, output, ignore_eos=True)] * 1_000_000
+                    requests = [BenchRequest([64] * prompt, output, ignore_eos=True)] * 1_000_000
                     group.create_task(load.send_closed(requests, STREAMS))
     return {
         name: sum(

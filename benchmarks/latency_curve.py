@@ -42,7 +42,7 @@ from octavo.cli.bench import openai_endpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.metrics import OK, Record, compute_figures
 from octavo.cli.bench.settings import Open, Shape
-from octavo.cli.bench.workload import Request, arrival_times
+from octavo.cli.bench.workload import BenchRequest, arrival_times
 from octavo.common.models.errors import ModelError
 
 RESULTS = Path(__file__).parent / "results"
@@ -152,7 +152,7 @@ class Comparison:
 
 
 async def send(
-    server: RunningServer, requests: Sequence[Request], times: Sequence[float]
+    server: RunningServer, requests: Sequence[BenchRequest], times: Sequence[float]
 ) -> list[Record]:
     """Send each request at its time in seconds; return what became of each, in their order."""
     async with openai_endpoint.connect(server.url, None) as endpoint:
@@ -162,7 +162,7 @@ async def send(
 
 
 def _check(
-    records: Sequence[Record], requests: Sequence[Request], *, may_fail: bool = False
+    records: Sequence[Record], requests: Sequence[BenchRequest], *, may_fail: bool = False
 ) -> None:
     """Check that every output is as long as asked for.
 

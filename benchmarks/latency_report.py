@@ -8,9 +8,9 @@ from pathlib import Path
 from benchmarks.peers.servers import CONTEXT
 from benchmarks.report import table
 from octavo.cli.bench import openai_endpoint
-from octavo.cli.bench.metrics import Figures
+from octavo.cli.bench.metrics import RunFigures
 from octavo.cli.bench.settings import DATA_SETS, Lengths, Shape, Synthetic, Workload
-from octavo.cli.bench.workload import Request, ServedModel, make_requests
+from octavo.cli.bench.workload import BenchRequest, ServedModel, make_requests
 
 SATURATION = 3.0
 """A server is saturated where its median is so many times the reference's at the lowest rate."""
@@ -45,7 +45,7 @@ class Data:
         name = {Shape.SHAREGPT: "ShareGPT", Shape.ALPACA: "Alpaca"}[self.shape]
         return f"{name}{scaled}"
 
-    def requests(self, count: int, seed: int) -> list[Request]:
+    def requests(self, count: int, seed: int) -> list[BenchRequest]:
         """Draw requests; the same count and seed give the same ones."""
         prompt, output = (
             Lengths(each.shape, max(each.mean * self.scale, 1), each.spread * self.scale)
@@ -68,7 +68,7 @@ class Point:
     """
 
     rate: float
-    figures: Figures
+    figures: RunFigures
 
     @property
     def median(self) -> float:
@@ -172,7 +172,7 @@ def _latencies(curve: Curve, titles: Mapping[str, str]) -> str:
     return table((*header, *more), rows)
 
 
-def _cells(figures: Figures) -> tuple[str, ...]:
+def _cells(figures: RunFigures) -> tuple[str, ...]:
     """Return a point's cells after its rate and server."""
     normalized = figures.normalized
     latencies = ("-", "-", "-")

@@ -18,7 +18,7 @@ from octavo import AsyncClient
 from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
 from octavo.cli.bench.metrics import Record
-from octavo.cli.bench.workload import Request
+from octavo.cli.bench.workload import BenchRequest
 from octavo.cli.local_server import local_server
 
 CONCURRENCIES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -41,7 +41,9 @@ async def measure(address: str) -> tuple[dict[int, float], dict[int, float]]:
         async def send(count: int, prompt: int, output: int, at_once: int) -> list[Record]:
             prompts = (random.choices(VOCABULARY, k=prompt) for _ in range(count))
             load = Load(GrpcEndpoint(client), "", salt="")
-            await load.send_closed([Request(p, output, ignore_eos=True) for p in prompts], at_once)
+            await load.send_closed(
+                [BenchRequest(p, output, ignore_eos=True) for p in prompts], at_once
+            )
             return load.records
 
         async def rate(at_once: int) -> float:

@@ -26,7 +26,7 @@ from benchmarks.report import percentiles, table
 from octavo import AsyncClient
 from octavo.cli.bench.grpc_endpoint import GrpcEndpoint
 from octavo.cli.bench.load import Load
-from octavo.cli.bench.workload import Request
+from octavo.cli.bench.workload import BenchRequest
 from octavo.v1 import generation_pb2
 
 MIB = 1 << 20
@@ -104,7 +104,7 @@ async def measure(front: Node, company: str, *, others: int, tokens: int) -> Out
     beside = asyncio.create_task(COMPANY[company](front, others))
     async with AsyncClient(front.address) as client:
         load = Load(GrpcEndpoint(client), "", salt="")
-        request = Request("hello", tokens, ignore_eos=True)
+        request = BenchRequest("hello", tokens, ignore_eos=True)
         reading = asyncio.create_task(load.send_closed([request], 1))
         while not reading.done():
             most = max(most, front.rss())

@@ -48,11 +48,11 @@ class Pointer:
         return "/".join([at, *reversed(found)])
 
 
-Place = tuple[Pointer, Mapping[str, Any]]
+LocatedSchema = tuple[Pointer, Mapping[str, Any]]
 """A schema and where it is."""
 
 
-def subschemas(schema: object) -> Iterator[Place]:
+def subschemas(schema: object) -> Iterator[LocatedSchema]:
     """Yield a schema and all those in it that apply, by `$ref` too; booleans are left out.
 
     Each comes once, however often and in whichever spelling others refer to it.

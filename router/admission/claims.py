@@ -105,8 +105,8 @@ class Claim(Generic[E]):
         return self.state.output_tokens // self.sequences
 
     @property
-    def drawn(self) -> int:
-        """Tokens drawn for all outputs since it asked for an engine."""
+    def sampled(self) -> int:
+        """Tokens sampled for all outputs since it asked for an engine."""
         return self.state.output_tokens - self._before
 
     @property
@@ -114,7 +114,7 @@ class Claim(Generic[E]):
         """Further tokens that each output is expected to have, on the safe side."""
         request, length = self.request, self.length
         most = max(request.max_tokens, length + 1)
-        expected = self._lengths.expected(most, min_tokens=request.min_tokens, drawn=length)
+        expected = self._lengths.expected(most, min_tokens=request.min_tokens, sampled=length)
         return expected - length
 
     @property
@@ -133,12 +133,12 @@ class Claim(Generic[E]):
     @property
     def charge(self) -> float:
         """The tenant's charge while it runs: the expected cost, or the actual cost if higher."""
-        return self._weighed(max(self.expected * self.sequences, self.drawn))
+        return self._weighed(max(self.expected * self.sequences, self.sampled))
 
     @property
     def served(self) -> float:
         """The tenant's charge once it has ended: the actual cost."""
-        return self._weighed(self.drawn) if self.drawn else 0.0
+        return self._weighed(self.sampled) if self.sampled else 0.0
 
     def blocks(self, budget: BlockBudget) -> int:
         """Return the KV blocks that it holds once all tokens so far are computed."""
@@ -231,7 +231,7 @@ class _Forecast:
     def add(self, claim: Claim[Any], cached: int) -> None:
         """Add a request, `cached` blocks of which it shares with others."""
         held = claim.blocks(self._budget) - cached
-        if not claim.drawn:
+        if not claim.sampled:
             self.unseen += 1
             self._needed += held
         self._sequences += claim.sequences

@@ -2,7 +2,7 @@
 
 The estimator is that of the Past-Future scheduler (Gong et al., ASPLOS 2025):
 the lengths of recent outputs are the distribution of future ones, and an output that
-has `k` tokens is drawn from the part above `k`.
+has `k` tokens is sampled from the part above `k`.
 """
 
 from bisect import bisect_right, insort
@@ -52,7 +52,7 @@ class OutputLengths:
         max_tokens: int,
         *,
         min_tokens: int = 0,
-        drawn: int = 0,
+        sampled: int = 0,
         quantile: float = SAFE_QUANTILE,
     ) -> int:
         """Return the expected length of an output.
@@ -60,16 +60,16 @@ class OutputLengths:
         Args:
             max_tokens: Its limit.
             min_tokens: Its least length.
-            drawn: Tokens that it has.
+            sampled: Tokens that it has.
             quantile: The share of outputs that are to be no longer than what is
                 returned, of those that get as far as this one.
         """
         known = self._known.get(max_tokens.bit_length())
         if known is None or len(known.by_age) < MIN_SAMPLES:
-            length = max(DEFAULT_LENGTH, 2 * drawn)
+            length = max(DEFAULT_LENGTH, 2 * sampled)
         else:
-            shorter = bisect_right(known.by_size, max(drawn, min_tokens - 1))
+            shorter = bisect_right(known.by_size, max(sampled, min_tokens - 1))
             longer = len(known.by_size) - shorter
             # Longer than all before it: as far again, for want of a better guess.
-            length = known.by_size[shorter + int(quantile * longer)] if longer else 2 * drawn
-        return min(max(length, min_tokens, drawn + 1), max_tokens)
+            length = known.by_size[shorter + int(quantile * longer)] if longer else 2 * sampled
+        return min(max(length, min_tokens, sampled + 1), max_tokens)

@@ -2,12 +2,12 @@
 
 from collections.abc import Sequence
 
-from octavo.router.balancing.policy import C, Demand, occupancy, with_room
+from octavo.router.balancing.policy import C, RequestNeeds, occupancy, with_room
 
 
 class LeastLoaded:
     """Chooses the least occupied engine."""
 
-    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
         """Return the least occupied engine with room, or None."""
-        return min(with_room(candidates, demand), key=occupancy, default=None)
+        return min(with_room(candidates, request), key=occupancy, default=None)

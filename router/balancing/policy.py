@@ -28,7 +28,7 @@ class Candidate(Protocol):
         """Assume from now on that its cache has the prompt: it is about to compute it."""
 
 
-class Demand(Protocol):
+class RequestNeeds(Protocol):
     """A request as policies see it."""
 
     @property
@@ -50,7 +50,7 @@ C = TypeVar("C", bound=Candidate)
 class Policy(Protocol):
     """Chooses an engine for each request. It may keep state: its choice gets the request."""
 
-    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
         """Return an engine with room for the request, or None if none has any."""
 
 
@@ -68,9 +68,9 @@ def has_room(candidate: Candidate, sequences: int) -> bool:
     return candidate.sequences == 0 or _taken(candidate) + sequences <= limit
 
 
-def with_room(candidates: Iterable[C], demand: Demand) -> list[C]:
+def with_room(candidates: Iterable[C], request: RequestNeeds) -> list[C]:
     """Return the engines that may be given the request."""
-    return [c for c in candidates if has_room(c, demand.sequences)]
+    return [c for c in candidates if has_room(c, request.sequences)]
 
 
 def batch_share(candidate: Candidate) -> float:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from octavo.router.balancing.policy import C, Demand, batch_share, memory_share, with_room
+from octavo.router.balancing.policy import C, RequestNeeds, batch_share, memory_share, with_room
 
 SEQUENCE_TOKENS = 32
 """What a place in a batch is worth, in tokens of prompt to compute. The less, the longer
@@ -19,10 +19,10 @@ class PrefixAware:
     computing the prefix there costs less; then both have it.
     """
 
-    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
         """Return the engine with the least work, or None if none has room."""
-        roomy = with_room(candidates, demand)
-        prompt = demand.prompt
+        roomy = with_room(candidates, request)
+        prompt = request.prompt
         places = max((candidate.max_num_seqs for candidate in roomy), default=0)
 
         def work(candidate: C) -> float:

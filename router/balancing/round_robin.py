@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
-from octavo.router.balancing.policy import C, Demand, has_room
+from octavo.router.balancing.policy import C, RequestNeeds, has_room
 
 
 class RoundRobin:
@@ -12,12 +12,12 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns: defaultdict[str, int] = defaultdict(int)
 
-    def choose(self, candidates: Sequence[C], demand: Demand) -> C | None:
+    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
         """Return the next engine with room, or None."""
-        first = self._turns[demand.model]
+        first = self._turns[request.model]
         for turn in range(first, first + len(candidates)):
             candidate = candidates[turn % len(candidates)]
-            if has_room(candidate, demand.sequences):
-                self._turns[demand.model] = turn + 1
+            if has_room(candidate, request.sequences):
+                self._turns[request.model] = turn + 1
                 return candidate
         return None

@@ -20,7 +20,7 @@ from octavo.router.admission.claims import Claims
 from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.balancing.prompt import Prompt
 from octavo.router.engines.breaker import CircuitBreaker
-from octavo.router.engines.session import Session
+from octavo.router.engines.session import EngineSession
 from octavo.router.settings import RouterSettings
 from octavo.router.text.tokenization import Tokenizer, TokenizerError, Tokenizers
 from octavo.v1 import engine_pb2, engine_pb2_grpc
@@ -57,7 +57,7 @@ class Engine:
     info: engine_pb2.GetEngineInfoResponse
     tokenizer: Tokenizer
     load: engine_pb2.Load
-    session: Session
+    session: EngineSession
     claims: Claims
     budget: BlockBudget
     stub: "engine_pb2_grpc.EngineServiceAsyncStub"
@@ -234,7 +234,7 @@ class EngineLink:
             raise _UnusableError(str(error)) from error
         self.problem = ""
         call: Any = stub.Session()
-        session = Session(
+        session = EngineSession(
             call,
             self.address,
             lambda response: self._note(engine, response),

@@ -27,11 +27,11 @@ engine messages included, is one look and no engine's silence."""
 PARTS = ("writer", "reader", "watcher")
 
 
-class Session:
+class EngineSession:
     """Submits and aborts requests, and passes each its events, until the stream breaks.
 
     Args:
-        call: The open Session call. This object is the only one to use it.
+        call: The open `Session` call, which this object alone uses.
         name: The engine's address, for messages.
         on_report: Called with every message, for its load and its prefix changes.
         on_fault: Called when a step failed on the engine, before its requests hear of it.

@@ -13,8 +13,8 @@ from octavo.client.requests import generate_request
 from octavo.common import rpc
 from octavo.common.background import joined
 from octavo.router.generate import Write
+from octavo.router.http.answer_format import AnswerFormat, Choice, usage
 from octavo.router.http.errors import from_client, from_rpc, named
-from octavo.router.http.layout import Choice, Layout, usage
 from octavo.router.http.schema import ApiRequest
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.v1.generation_pb2 import (
@@ -44,7 +44,7 @@ class Answer:
 
     Args:
         request: The body of the HTTP request.
-        layout: The API's form of answers.
+        answer_format: The API's form of answers.
         vocabularies: For log-probabilities.
         request_id: The id of the HTTP request.
 
@@ -58,14 +58,18 @@ class Answer:
     """
 
     def __init__(
-        self, request: ApiRequest, layout: Layout, vocabularies: Vocabularies, request_id: str
+        self,
+        request: ApiRequest,
+        answer_format: AnswerFormat,
+        vocabularies: Vocabularies,
+        request_id: str,
     ) -> None:
-        self.id = layout.id_prefix + (request.request_id or request_id)
+        self.id = answer_format.id_prefix + (request.request_id or request_id)
         self.unenforced: Sequence[str] = ()
         self._started = False
         self._told = False  # what is not enforced
         self._request = request
-        self._layout = layout
+        self._format = answer_format
         self._vocabularies = vocabularies
         self._created = int(time.time())
         self._model = request.model
@@ -93,9 +97,9 @@ class Answer:
                 delta = deltas.get(end.index, Delta())
                 shown = self._shown(delta.logprobs, vocabulary)
                 index = self._index(i, end.index)
-                choice = self._layout.whole(index, delta, shown, end.reason, vocabulary)
+                choice = self._format.whole(index, delta, shown, end.reason, vocabulary)
                 choices.append(choice | _errors(end))
-        body = self._body(self._layout.object, choices) | {"usage": usage(self._usages)}
+        body = self._body(self._format.object, choices) | {"usage": usage(self._usages)}
         return body | ({"unenforced_schema": self.unenforced} if self.unenforced else {})
 
     async def find_unenforced(self, find: FindUnenforced) -> None:
@@ -144,7 +148,7 @@ class Answer:
                 self._started = True
                 self._model = response.accepted.model
                 for index in range(len(self._messages) * self._request.choices):
-                    if (opening := self._layout.opening(index)) is not None:
+                    if (opening := self._format.opening(index)) is not None:
                         await send(self._chunk([opening]))
             if response.HasField("accepted"):
                 for choice in self._accept(i, response.accepted):
@@ -157,7 +161,7 @@ class Answer:
         prompt = self._messages[i].text if self._messages[i].HasField("text") else None
         indices = [self._index(i, output) for output in range(self._request.choices)]
         vocabulary = self._vocabularies(accepted.model)
-        return self._layout.accept(indices, accepted, prompt, vocabulary)
+        return self._format.accept(indices, accepted, prompt, vocabulary)
 
     def _choice(self, i: int, response: GenerateResponse) -> Choice | None:
         match response.WhichOneof("event"):
@@ -166,11 +170,11 @@ class Answer:
                 vocabulary = self._vocabularies(self._model)
                 shown = self._shown(delta.logprobs, vocabulary)
                 index = self._index(i, delta.index)
-                return self._layout.piece(index, delta, shown, vocabulary)
+                return self._format.piece(index, delta, shown, vocabulary)
             case "finished":
                 finished = response.finished
                 index = self._index(i, finished.index)
-                return self._layout.ending(index, finished.reason) | _errors(finished)
+                return self._format.ending(index, finished.reason) | _errors(finished)
         return None
 
     def _count(self, i: int, response: GenerateResponse) -> None:
@@ -209,7 +213,7 @@ class Answer:
         return [one for one in logprobs if one.token_id not in ending]
 
     def _chunk(self, choices: list[Choice], *, last: bool = False) -> bytes:
-        body = self._body(self._layout.chunk_object, choices)
+        body = self._body(self._format.chunk_object, choices)
         options = self._request.stream_options
         if last or self._request.usage_chunks:
             body["usage"] = usage(self._usages)

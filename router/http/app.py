@@ -25,8 +25,8 @@ from octavo.router.http import headers, tokens
 from octavo.router.http.answers import Answer, Vocabularies
 from octavo.router.http.bodies import Open
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
-from octavo.router.http.chat import ChatLayout
-from octavo.router.http.completions import CompletionLayout
+from octavo.router.http.chat import ChatFormat
+from octavo.router.http.completions import CompletionFormat
 from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.event_stream import EventStream
 from octavo.router.http.page import page
@@ -128,20 +128,20 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         tenant, body = await self._parse(request, ChatRequest)
-        layout = ChatLayout(
+        answer_format = ChatFormat(
             logprobs=bool(body.logprobs), reasoning=body.include_reasoning is not False
         )
-        return await self._answer(request, tenant, body, layout)
+        return await self._answer(request, tenant, body, answer_format)
 
     async def _completions(self, request: Request) -> Response:
         tenant, body = await self._parse(request, CompletionRequest)
-        layout = CompletionLayout(
+        answer_format = CompletionFormat(
             logprobs=body.logprobs is not None,
             echo=bool(body.echo),
             prompt_only=body.prompt_only,
             keep_special=bool(body.options().get("keep_special_tokens")),
         )
-        return await self._answer(request, tenant, body, layout)
+        return await self._answer(request, tenant, body, answer_format)
 
     async def _parse(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
         """Authenticate the caller, then read the body; nobody else's body is read."""
@@ -162,9 +162,9 @@ class Api:
         request: Request,
         tenant: Tenant,
         body: ChatRequest | CompletionRequest,
-        layout: ChatLayout | CompletionLayout,
+        answer_format: ChatFormat | CompletionFormat,
     ) -> Response:
-        answer = Answer(body, layout, self._vocabularies, request.state.request_id)
+        answer = Answer(body, answer_format, self._vocabularies, request.state.request_id)
         await answer.find_unenforced(self._generator.unenforced)
         extra = _ignored(body) | _unenforced(answer)
         generate = functools.partial(

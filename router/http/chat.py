@@ -5,13 +5,13 @@ from typing import Any
 
 from octavo.client import ToolCall
 from octavo.client.responses import tool_calls
-from octavo.router.http.layout import Choice, Reason, finish_reason, finite
+from octavo.router.http.answer_format import Choice, Reason, finish_reason, finite
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.v1.generation_pb2 import Accepted, Delta, ToolCallDelta
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 
-class ChatLayout:
+class ChatFormat:
     """Messages, and their pieces.
 
     Args:

@@ -2,15 +2,15 @@
 
 from collections.abc import Sequence
 
+from octavo.router.http.answer_format import Choice, Reason, finish_reason
 from octavo.router.http.echo import Columns, Echo, columns
-from octavo.router.http.layout import Choice, Reason, finish_reason
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.text.text_offsets import TextOffsets
 from octavo.v1.generation_pb2 import Accepted, Delta
 from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
 
-class CompletionLayout:
+class CompletionFormat:
     """Texts, and their pieces.
 
     Args:

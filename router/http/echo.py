@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
-from octavo.router.http.layout import finite
+from octavo.router.http.answer_format import finite
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.text.detokenizer import Detokenizer
 from octavo.v1.generation_pb2 import Accepted

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from octavo.router.text.detokenizer import Kind, Pieces
+from octavo.router.text.detokenizer import Pieces, TokenKind
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -63,9 +63,9 @@ class Vocabulary:
         pieces = self.pieces
         kind = pieces.kind(token_id)
         spelling = pieces.spelling(token_id)
-        if kind == Kind.SKIPPED:
+        if kind == TokenKind.SKIPPED:
             return Token(spelling, spelling.encode())
-        if kind == Kind.BYTE:
+        if kind == TokenKind.BYTE:
             encoded = pieces.byte(token_id)
             return Token(encoded.decode(errors="replace"), encoded)
         text = pieces.alone(token_id)

@@ -7,11 +7,10 @@ from typing import TypeAlias
 
 from octavo.router.requests.logprobs import ELSEWHERE, HeldLogprobs
 from octavo.router.requests.output_plan import OutputPlan
-from octavo.router.requests.parsers.parser import Kind as PieceKind
-from octavo.router.requests.parsers.parser import Piece
+from octavo.router.requests.parsers.parser import Piece, PieceKind
 from octavo.router.requests.schema_checker import SchemaCheck
 from octavo.router.requests.spelled_markers import SpelledMarkers, mended
-from octavo.router.text.detokenizer import Detokenizer, Kind, Pieces
+from octavo.router.text.detokenizer import Detokenizer, Pieces, TokenKind
 from octavo.router.text.stop_strings import StopStrings
 from octavo.v1 import generation_pb2, sampling_pb2
 from octavo.v1.sampling_pb2 import FinishReason
@@ -41,7 +40,7 @@ class Output:
 
     Attributes:
         index: Which of the request's outputs.
-        token_ids: All tokens drawn, the one that ended it included.
+        token_ids: All tokens sampled, the one that ended it included.
         reason: Why it ended; UNSPECIFIED until then.
         score: A beam search's score; None otherwise.
         drafted_tokens: Tokens that engines drafted for it.
@@ -166,7 +165,7 @@ class Output:
         if self._verbatim and not reason and not self._wants_logprobs:
             self._push_verbatim(token_ids)
             return
-        drawn = len(self.token_ids)
+        sampled = len(self.token_ids)
         plain = len(token_ids) - (reason in STOPPING_TOKEN)
         for i, token_id in enumerate(token_ids):
             self.token_ids.append(token_id)
@@ -181,7 +180,7 @@ class Output:
         if self._logprobs is not None:
             self._show_logprobs(self._logprobs)
         elif self._wants_logprobs:
-            self._delta.logprobs.extend(logprobs[: len(self.token_ids) - drawn])
+            self._delta.logprobs.extend(logprobs[: len(self.token_ids) - sampled])
         if reason and not self.ended:
             self._end(reason)
 
@@ -315,7 +314,7 @@ class Output:
         """Show what was held back, and the token that ended the output if it is wanted."""
         self._stopped = reason in STOPPING_TOKEN
         last = self.token_ids[-1] if self._stopped and self._include else None
-        special = last is not None and self._pieces.kind(last) == Kind.SKIPPED
+        special = last is not None and self._pieces.kind(last) == TokenKind.SKIPPED
         rest = "" if self._spelled is None else self._spelled.flush()
         if last is not None and not special:
             rest += self._detokenizer.feed(last)

@@ -21,7 +21,7 @@ from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 class RequestState:
     """A request's outputs so far, its attempts at engines, and what the client is to be sent.
 
-    It holds every token drawn, so that the request can migrate: `begin_attempt` may be called
+    It holds every token sampled, so that the request can migrate: `begin_attempt` may be called
     again after `take` has raised `EngineLostError`. The session calls `started`, `append` and
     `fail`; these must not block.
 
@@ -121,7 +121,7 @@ class RequestState:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens drawn for all outputs."""
+        """Tokens sampled for all outputs."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
@@ -142,7 +142,7 @@ class RequestState:
         return generation_pb2.GenerateResponse(accepted=self._accepted)
 
     def begin_attempt(self, engine: str, trace_context: Mapping[str, str]) -> engine_pb2.Submit:
-        """Return what to send to an engine: the request and the tokens drawn for it so far.
+        """Return what to send to an engine: the request and the tokens sampled for it so far.
 
         Args:
             engine: The engine's address.
@@ -197,7 +197,7 @@ class RequestState:
         """
         output = self.outputs[tokens.index]
         if output.ended:
-            return False  # drawn before the engine heard of the end
+            return False  # sampled before the engine heard of the end
         if tokens.index == 0 and not self._may_accept:
             self._accepted.prompt_logprobs.extend(tokens.prompt_logprobs)
             self._accept()

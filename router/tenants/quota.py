@@ -205,7 +205,7 @@ class Usage:
         self._use(tokens)
 
     def output(self, tokens: int) -> None:
-        """Count tokens that were drawn."""
+        """Count tokens that were sampled."""
         self._account.count(output=tokens)
         self._use(tokens)
 

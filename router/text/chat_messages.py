@@ -64,7 +64,7 @@ class Form:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class TemplateInput:
     """What a chat template takes.
 
     Attributes:
@@ -90,12 +90,12 @@ def forms(chat: generation_pb2.ChatPrompt) -> Iterator[Form]:
         yield Form(of_arguments, of_reasoning)
 
 
-def lay_out(
+def template_input(
     chat: generation_pb2.ChatPrompt,
     model: ModelText,
     change: Change = str,
     form: Form = Form(),
-) -> Layout:
+) -> TemplateInput:
     """Return a valid chat as a model's template takes it.
 
     Args:
@@ -109,9 +109,9 @@ def lay_out(
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
     messages = [_message(message, names, model, change, form) for message in chat.messages]
     if not model.has_tools:
-        return Layout(_in_text(messages, tools), None)
+        return TemplateInput(_in_text(messages, tools), None)
     empty = any(message["content"] is None for message in messages)
-    return Layout(messages, tools or None, _WITH_CONTENT + model.template if empty else None)
+    return TemplateInput(messages, tools or None, _WITH_CONTENT + model.template if empty else None)
 
 
 def text_of(message: generation_pb2.ChatMessage) -> str:

@@ -33,7 +33,7 @@ LONG_ROW = 64
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
-class Kind(IntEnum):
+class TokenKind(IntEnum):
     """The kind of a token, which decides how it is decoded."""
 
     TEXT = 0
@@ -63,11 +63,11 @@ class Pieces:
         self._tokens = tokens
         self._special = special
         self._kinds = bytes(
-            Kind.SKIPPED
+            TokenKind.SKIPPED
             if token is None or i in special
-            else Kind.BYTE
+            else TokenKind.BYTE
             if byte_fallback and _BYTE_TOKEN.fullmatch(token)
-            else Kind.TEXT
+            else TokenKind.TEXT
             for i, token in enumerate(tokens)
         )
         self._anchor = self._find_anchor()
@@ -80,8 +80,8 @@ class Pieces:
         return self._anchor is not None
 
     def kind(self, token_id: int) -> int:
-        """Return the token's `Kind`."""
-        return self._kinds[token_id] if token_id < len(self._kinds) else Kind.SKIPPED
+        """Return the token's `TokenKind`."""
+        return self._kinds[token_id] if token_id < len(self._kinds) else TokenKind.SKIPPED
 
     def text(self, token_ids: Sequence[int], *, first: bool) -> str:
         """Return the text of tokens at the beginning of an output, or behind other text."""
@@ -96,7 +96,7 @@ class Pieces:
         except KeyError:
             pass
         text: str | None = None
-        if self._anchor is not None and self.kind(token_id) == Kind.TEXT:
+        if self._anchor is not None and self.kind(token_id) == TokenKind.TEXT:
             text = self.text([token_id], first=False)
             if text.endswith(REPLACEMENT):
                 text = None
@@ -117,7 +117,7 @@ class Pieces:
 
     def _find_anchor(self) -> int | None:
         for token_id, kind in enumerate(self._kinds):
-            if kind == Kind.TEXT:
+            if kind == TokenKind.TEXT:
                 text = self._decode([token_id])
                 if text.isascii() and text.isalnum():
                     return token_id
@@ -156,11 +156,11 @@ class Detokenizer:
             if text is not None:
                 return text
         kind = self._pieces.kind(token_id)
-        if kind == Kind.SKIPPED:
+        if kind == TokenKind.SKIPPED:
             shown = self._keep_special or token_id in self._visible
             return self._show_special(token_id) if shown else ""
         self._pending.append(token_id)
-        if kind == Kind.BYTE:
+        if kind == TokenKind.BYTE:
             return self._show_long_row()
         return self._show()
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from octavo.common import rpc
-from octavo.router.text.chat_messages import Form, forms, lay_out, text_of
+from octavo.router.text.chat_messages import Form, forms, template_input, text_of
 from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
 from octavo.router.text.control_tokens import Change, private_characters
 from octavo.router.text.model_text import ModelText
@@ -86,11 +86,11 @@ class ChatRenderer:
         variables = {**self._variables, **template_variables(chat, change)}
 
         def fill(form: Form) -> str:
-            layout = lay_out(chat, self._model, change, form)
+            taken = template_input(chat, self._model, change, form)
             text: str = self._tokenizer.apply_chat_template(
-                layout.messages,
-                tools=layout.tools,
-                chat_template=layout.template,
+                taken.messages,
+                tools=taken.tools,
+                chat_template=taken.template,
                 tokenize=False,
                 add_generation_prompt=opens,
                 **variables,

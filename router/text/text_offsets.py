@@ -2,7 +2,7 @@
 
 import codecs
 
-from octavo.router.text.detokenizer import Detokenizer, Kind, Pieces
+from octavo.router.text.detokenizer import Detokenizer, Pieces, TokenKind
 
 
 class TextOffsets:
@@ -27,7 +27,7 @@ class TextOffsets:
 
     def next(self, token_id: int) -> int:
         """Take the next token and return the number of characters before it."""
-        if self._pieces.kind(token_id) != Kind.BYTE:
+        if self._pieces.kind(token_id) != TokenKind.BYTE:
             # What follows a row shows the row, too; its own text comes behind.
             place = self._shown + self._in_row
             if shown := self._detokenizer.feed(token_id):

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from octavo.common.models import cache as model_cache
-from octavo.common.models.gguf_blocks import Places
+from octavo.common.models.gguf_blocks import TensorLocations
 from octavo.engine.models.checks.reference import Reference
 from octavo.kernels.machine import cpu_identity
 
@@ -32,7 +32,7 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
         settings: All else that the outcome of its checks depends on.
     """
     own = (file for file in directory.iterdir() if file.is_file())
-    paths = [*own, *(Path(path) for path, _ in Places.read(directory).files)]
+    paths = [*own, *(Path(path) for path, _ in TensorLocations.read(directory).files)]
     digest = hashlib.sha256(repr(sorted(settings.items())).encode())
     for path in sorted(paths):
         status = path.stat()

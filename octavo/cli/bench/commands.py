@@ -298,9 +298,9 @@ def _measure(
     require(f"bench {command}", "bench")
     if target.serve is not None:
         require(f"bench {command} --serve", "engine", "router")
-    from octavo.cli.bench import session  # noqa: PLC0415 - needs numpy
+    from octavo.cli.bench import invocation  # noqa: PLC0415 - needs numpy
 
-    session.measure(command, workload, plans, server, target, objectives, outputs)
+    invocation.measure(command, workload, plans, server, target, objectives, outputs)
 
 
 def _check_url(url: str, server: Server, target: Target) -> None:

@@ -5,7 +5,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from octavo.cli.bench.workload import Request, ServedModel
+from octavo.cli.bench.workload import BenchRequest, ServedModel
 from octavo.client import Usage
 
 
@@ -45,7 +45,7 @@ class Endpoint(Protocol):
         """
 
     def stream(
-        self, request: Request, *, model: str, salt: str, timeout: float | None
+        self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
     ) -> AsyncIterator[Piece | Usage]:
         """Send a request; yield its messages with tokens, then how many tokens it had.
 

@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from octavo.cli.bench.endpoint import Piece, RequestError
-from octavo.cli.bench.workload import Request, ServedModel
+from octavo.cli.bench.workload import BenchRequest, ServedModel
 from octavo.cli.connection import Server
 from octavo.cli.output import fail
 from octavo.client import (
@@ -72,7 +72,7 @@ class GrpcEndpoint:
         )
 
     async def stream(
-        self, request: Request, *, model: str, salt: str, timeout: float | None
+        self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
     ) -> AsyncIterator[Piece | Usage]:
         """Send a request; yield its messages with tokens, then each output's usage.
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from octavo.cli.bench.endpoint import Endpoint, Piece, RequestError
 from octavo.cli.bench.metrics import OK, Record
-from octavo.cli.bench.workload import Request
+from octavo.cli.bench.workload import BenchRequest
 from octavo.client import Usage
 
 
@@ -52,7 +52,7 @@ class Load:
         """Seconds since construction."""
         return time.perf_counter() - self._started
 
-    async def send_closed(self, requests: Sequence[Request], concurrency: int) -> None:
+    async def send_closed(self, requests: Sequence[BenchRequest], concurrency: int) -> None:
         """Keep `concurrency` requests in flight until all have ended."""
         waiting = iter(enumerate(requests))
 
@@ -64,14 +64,14 @@ class Load:
             for _ in range(concurrency):
                 group.create_task(work())
 
-    async def send_open(self, requests: Sequence[Request], times: Sequence[float]) -> None:
+    async def send_open(self, requests: Sequence[BenchRequest], times: Sequence[float]) -> None:
         """Send each request at its time, in seconds, and wait until all have ended."""
         async with asyncio.TaskGroup() as group:
             for index, (request, due) in enumerate(zip(requests, times, strict=True)):
                 await asyncio.sleep(due - self.seconds)
                 group.create_task(self._send(index, request, due))
 
-    async def _send(self, index: int, request: Request, due: float) -> None:
+    async def _send(self, index: int, request: BenchRequest, due: float) -> None:
         """Send one request and record its stream."""
         times, tokens, usages = list[float](), list[int](), list[Usage]()
         code, message = OK, ""

@@ -99,7 +99,7 @@ class Distribution:
 
 
 @dataclass(frozen=True, slots=True)
-class Figures:
+class RunFigures:
     """Metrics of one run.
 
     Attributes:
@@ -144,7 +144,7 @@ def compute_figures(
     cpu_seconds: float,
     unfinished: int = 0,
     objectives: Objectives | None = None,
-) -> Figures:
+) -> RunFigures:
     """Return the metrics of a run.
 
     Args:
@@ -161,7 +161,7 @@ def compute_figures(
     read = sum(record.read_tokens for record in records)
     messages = sum(len(record.message_times) for record in done)
     good = None if objectives is None else sum(record.meets(objectives) for record in done)
-    return Figures(
+    return RunFigures(
         seconds=seconds,
         requests=len(done),
         unfinished=unfinished,

@@ -11,7 +11,7 @@ import httpx2
 
 from octavo.cli.bench.endpoint import Piece, RequestError
 from octavo.cli.bench.settings import openai_base_url
-from octavo.cli.bench.workload import FIRST_TOKEN, Request, ServedModel
+from octavo.cli.bench.workload import FIRST_TOKEN, BenchRequest, ServedModel
 from octavo.cli.output import fail
 from octavo.client import Message, Usage
 
@@ -107,7 +107,7 @@ class OpenAIEndpoint:
         raise fail(f"no model {name!r}; served: {served}" if name else "no model is served yet")
 
     async def stream(
-        self, request: Request, *, model: str, salt: str, timeout: float | None
+        self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
     ) -> AsyncIterator[Piece | Usage]:
         """Send a request; yield each message with text, then the usage that the server counted.
 
@@ -161,7 +161,7 @@ class OpenAIEndpoint:
         yield usage
 
 
-def _body(request: Request, model: str, salt: str) -> tuple[str, dict[str, Any]]:
+def _body(request: BenchRequest, model: str, salt: str) -> tuple[str, dict[str, Any]]:
     """Return the path and the JSON of a request."""
     body = {**OPTIONS, "model": model, "max_tokens": request.max_tokens}
     if request.ignore_eos:

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import TypeAdapter
 
-from octavo.cli.bench.metrics import Figures, Record
+from octavo.cli.bench.metrics import Record, RunFigures
 from octavo.cli.bench.settings import Closed, Objectives, Open, Plan, Target, Workload
 
 
@@ -14,7 +14,7 @@ class Run:
     """One measurement: one rate, or one concurrency."""
 
     plan: Plan
-    figures: Figures
+    figures: RunFigures
     records: tuple[Record, ...]
 
     @property

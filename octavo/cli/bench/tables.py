@@ -6,7 +6,7 @@ from rich.console import RenderableType
 from rich.markup import escape
 from rich.table import Table
 
-from octavo.cli.bench.metrics import OK, Distribution, Figures
+from octavo.cli.bench.metrics import OK, Distribution, RunFigures
 from octavo.cli.bench.report import Report, Run
 from octavo.cli.bench.settings import Closed, Open, Plan
 
@@ -102,7 +102,7 @@ def _rates(run: Run) -> Table:
     return table
 
 
-def _latencies(figures: Figures) -> Table:
+def _latencies(figures: RunFigures) -> Table:
     table = _table("milliseconds", "mean", "p50", "p90", "p99")
     for name in LATENCIES:
         times: Distribution | None = getattr(figures, name)

@@ -33,7 +33,7 @@ FIRST_TOKEN = 256
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class BenchRequest:
     """One request to send."""
 
     prompt: Prompt
@@ -55,7 +55,7 @@ class ServedModel:
     vocab_size: int
 
 
-def make_requests(workload: Workload, model: ServedModel) -> list[Request]:
+def make_requests(workload: Workload, model: ServedModel) -> list[BenchRequest]:
     """Return the requests, which depend on workload and model only.
 
     Raises:
@@ -90,7 +90,9 @@ def arrival_times(plan: Open, count: int, seed: int) -> Floats:
     return np.concatenate([[0.0], np.cumsum(gaps)])[:count]
 
 
-def _random_requests(source: Synthetic, workload: Workload, model: ServedModel) -> list[Request]:
+def _random_requests(
+    source: Synthetic, workload: Workload, model: ServedModel
+) -> list[BenchRequest]:
     count = workload.count or DEFAULT_REQUESTS
     most = (model.max_model_len or 1 << 20) - source.prefix
     _check_fits(source, model, most)
@@ -101,7 +103,7 @@ def _random_requests(source: Synthetic, workload: Workload, model: ServedModel) 
     low = min(FIRST_TOKEN, model.vocab_size // 2)
     prefix = rng.integers(low, model.vocab_size, source.prefix).tolist()
     return [
-        Request(
+        BenchRequest(
             prefix + rng.integers(low, model.vocab_size, int(prompt)).tolist(),
             int(output),
             workload.ignore_eos,
@@ -122,10 +124,10 @@ def _check_fits(source: Synthetic, model: ServedModel, most: int) -> None:
         )
 
 
-def _from_dataset(dataset: Dataset, workload: Workload) -> list[Request]:
+def _from_dataset(dataset: Dataset, workload: Workload) -> list[BenchRequest]:
     """Return the file's requests, repeated from the start if more are needed."""
     lines = [
-        Request(line.content, line.max_tokens or dataset.max_tokens, workload.ignore_eos)
+        BenchRequest(line.content, line.max_tokens or dataset.max_tokens, workload.ignore_eos)
         for line in _read(dataset.path)
     ]
     if not lines:

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.files import CONFIG, read_json
-from octavo.common.models.gguf_blocks import Places
+from octavo.common.models.gguf_blocks import TensorLocations
 from octavo.common.models.quantized import FILES, METHODS, find_statement
 from octavo.common.models.weight_files import tensor_types
 
@@ -53,7 +53,7 @@ def check_checkpoint(directory: Path) -> None:
     """
     check_config(directory)
     types = tensor_types(directory)
-    Places.read(directory)
+    TensorLocations.read(directory)
     if find_statement(directory) is None:
         _check_types(directory, types)
 
@@ -123,7 +123,7 @@ def _check_quantization(directory: Path, _: Config) -> None:
 def _unquantized_type(directory: Path) -> str | None:
     """Return the type of weights that are not quantized; None if they are, or are absent."""
     try:
-        types = tensor_types(directory) | Places.read(directory).types()
+        types = tensor_types(directory) | TensorLocations.read(directory).types()
     except ModelError:
         return None
     if _packed(types) or any(_is_scale(name) for name in types):

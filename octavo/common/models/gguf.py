@@ -26,13 +26,13 @@ from octavo.common.models.gguf_blocks import (
     METHOD,
     ORDER,
     WEIGHT,
-    Places,
+    TensorLocations,
     relocate,
 )
 from octavo.common.models.gguf_config import FACTORS, complete_config, read_fields
 from octavo.common.models.gguf_tensors import LEAST_DIMENSIONS, Weight, find_weights
 from octavo.common.models.gguf_tokenizer import GgufTokenizer
-from octavo.common.models.weight_files import INDEX, WHOLE, Place
+from octavo.common.models.weight_files import INDEX, WHOLE, TensorLocation
 
 MAGIC = b"GGUF"
 HEAD = f"output{WEIGHT}"
@@ -220,21 +220,21 @@ def convert(
     model.generation_config.save_pretrained(target)
     if places:
         files = tuple((str(part), part.stat().st_size) for part in reader.parts)
-        Places(files, places).write(target)
+        TensorLocations(files, places).write(target)
     _write_floats(target, weights, places, dtype)
 
 
 def _places(
     reader: Any,  # noqa: ANN401
     weights: Sequence[Weight],
-) -> tuple[dict[str, tuple[int, Place]], dict[str, str]]:
+) -> tuple[dict[str, tuple[int, TensorLocation]], dict[str, str]]:
     """Return where matrices are in the files, by name, and the types of those in blocks, by layer.
 
     Args:
         reader: Of the file, or of all parts.
         weights: The model's.
     """
-    places: dict[str, tuple[int, Place]] = {}
+    places: dict[str, tuple[int, TensorLocation]] = {}
     kinds: dict[str, str] = {}
     sizes = [part.stat().st_size for part in reader.parts]
     for weight in weights:
@@ -248,10 +248,10 @@ def _places(
         if within and kind in BLOCK_TYPES:
             kinds[layer] = kind
             width = int(tensor.n_bytes) // rows
-            places[layer + BLOCKS] = file, Place(offset, "U8", (rows, width))
+            places[layer + BLOCKS] = file, TensorLocation(offset, "U8", (rows, width))
         elif within and kind in FLOAT_TYPES and weight.order is None:
             columns = int(tensor.shape[0])
-            places[weight.name] = file, Place(offset, kind, (rows, columns))
+            places[weight.name] = file, TensorLocation(offset, kind, (rows, columns))
     return places, kinds
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.common.models.errors import ModelError
-from octavo.common.models.weight_files import Place
+from octavo.common.models.weight_files import TensorLocation
 
 BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """GGUF's types that have kernels."""
@@ -25,7 +25,7 @@ FILE = "gguf.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Places:
+class TensorLocations:
     """Where the tensors of a model are in its files.
 
     Attributes:
@@ -34,7 +34,7 @@ class Places:
     """
 
     files: tuple[tuple[str, int], ...]
-    tensors: Mapping[str, tuple[int, Place]]
+    tensors: Mapping[str, tuple[int, TensorLocation]]
 
     def types(self) -> dict[str, str]:
         """Return the type of each tensor, as `tensor_types` does."""
@@ -47,7 +47,7 @@ class Places:
         (directory / FILE).write_text(json.dumps(content) + "\n")
 
     @classmethod
-    def read(cls, directory: Path) -> "Places":
+    def read(cls, directory: Path) -> "TensorLocations":
         """Read those of a model's directory; there are none in most.
 
         Only a directory in the cache is asked: one from elsewhere could name any file.
@@ -67,7 +67,7 @@ class Places:
             if not Path(path).is_file() or Path(path).stat().st_size != size:
                 raise ModelError(f"{path}, of which {directory} is made, is gone or has changed")
         tensors = {
-            name: (int(file), Place(own["offset"], own["dtype"], tuple(own["shape"])))
+            name: (int(file), TensorLocation(own["offset"], own["dtype"], tuple(own["shape"])))
             for name, (file, own) in content["tensors"].items()
         }
         return cls(files, tensors)

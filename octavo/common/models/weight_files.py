@@ -19,7 +19,7 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class TensorLocation:
     """Where a tensor is in a file.
 
     Attributes:
@@ -171,10 +171,10 @@ def check_file(file: Path) -> dict[str, str]:
     Raises:
         ModelError: Its size is not what its header states.
     """
-    return {name: place.dtype for name, place in tensor_places(file).items()}
+    return {name: place.dtype for name, place in tensor_locations(file).items()}
 
 
-def tensor_places(file: Path) -> dict[str, Place]:
+def tensor_locations(file: Path) -> dict[str, TensorLocation]:
     """Return where a safetensors file's tensors are, by its header.
 
     Raises:
@@ -200,7 +200,7 @@ def tensor_places(file: Path) -> dict[str, Place]:
         raise ModelError(f"{file} is damaged: it has {size} bytes, but its header states {needed}")
     data = LENGTH_BYTES + header
     return {
-        name: Place(data + begin, dtype, shape)
+        name: TensorLocation(data + begin, dtype, shape)
         for name, (dtype, shape, begin, _) in entries.items()
     }
 

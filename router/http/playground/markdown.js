@@ -13,7 +13,7 @@ const ENTITIES = new Map(
 const PLAIN = { blockquote: "blockquote", del: "del", em: "em", paragraph: "p", strong: "strong" };
 const UNDERLINE = /\n *(?:-+|=+) *$/; // what may still become a list item must not flash as a heading
 
-/** Shows a text that grows. Blocks that are complete are neither read nor drawn again. */
+/** Shows a text that grows. Blocks that are complete are neither read nor sampled again. */
 export class MarkdownView {
   #box;
   #blocks = []; // { token, nodes } of each block that is shown
@@ -36,9 +36,9 @@ export class MarkdownView {
     if (complete) this.#settled = this.#offset = 0;
     const tokens = lex(text.slice(this.#offset));
     const redraw = complete && tokens.some((token) => token.type === "def");
-    const drawn = tokens.filter((token) => token.type !== "space");
-    drawn.forEach((token, i) => this.#draw(this.#settled + i, token, redraw));
-    for (const block of this.#blocks.splice(this.#settled + drawn.length))
+    const sampled = tokens.filter((token) => token.type !== "space");
+    sampled.forEach((token, i) => this.#draw(this.#settled + i, token, redraw));
+    for (const block of this.#blocks.splice(this.#settled + sampled.length))
       for (const node of block.nodes) node.remove();
     if (!complete) this.#settle(text, tokens);
   }

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.parser import Kind, Parser, Piece
+from octavo.router.requests.parsers.parser import Parser, Piece, PieceKind
 
 
 class AnswerOrCalls(Parser):
@@ -41,10 +41,10 @@ class AnswerOrCalls(Parser):
             self._called, self._held = text.startswith(self._starts), ""
         if self._called:
             return self._calls.feed(text)
-        return [Piece(Kind.CONTENT, text)] if text else []
+        return [Piece(PieceKind.CONTENT, text)] if text else []
 
     def flush(self) -> list[Piece]:
         """Return what was held back: the output has ended."""
         if self._called:
             return self._calls.flush()
-        return [Piece(Kind.CONTENT, self._held)] if self._held else []
+        return [Piece(PieceKind.CONTENT, self._held)] if self._held else []

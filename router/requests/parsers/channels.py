@@ -8,7 +8,7 @@ A call is a message to a tool: <|channel|>commentary to=functions.NAME <|constra
 import re
 from typing import ClassVar
 
-from octavo.router.requests.parsers.parser import Buffer, Kind, Parser, Piece
+from octavo.router.requests.parsers.parser import Buffer, Parser, Piece, PieceKind
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END = "<|end|>"
@@ -29,7 +29,9 @@ class Channels(Parser):
     def __init__(self, begun: str = "assistant") -> None:
         self._buffer = Buffer()
         self._header = ""
-        self._kind: Kind | None = None  # of the message that is being read; None: its header is
+        self._kind: PieceKind | None = (
+            None  # of the message that is being read; None: its header is
+        )
         self._arguments = False  # the message has some
         self.feed(begun)
         if self._kind is not None:
@@ -38,7 +40,7 @@ class Channels(Parser):
     @property
     def reasons(self) -> bool:
         """Whether what came last is within reasoning."""
-        return self._kind == Kind.REASONING
+        return self._kind == PieceKind.REASONING
 
     def feed(self, text: str) -> list[Piece]:
         """Take more text and return what is known of all that came."""
@@ -70,7 +72,7 @@ class Channels(Parser):
             # No header at all: the model did not keep to the format.
             text = (self._header + self._buffer.rest()).removeprefix("assistant")
             if text.strip():
-                pieces.append(Piece(Kind.CONTENT, text))
+                pieces.append(Piece(PieceKind.CONTENT, text))
         return pieces
 
     def _open(self, pieces: list[Piece]) -> None:
@@ -78,10 +80,10 @@ class Channels(Parser):
         recipient = _TO.search(self._header)
         self._arguments = False
         if recipient is not None:
-            self._kind = Kind.ARGUMENTS
-            pieces.append(Piece(Kind.CALL, recipient[1]))
+            self._kind = PieceKind.ARGUMENTS
+            pieces.append(Piece(PieceKind.CALL, recipient[1]))
         else:
-            self._kind = Kind.REASONING if channel[:1] == ["analysis"] else Kind.CONTENT
+            self._kind = PieceKind.REASONING if channel[:1] == ["analysis"] else PieceKind.CONTENT
 
     def _give(self, text: str, pieces: list[Piece]) -> None:
         if text:
@@ -90,6 +92,6 @@ class Channels(Parser):
             pieces.append(Piece(self._kind, text))
 
     def _close(self, pieces: list[Piece]) -> None:
-        if self._kind == Kind.ARGUMENTS and not self._arguments:
-            pieces.append(Piece(Kind.ARGUMENTS, "{}"))
+        if self._kind == PieceKind.ARGUMENTS and not self._arguments:
+            pieces.append(Piece(PieceKind.ARGUMENTS, "{}"))
         self._kind = None

@@ -10,7 +10,7 @@
 
 from octavo.router.requests.parsers.tagged_call import Tags
 from octavo.router.requests.parsers.tagged_format import TaggedFormat
-from octavo.router.requests.parsers.tagged_grammar import Layout
+from octavo.router.requests.parsers.tagged_grammar import CallLayout
 from octavo.router.text.model_text import ModelText
 
 DSML = "｜DSML｜"  # noqa: RUF001
@@ -37,7 +37,7 @@ class Dsml(TaggedFormat):
         trim=False,
         attributes=('string="true"', 'string="false"'),
     )
-    layout = Layout(
+    layout = CallLayout(
         call=f'<{DSML}invoke name="{{}}">\n',
         text=f'<{DSML}parameter name="{{}}" string="true">',
         json=f'<{DSML}parameter name="{{}}" string="false">',

@@ -11,7 +11,7 @@ from dataclasses import replace
 from octavo.router.requests.parsers.hermes import CLOSING, OPENING
 from octavo.router.requests.parsers.tagged_call import Tags
 from octavo.router.requests.parsers.tagged_format import TaggedFormat
-from octavo.router.requests.parsers.tagged_grammar import Layout
+from octavo.router.requests.parsers.tagged_grammar import CallLayout
 from octavo.router.text.lark import Lark
 
 JOINED = "</arg_key><arg_value>"
@@ -33,7 +33,7 @@ class Glm(TaggedFormat):
         trim=False,
     )
     shown = (tags.key_open, tags.key_close, tags.value_open, tags.value_close)
-    layout = Layout(
+    layout = CallLayout(
         call="{}\n",
         text="<arg_key>{}</arg_key>\n<arg_value>",
         close="</arg_value>",
@@ -41,7 +41,7 @@ class Glm(TaggedFormat):
         end="",
     )
 
-    def written(self, lark: Lark) -> Layout:
+    def written(self, lark: Lark) -> CallLayout:
         """Return how a model lays out calls."""
         if JOINED not in lark.template:
             return self.layout

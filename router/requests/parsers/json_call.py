@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable
 
 from octavo.router.requests.parsers.marked_calls import Call
-from octavo.router.requests.parsers.parser import Kind, Piece
+from octavo.router.requests.parsers.parser import Piece, PieceKind
 
 NAMES = ("name",)
 ARGUMENTS = ("arguments", "parameters")
@@ -107,7 +107,7 @@ class JsonCall(Call):
         """End a call that is not complete."""
         if self._called or not self._bare:
             return
-        pieces.append(Piece(Kind.CONTENT, self._raw))
+        pieces.append(Piece(PieceKind.CONTENT, self._raw))
 
     def _open(self, text: str, at: int, _: list[Piece]) -> int:
         if text[at] == "{":
@@ -160,7 +160,7 @@ class JsonCall(Call):
     def _in_value(self, text: str, at: int, pieces: list[Piece]) -> int:
         end, complete = self._value.take(text, at)
         if self._streams and self._called:
-            pieces.append(Piece(Kind.ARGUMENTS, text[at:end]))
+            pieces.append(Piece(PieceKind.ARGUMENTS, text[at:end]))
         else:
             self._text += text[at:end]
         if complete:
@@ -188,9 +188,9 @@ class JsonCall(Call):
         assert self._name is not None
         self._called = True
         self._raw = ""
-        pieces.append(Piece(Kind.CALL, self._name))
+        pieces.append(Piece(PieceKind.CALL, self._name))
         if self._arguments is not None:
-            pieces.append(Piece(Kind.ARGUMENTS, self._arguments))
+            pieces.append(Piece(PieceKind.ARGUMENTS, self._arguments))
 
     def _end(self, pieces: list[Piece]) -> None:
         if self._called:
@@ -199,7 +199,7 @@ class JsonCall(Call):
             self._arguments = self._arguments or "{}"
             self._call(pieces)
         elif self._raw.strip():
-            pieces.append(Piece(Kind.CONTENT, self._raw if self._bare else self._raw.lstrip()))
+            pieces.append(Piece(PieceKind.CONTENT, self._raw if self._bare else self._raw.lstrip()))
 
 
 class JsonCalls(Call):
@@ -254,7 +254,7 @@ class JsonCalls(Call):
     def _give_up(self, text: str, pieces: list[Piece]) -> str:
         """Return what is no call."""
         if self._first and self._before:
-            pieces.append(Piece(Kind.CONTENT, self._before))
+            pieces.append(Piece(PieceKind.CONTENT, self._before))
         return text
 
 

@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 
-from octavo.router.requests.parsers.parser import Buffer, Kind, Parser, Piece
+from octavo.router.requests.parsers.parser import Buffer, Parser, Piece, PieceKind
 
 
 class Call(ABC):
@@ -84,7 +84,7 @@ class MarkedCalls(Parser):
                 self._call = None
                 self._buffer.add(rest)
                 # What turned out to be no call may be followed by anything.
-                self._after_call = pieces[-1:] == [] or pieces[-1].kind != Kind.CONTENT
+                self._after_call = pieces[-1:] == [] or pieces[-1].kind != PieceKind.CONTENT
 
     def flush(self) -> list[Piece]:
         """Return what was held back: the output has ended."""
@@ -96,7 +96,7 @@ class MarkedCalls(Parser):
             # Behind a call it is a marker that was cut off.
             self._content("" if self._after_call else rest, pieces)
             if self._lines and not self._after_call:
-                pieces.append(Piece(Kind.CONTENT, self._lines))
+                pieces.append(Piece(PieceKind.CONTENT, self._lines))
         return pieces
 
     def _begin(self) -> bool:
@@ -125,4 +125,4 @@ class MarkedCalls(Parser):
         self._lines = text[len(shown) :]
         if shown:
             self._after_call = False
-            pieces.append(Piece(Kind.CONTENT, shown))
+            pieces.append(Piece(PieceKind.CONTENT, shown))

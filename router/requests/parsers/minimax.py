@@ -9,7 +9,7 @@
 
 from octavo.router.requests.parsers.tagged_call import Tags
 from octavo.router.requests.parsers.tagged_format import TaggedFormat
-from octavo.router.requests.parsers.tagged_grammar import Layout
+from octavo.router.requests.parsers.tagged_grammar import CallLayout
 from octavo.router.text.model_text import ModelText
 
 
@@ -30,7 +30,7 @@ class MiniMax(TaggedFormat):
         end="</invoke>",
         trim=True,
     )
-    layout = Layout(
+    layout = CallLayout(
         call='<invoke name="{}">\n',
         text='<parameter name="{}">',
         close="</parameter>",

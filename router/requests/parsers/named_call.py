@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from octavo.router.requests.parsers.json_call import JsonValue
 from octavo.router.requests.parsers.marked_calls import Call
-from octavo.router.requests.parsers.parser import Buffer, Kind, Piece
+from octavo.router.requests.parsers.parser import Buffer, Piece, PieceKind
 
 
 class NamedCall(Call):
@@ -31,15 +31,15 @@ class NamedCall(Call):
             if marker is None:
                 return None
             text = self._buffer.rest()
-            pieces.append(Piece(Kind.CALL, self._name(self._header)))
+            pieces.append(Piece(PieceKind.CALL, self._name(self._header)))
             if marker != "{":
-                pieces.append(Piece(Kind.ARGUMENTS, "{}"))
+                pieces.append(Piece(PieceKind.ARGUMENTS, "{}"))
                 return text
             self._value = JsonValue()
             text = marker + text
         end, complete = self._value.take(text, 0)
         if end:
-            pieces.append(Piece(Kind.ARGUMENTS, text[:end]))
+            pieces.append(Piece(PieceKind.ARGUMENTS, text[:end]))
         return text[end:] if complete else None
 
     def flush(self, pieces: list[Piece]) -> None:

@@ -7,7 +7,7 @@ from typing import ClassVar, NamedTuple
 from octavo.router.text.markers import first_match, possible_start
 
 
-class Kind(Enum):
+class PieceKind(Enum):
     """What a piece of an output is."""
 
     CONTENT = "content"
@@ -19,7 +19,7 @@ class Kind(Enum):
 class Piece(NamedTuple):
     """A piece of an output."""
 
-    kind: Kind
+    kind: PieceKind
     text: str
 
 

@@ -5,7 +5,7 @@ import re
 from typing import Any
 
 from octavo.router.requests.parsers.marked_calls import Call
-from octavo.router.requests.parsers.parser import Kind, Piece
+from octavo.router.requests.parsers.parser import Piece, PieceKind
 from octavo.router.requests.parsers.values import json_text, types_of_json
 
 MAX_LENGTH = 1 << 18
@@ -39,23 +39,23 @@ class PythonCalls(Call):
                 return text[i + 1 :]
         self._text += text
         if len(self._text) > MAX_LENGTH:
-            pieces.append(Piece(Kind.CONTENT, self._text))
+            pieces.append(Piece(PieceKind.CONTENT, self._text))
             return ""
         return None
 
     def flush(self, pieces: list[Piece]) -> None:
         """End a list that is not complete."""
         if self._bare:
-            pieces.append(Piece(Kind.CONTENT, self._text))
+            pieces.append(Piece(PieceKind.CONTENT, self._text))
 
     def _give(self, pieces: list[Piece]) -> None:
         try:
             calls = list(map(_read, _listed(self._text.strip())))
         except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
-            pieces.append(Piece(Kind.CONTENT, self._text))
+            pieces.append(Piece(PieceKind.CONTENT, self._text))
             return
         for name, arguments in calls:
-            pieces += [Piece(Kind.CALL, name), Piece(Kind.ARGUMENTS, arguments)]
+            pieces += [Piece(PieceKind.CALL, name), Piece(PieceKind.ARGUMENTS, arguments)]
 
 
 class _Scanner:

@@ -12,7 +12,7 @@ Paris
 from octavo.router.requests.parsers.hermes import CLOSING, OPENING
 from octavo.router.requests.parsers.tagged_call import Tags
 from octavo.router.requests.parsers.tagged_format import TaggedFormat
-from octavo.router.requests.parsers.tagged_grammar import Layout
+from octavo.router.requests.parsers.tagged_grammar import CallLayout
 
 
 class Qwen3Coder(TaggedFormat):
@@ -31,7 +31,7 @@ class Qwen3Coder(TaggedFormat):
         end="</function>",
         trim=True,
     )
-    layout = Layout(
+    layout = CallLayout(
         call="\n<function={}>\n",
         text="<parameter={}>\n",
         close="\n</parameter>",

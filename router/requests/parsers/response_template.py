@@ -8,7 +8,7 @@ from transformers.utils.chat_parsing import ResponseParser
 
 from octavo.router.requests.parsers.formats import Context, ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.hermes import Hermes
-from octavo.router.requests.parsers.parser import Kind, Parser, Piece
+from octavo.router.requests.parsers.parser import Parser, Piece, PieceKind
 from octavo.router.requests.parsers.think import Think
 from octavo.router.text.lark import Lark
 from octavo.router.text.model_text import ModelText
@@ -57,7 +57,7 @@ class ResponseReader(Parser):
     def feed(self, text: str) -> list[Piece]:
         """Take more text and return what is known of all that came."""
         if self._failed:
-            return [Piece(Kind.CONTENT, text)] if text else []
+            return [Piece(PieceKind.CONTENT, text)] if text else []
         try:
             return list(self._pieces(self._parser.feed(text)))
         except _ERRORS:
@@ -85,7 +85,9 @@ class ResponseReader(Parser):
             elif event["type"] == "region_chunk":
                 text = self._trimmed(event["text"])
                 if text:
-                    yield Piece(Kind.REASONING if field in _REASONING else Kind.CONTENT, text)
+                    yield Piece(
+                        PieceKind.REASONING if field in _REASONING else PieceKind.CONTENT, text
+                    )
 
     def _trimmed(self, text: str) -> str:
         text = self._space + text
@@ -159,4 +161,4 @@ def _calls(value: Any) -> Iterable[Piece]:  # noqa: ANN401 - what a template mak
         if name := function.get("name"):
             arguments = function.get("arguments") or {}
             text = arguments if isinstance(arguments, str) else json.dumps(arguments)
-            yield from (Piece(Kind.CALL, name), Piece(Kind.ARGUMENTS, text))
+            yield from (Piece(PieceKind.CALL, name), Piece(PieceKind.ARGUMENTS, text))

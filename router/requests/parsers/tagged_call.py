@@ -9,7 +9,7 @@ from typing import Any
 
 from octavo.router.requests.parsers.json_call import JsonValue
 from octavo.router.requests.parsers.marked_calls import Call
-from octavo.router.requests.parsers.parser import Buffer, Kind, Piece
+from octavo.router.requests.parsers.parser import Buffer, Piece, PieceKind
 from octavo.router.requests.parsers.tool_schema import argument_schema, types_of
 from octavo.router.requests.parsers.values import json_text, types_of_json
 
@@ -94,7 +94,7 @@ class TaggedCall(Call):
         if marker is None:
             return False
         self._name, self._text = self._text.strip(), ""
-        pieces.append(Piece(Kind.CALL, self._name))
+        pieces.append(Piece(PieceKind.CALL, self._name))
         self._between(marker, pieces)
         return True
 
@@ -108,7 +108,7 @@ class TaggedCall(Call):
 
     def _between(self, marker: str, pieces: list[Piece]) -> None:
         if marker == self._tags.end:
-            pieces.append(Piece(Kind.ARGUMENTS, "}" if self._count else "{}"))
+            pieces.append(Piece(PieceKind.ARGUMENTS, "}" if self._count else "{}"))
             self._done = True
         elif marker == self._tags.key_open:
             self._step = self._in_key
@@ -122,7 +122,9 @@ class TaggedCall(Call):
         schema = self._schemas.get(self._name, {})
         self._types = types_of(argument_schema(schema, key), schema)
         self._structured = self._name in self._held and bool(self._types & {"object", "array"})
-        pieces.append(Piece(Kind.ARGUMENTS, f"{', ' if self._count else '{'}{json.dumps(key)}: "))
+        pieces.append(
+            Piece(PieceKind.ARGUMENTS, f"{', ' if self._count else '{'}{json.dumps(key)}: ")
+        )
         self._count += 1
         self._started = False
         self._step = self._before_value if self._tags.value_open else self._value_begins
@@ -176,10 +178,10 @@ class TaggedCall(Call):
         if marker is None:
             return False
         if self._types == {"string"}:
-            pieces.append(Piece(Kind.ARGUMENTS, '"' if self._started else '""'))
+            pieces.append(Piece(PieceKind.ARGUMENTS, '"' if self._started else '""'))
         else:
             text = self._text.removeprefix("\n") if self._tags.trim else self._text
-            pieces.append(Piece(Kind.ARGUMENTS, as_json(text, self._types)))
+            pieces.append(Piece(PieceKind.ARGUMENTS, as_json(text, self._types)))
         self._text = ""
         self._step = self._in_between
         return True
@@ -192,9 +194,9 @@ class TaggedCall(Call):
         if not self._started:
             self._started = True
             text = text.removeprefix("\n") if self._tags.trim else text
-            pieces.append(Piece(Kind.ARGUMENTS, '"'))
+            pieces.append(Piece(PieceKind.ARGUMENTS, '"'))
         if text:
-            pieces.append(Piece(Kind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
+            pieces.append(Piece(PieceKind.ARGUMENTS, json.dumps(text, ensure_ascii=False)[1:-1]))
 
 
 def as_json(text: str, types: frozenset[str]) -> str:

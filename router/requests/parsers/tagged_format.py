@@ -9,7 +9,7 @@ from octavo.router.requests.parsers.json_call import JsonOr
 from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.tagged_call import TaggedCall, Tags
-from octavo.router.requests.parsers.tagged_grammar import Layout, TaggedGrammar
+from octavo.router.requests.parsers.tagged_grammar import CallLayout, TaggedGrammar
 from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
 
@@ -37,7 +37,7 @@ class TaggedFormat(ToolFormat):
     shown: ClassVar[tuple[str, ...]] = ()
     ignored: ClassVar[tuple[str, ...]] = ()
     tags: ClassVar[Tags]
-    layout: ClassVar[Layout]
+    layout: ClassVar[CallLayout]
 
     def recognizes(self, model: ModelText) -> bool:
         """Return whether the template has such tags."""
@@ -68,6 +68,6 @@ class TaggedFormat(ToolFormat):
             forms.append(json_section(lark, others, self.closing))
         return either(*forms)
 
-    def written(self, lark: Lark) -> Layout:  # noqa: ARG002
+    def written(self, lark: Lark) -> CallLayout:  # noqa: ARG002
         """Return how a model lays out calls."""
         return self.layout

@@ -50,7 +50,7 @@ _READ_AS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class CallLayout:
     """How a family lays out a call, with `{}` in place of a name.
 
     Attributes:
@@ -79,7 +79,7 @@ class TaggedGrammar:
         layout: Likewise, as they are written.
     """
 
-    def __init__(self, lark: Lark, tags: Tags, layout: Layout) -> None:
+    def __init__(self, lark: Lark, tags: Tags, layout: CallLayout) -> None:
         self._lark = lark
         self._tags = tags
         self._layout = layout
@@ -87,7 +87,7 @@ class TaggedGrammar:
         self._pads = layout.close != tags.value_close
 
     def call(self, tool: Tool) -> str | None:
-        """Return what matches a call of a tool, from `Layout.call` to `Layout.end`.
+        """Return what matches a call of a tool, from `CallLayout.call` to `CallLayout.end`.
 
         None if the form cannot say what the tool's schema does.
         """

@@ -1,6 +1,6 @@
 """Reasoning between two markers, in front of the answer."""
 
-from octavo.router.requests.parsers.parser import Buffer, Kind, Parser, Piece
+from octavo.router.requests.parsers.parser import Buffer, Parser, Piece, PieceKind
 
 
 class Thinking(Parser):
@@ -67,7 +67,7 @@ class Thinking(Parser):
         if self._in_reasoning:
             self._give(self._buffer.rest(), pieces)
             if self._lines and self._begun:
-                pieces.append(Piece(Kind.REASONING, self._lines))
+                pieces.append(Piece(PieceKind.REASONING, self._lines))
             return pieces
         self._pass_on(self._buffer.rest(), pieces)
         if self._then is not None:
@@ -96,7 +96,7 @@ class Thinking(Parser):
         self._lines = text[len(shown) :]
         if shown:
             self._begun = True
-            pieces.append(Piece(Kind.REASONING, shown))
+            pieces.append(Piece(PieceKind.REASONING, shown))
 
     def _pass_on(self, text: str, pieces: list[Piece]) -> None:
         if self._trims:
@@ -105,6 +105,6 @@ class Thinking(Parser):
         if not text:
             return
         if self._then is None:
-            pieces.append(Piece(Kind.CONTENT, text))
+            pieces.append(Piece(PieceKind.CONTENT, text))
         else:
             pieces += self._then.feed(text)

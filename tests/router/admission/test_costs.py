@@ -40,7 +40,7 @@ def test_lengths_unknown_are_a_guess_within_the_limits():
     assert lengths.expected(10_000) == DEFAULT_LENGTH
     assert lengths.expected(100) == 100
     assert lengths.expected(10_000, min_tokens=1_000) == 1_000
-    assert lengths.expected(10_000, drawn=DEFAULT_LENGTH) == 2 * DEFAULT_LENGTH
+    assert lengths.expected(10_000, sampled=DEFAULT_LENGTH) == 2 * DEFAULT_LENGTH
 
 
 def test_lengths_are_learned_from_those_that_ended():
@@ -49,8 +49,8 @@ def test_lengths_are_learned_from_those_that_ended():
         lengths.add(length, max_tokens=1000)
     assert lengths.expected(1000) == pytest.approx(100 * SAFE_QUANTILE, abs=1)
     assert lengths.expected(1000, quantile=0.5) == pytest.approx(50, abs=1)
-    assert lengths.expected(1000, drawn=90) == pytest.approx(98, abs=1), "of those longer than 90"
-    assert lengths.expected(600, drawn=100) == 200, "longer than all before it"
+    assert lengths.expected(1000, sampled=90) == pytest.approx(98, abs=1), "of those longer than 90"
+    assert lengths.expected(600, sampled=100) == 200, "longer than all before it"
     assert lengths.expected(513) == pytest.approx(80, abs=1)
     assert lengths.expected(4000) == DEFAULT_LENGTH, "another kind of request"
 
@@ -70,13 +70,13 @@ def test_only_late_lengths_count():
     st.integers(0, 999),
     st.integers(0, 1000),
 )
-def test_expected_lengths_keep_to_the_limits(known, max_tokens, drawn, min_tokens):
+def test_expected_lengths_keep_to_the_limits(known, max_tokens, sampled, min_tokens):
     lengths = OutputLengths()
     for length in known:
         lengths.add(length, max_tokens)
-    drawn, min_tokens = min(drawn, max_tokens - 1), min(min_tokens, max_tokens)
-    expected = lengths.expected(max_tokens, min_tokens=min_tokens, drawn=drawn)
-    assert max(drawn + 1, min_tokens) <= expected <= max_tokens
+    sampled, min_tokens = min(sampled, max_tokens - 1), min(min_tokens, max_tokens)
+    expected = lengths.expected(max_tokens, min_tokens=min_tokens, sampled=sampled)
+    assert max(sampled + 1, min_tokens) <= expected <= max_tokens
 
 
 # Blocks.
@@ -140,10 +140,10 @@ def test_the_peak_is_that_of_playing_it_through(running):
     for prompt, output, sequences, done in running:
         c = claim(prompt, output, sequences=sequences)
         claims.add(c, 0)
-        drawn = max(1, int(done * output))
-        c.state.output_tokens = drawn * sequences
+        sampled = max(1, int(done * output))
+        c.state.output_tokens = sampled * sequences
         held.append([c.blocks(budget(1 << 20, 1)), sequences])
-        left.append(output - drawn)
+        left.append(output - sampled)
     newcomer = claim(5, 20)
     held.append([newcomer.blocks(budget(1 << 20, 1)), 1])
     left.append(20)

@@ -39,12 +39,12 @@ class Line:
         self.queue.push(claim)
         return claim
 
-    def serve(self, now: float = 0.0, drawn: int | None = None) -> Claim:
+    def serve(self, now: float = 0.0, sampled: int | None = None) -> Claim:
         """Serves the next one; it ends with all of its tokens, or with as many as said."""
         claim = self.queue.first(now)
         self.queue.remove(claim)
         self.counters.admit(claim)
-        claim.state.output_tokens = claim.request.max_tokens if drawn is None else drawn
+        claim.state.output_tokens = claim.request.max_tokens if sampled is None else sampled
         self.counters.settle(claim)
         return claim
 
@@ -159,7 +159,7 @@ def test_the_demand_looked_at_is_the_least_serveds():
 
 def test_tenants_are_charged_for_tokens_drawn(line):
     line.ask(A, prompt=10, output=40)
-    line.serve(drawn=5)
+    line.serve(sampled=5)
     assert line.counters["a"] == 10 + 5 * OUTPUT_WEIGHT
     claim = line.ask(A, prompt=10, output=1)
     line.queue.remove(claim)
@@ -172,7 +172,7 @@ def test_tenants_are_charged_for_tokens_drawn(line):
 
 def test_a_request_without_output_is_not_charged(line):
     line.ask(A)
-    line.serve(drawn=0)
+    line.serve(sampled=0)
     assert line.counters["a"] == 0
 
 

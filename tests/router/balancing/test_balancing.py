@@ -30,14 +30,14 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Demand:
+class RequestNeeds:
     sequences: int = 1
     model: str = "m"
     prompt: Prompt | None = None
 
 
 def choose(policy, *replicas, **fields):
-    chosen = policy.choose(replicas, Demand(**fields))
+    chosen = policy.choose(replicas, RequestNeeds(**fields))
     if chosen is not None:
         chosen.sequences += 1
     return chosen
@@ -142,7 +142,7 @@ def test_expectations_that_do_not_come_true_are_bounded():
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_registered_policy_is_a_choice(name):
     assert RouterSettings(balancing=name).balancing == name
-    assert POLICIES[name]().choose([], Demand()) is None
+    assert POLICIES[name]().choose([], RequestNeeds()) is None
 
 
 def test_unregistered_policies_are_refused():

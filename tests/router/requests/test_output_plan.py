@@ -19,7 +19,7 @@ from octavo.router.requests.output import Output
 from octavo.router.requests.output_plan import OutputFormats
 from octavo.router.requests.parsers import TOOL_FORMATS
 from octavo.router.requests.parsers.glm import JOINED
-from octavo.router.requests.parsers.parser import Kind
+from octavo.router.requests.parsers.parser import PieceKind
 from octavo.router.requests.parsers.pythonic import LFM2
 from octavo.router.requests.tool_validation import check_tools
 from octavo.router.text.lark import escaped, rename
@@ -145,16 +145,16 @@ def plan(name: str, request, model: Model, tail: str = ""):
 
 def read(planned, text: str) -> tuple[list[tuple[str, object]], str, str]:
     parser = planned.parser()
-    calls, shown = [], {Kind.CONTENT: "", Kind.REASONING: ""}
+    calls, shown = [], {PieceKind.CONTENT: "", PieceKind.REASONING: ""}
     for kind, piece in [*parser.feed(text), *parser.flush()]:
-        if kind == Kind.CALL:
+        if kind == PieceKind.CALL:
             calls.append([piece, ""])
-        elif kind == Kind.ARGUMENTS:
+        elif kind == PieceKind.ARGUMENTS:
             calls[-1][1] += piece
         else:
             shown[kind] += piece
     parsed = [(name, json.loads(arguments)) for name, arguments in calls]
-    return parsed, shown[Kind.CONTENT], shown[Kind.REASONING]
+    return parsed, shown[PieceKind.CONTENT], shown[PieceKind.REASONING]
 
 
 @pytest.fixture(scope="module", params=TOOL_FORMATS)

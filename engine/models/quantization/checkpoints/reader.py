@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 
 from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.gguf_blocks import Places
+from octavo.common.models.gguf_blocks import TensorLocations
 from octavo.common.models.quantized import KEYS
 from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.quantization.checkpoints import find_format
@@ -258,7 +258,7 @@ def load_weights(
         OSError: A file cannot be read.
         Exception: What transformers raises.
     """
-    deferred = deferred or bool(Places.read(Path(path)).tensors)
+    deferred = deferred or bool(TensorLocations.read(Path(path)).tensors)
     if checkpoint is None and not (empty or deferred):
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False, **options

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from octavo.common.models.errors import ModelError
-from octavo.common.models.gguf_blocks import Places
-from octavo.common.models.weight_files import Place, tensor_places, weight_files
+from octavo.common.models.gguf_blocks import TensorLocations
+from octavo.common.models.weight_files import TensorLocation, tensor_locations, weight_files
 from octavo.engine.models.quantization.checkpoints.base import TensorHeader
 
 DTYPES = {
@@ -44,7 +44,7 @@ class StoredTensor:
     """
 
     file: mmap.mmap
-    place: Place
+    place: TensorLocation
 
     @property
     def header(self) -> TensorHeader:
@@ -94,8 +94,8 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
         file = _mapped(path)
-        found |= {name: StoredTensor(file, place) for name, place in tensor_places(path).items()}
-    places = Places.read(directory)
+        found |= {name: StoredTensor(file, place) for name, place in tensor_locations(path).items()}
+    places = TensorLocations.read(directory)
     maps = [_mapped(Path(path)) for path, _ in places.files]
     for name, (number, place) in places.tensors.items():
         found[name] = StoredTensor(maps[number], place)

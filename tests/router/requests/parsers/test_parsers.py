@@ -8,7 +8,7 @@ import pytest
 
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
 from octavo.router.requests.parsers.formats import Context, Tool
-from octavo.router.requests.parsers.parser import Kind, Parser
+from octavo.router.requests.parsers.parser import Parser, PieceKind
 from octavo.router.text.model_text import ModelText
 from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS, Example
 
@@ -27,11 +27,11 @@ def read(parser: Parser, pieces) -> tuple[list, str, str]:
     calls, content, reasoning = [], "", ""
     for kind, text in itertools.chain(*map(parser.feed, pieces), parser.flush()):
         assert text
-        if kind == Kind.CALL:
+        if kind == PieceKind.CALL:
             calls.append([text, ""])
-        elif kind == Kind.ARGUMENTS:
+        elif kind == PieceKind.ARGUMENTS:
             calls[-1][1] += text
-        elif kind == Kind.CONTENT:
+        elif kind == PieceKind.CONTENT:
             content += text
         else:
             reasoning += text
@@ -59,7 +59,7 @@ def test_an_output_may_end_anywhere(example):
     for at in range(len(example.output)):
         parser = parser_of(example)
         pieces = [*parser.feed(example.output[:at]), *parser.flush()]
-        calls = [piece.text for piece in pieces if piece.kind == Kind.CALL]
+        calls = [piece.text for piece in pieces if piece.kind == PieceKind.CALL]
         assert calls == [name for name, _ in example.calls][: len(calls)]
 
 

@@ -17,7 +17,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.gguf_blocks import Places
+from octavo.common.models.gguf_blocks import TensorLocations
 from octavo.common.models.resolve import resolve
 from octavo.engine.models.deferred import hold
 from octavo.engine.models.load_model import load
@@ -257,7 +257,7 @@ def test_both_forms_are_kept_apart(tmp_path):
 def test_floats_are_read_where_they_are(tmp_path, kind):
     file = tiny_gguf.write(tmp_path / "tiny.gguf", kind=kind)
     directory = resolve(str(file), packed=True)
-    assert "model.layers.0.mlp.up_proj.weight" in Places.read(Path(directory)).tensors
+    assert "model.layers.0.mlp.up_proj.weight" in TensorLocations.read(Path(directory)).tensors
     own, other = (loaded_as("float32", path) for path in (directory, resolve(str(file))))
     tokens = torch.arange(40)
     assert torch.equal(served_logits(own, tokens), served_logits(other, tokens))
@@ -273,9 +273,9 @@ def test_floats_are_read_where_they_are(tmp_path, kind):
 def test_only_the_cache_names_other_files(tmp_path):
     file = tiny_gguf.write(tmp_path / "tiny.gguf", kind=Kind.Q8_0)
     own = Path(resolve(str(file), packed=True))
-    assert Places.read(own).tensors
+    assert TensorLocations.read(own).tensors
     downloaded = shutil.copytree(own, tmp_path / "model")
-    assert not Places.read(downloaded).tensors
+    assert not TensorLocations.read(downloaded).tensors
     with pytest.raises(ModelError, match="k_proj has no blocks: download"):
         loaded_as("bfloat16", str(downloaded))
 
@@ -283,7 +283,7 @@ def test_only_the_cache_names_other_files(tmp_path):
 def test_damaged_blocks_are_refused(tmp_path):
     file = write(tmp_path / "tiny.gguf", "llama", q4_k_m)
     path = Path(resolve(str(file), packed=True))
-    places = Places.read(path)
+    places = TensorLocations.read(path)
     name = "model.layers.0.mlp.up_proj.blocks"
     number, place = places.tensors[name]
     cut = replace(place, shape=(place.shape[0], place.shape[1] - 1))

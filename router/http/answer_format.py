@@ -22,7 +22,7 @@ NO_LOGPROB = -9999.0
 """Stands for minus infinity, which JSON does not have, as OpenAI's API does."""
 
 
-class Layout(Protocol):
+class AnswerFormat(Protocol):
     """Makes the choices of one HTTP request's answer; may remember what it has shown.
 
     Attributes:

@@ -30,7 +30,7 @@ from octavo.cli.bench.settings import (
     Target,
     Workload,
 )
-from octavo.cli.bench.workload import Request, arrival_times, make_requests
+from octavo.cli.bench.workload import BenchRequest, arrival_times, make_requests
 from octavo.cli.connection import Server
 from octavo.cli.local_server import local_server
 from octavo.cli.output import err, fail, failures, out
@@ -74,25 +74,25 @@ def measure(
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
     with _running(server, target) as found, failures(found.address):
-        session = _Session(_connect(found, target), workload, plans, target, objectives)
+        invocation = _Invocation(_connect(found, target), workload, plans, target, objectives)
         interrupted = False
         try:
-            uvloop.run(session.run())
+            uvloop.run(invocation.run())
         except KeyboardInterrupt:
             interrupted = True
             err.print("[yellow]interrupted[/]: partial results follow")
-        if not session.runs:
+        if not invocation.runs:
             raise typer.Exit(INTERRUPTED)
         report = Report(
             version=version("octavo"),
             command=command,
             date=date,
             client=f"{platform.platform()}, {os.cpu_count()} CPUs",
-            model=session.model_name,
+            model=invocation.model_name,
             workload=workload,
             target=target,
             objectives=objectives,
-            runs=tuple(session.runs),
+            runs=tuple(invocation.runs),
             interrupted=interrupted,
         )
         _deliver(report, outputs)
@@ -121,7 +121,7 @@ def _connect(server: Server, target: Target) -> Connection:
     return openai_endpoint.connect(target.url, server.api_key)
 
 
-class _Session:
+class _Invocation:
     """The runs of one invocation; `runs` keeps results after an interrupt."""
 
     def __init__(
@@ -153,12 +153,14 @@ class _Session:
                 if len(self._plans) > 1:
                     err.print(tables.line(self.runs[-1]), soft_wrap=True)
 
-    async def _warm_up(self, endpoint: Endpoint, requests: Sequence[Request]) -> None:
+    async def _warm_up(self, endpoint: Endpoint, requests: Sequence[BenchRequest]) -> None:
         """Send the first requests one by one, without measuring them."""
         load = self._load(endpoint)
         await load.send_closed(requests[: self._target.warmup], 1)
 
-    async def _carry_out(self, endpoint: Endpoint, plan: Plan, requests: Sequence[Request]) -> None:
+    async def _carry_out(
+        self, endpoint: Endpoint, plan: Plan, requests: Sequence[BenchRequest]
+    ) -> None:
         """Run a plan and add its results, also after an interrupt."""
         columns = (
             TextColumn("{task.description}"),
