@@ -35,7 +35,6 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.common.thread_priority import lower_priority
 from octavo.engine.adapters.adapted_model import linear_layers
 from octavo.engine.adapters.adapter import Adapter
-from octavo.engine.commands import Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.models.empty_model import make_empty
@@ -287,7 +286,7 @@ def submit(
         arrival=time.monotonic(),
         adapter=adapter,
     )
-    core.handle(Submit(request))
+    core.requests.submit(request)
 
 
 def has_prompts(parts: Parts) -> bool:

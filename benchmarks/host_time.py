@@ -108,6 +108,7 @@ def without_model(path: Path) -> None:
         path: the file of the figures.
     """
     from octavo.engine.core import EngineCore  # noqa: PLC0415 - in the engine's process alone
+    from octavo.engine.core.reporting import Reporter  # noqa: PLC0415
     from octavo.engine.running.executor import Executor  # noqa: PLC0415
     from octavo.engine.running.pending_step import PendingStep  # noqa: PLC0415
     from octavo.engine.scheduling.scheduler import Scheduler  # noqa: PLC0415
@@ -129,9 +130,9 @@ def without_model(path: Path) -> None:
         (Scheduler, "advance", "advance"),
         (PendingStep, "collect", "collect"),
         (Scheduler, "update", "update"),
-        (EngineCore, "_report_starts", "report"),
-        (EngineCore, "_report_outputs", "report"),
-        (EngineCore, "_publish", "publish"),
+        (Reporter, "report_starts", "report"),
+        (Reporter, "report_outputs", "report"),
+        (Reporter, "publish", "publish"),
     ):
         setattr(owner, name, timed(getattr(owner, name), counts.add, part))
     step = EngineCore.step

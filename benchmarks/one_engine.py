@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from octavo.common.sampling_parameters import SamplingParams
-from octavo.engine.commands import Abort, Stop, Submit
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.core import EngineCore
@@ -141,7 +140,7 @@ class OneEngine:
         )
         with self._changed:
             self._left[request.request_id] = beam.width if beam else n
-        self.core.send(Submit(request))
+        self.core.submit(request)
         return request.request_id
 
     def wait(self, request_id: str, seconds: float = 120) -> Ended:
@@ -165,7 +164,7 @@ class OneEngine:
 
     def abort(self, request_id: str) -> None:
         """Abort a request; nobody may wait for it."""
-        self.core.send(Abort(0, request_id))
+        self.core.abort(0, request_id)
 
     def settle(self, seconds: float = 60) -> None:
         """Wait until nothing is left, and check that no block is.
@@ -183,7 +182,7 @@ class OneEngine:
 
     def close(self) -> None:
         """Stop the core."""
-        self.core.send(Stop())
+        self.core.stop()
         self._thread.join(30)
 
     def _publish(self, events: list[Event], _: Load) -> None:

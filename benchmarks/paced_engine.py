@@ -18,7 +18,6 @@ from typing import Any
 from benchmarks.fixture import CONTEXT, EOS, VOCABULARY, Node
 from octavo.common import logging
 from octavo.common.rpc import create_server
-from octavo.engine.commands import Abort, CloseSession, Command, OpenSession, Submit
 from octavo.engine.events import (
     Failure,
     FailureCode,
@@ -66,22 +65,26 @@ class PacedCore:
         running, waiting = len(self._running), len(self._waiting)
         return Load(running, waiting, 0, NO_BLOCKS_USED, self._step_seconds, False)
 
-    def send(self, command: Command) -> None:
-        """Handle a session's command at once."""
-        match command:
-            case OpenSession(session):
-                self.sessions[session].add((), to_load(self.load))
-            case CloseSession(session):
-                self._running = [r for r in self._running if r.session != session]
-                self._waiting = deque(r for r in self._waiting if r.session != session)
-            case Submit(request):
-                self._waiting.append(request)  # type: ignore[arg-type] # of `_to_request`
-            case Abort(session, request_id):
-                for queue in (self._running, self._waiting):
-                    for running in queue:
-                        if (running.session, running.submit.request_id) == (session, request_id):
-                            queue.remove(running)
-                            return
+    def open_session(self, session: int) -> None:
+        """Send a new session the load."""
+        self.sessions[session].add((), to_load(self.load))
+
+    def close_session(self, session: int) -> None:
+        """Drop all requests of a session."""
+        self._running = [r for r in self._running if r.session != session]
+        self._waiting = deque(r for r in self._waiting if r.session != session)
+
+    def submit(self, request: Running) -> None:
+        """Queue a request, as `_to_request` has made it."""
+        self._waiting.append(request)
+
+    def abort(self, session: int, request_id: str, index: int | None = None) -> None:  # noqa: ARG002
+        """Drop a request."""
+        for queue in (self._running, self._waiting):
+            for running in queue:
+                if (running.session, running.submit.request_id) == (session, request_id):
+                    queue.remove(running)
+                    return
 
     async def run(self) -> None:
         """Run steps at their times; send a heartbeat while there is nothing to do."""

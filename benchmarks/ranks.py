@@ -24,7 +24,6 @@ from octavo.common import logging
 from octavo.common.models import demo
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.common.stopping import exit_at_once
-from octavo.engine.commands import Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.ranks.processes import started_ranks
@@ -138,7 +137,7 @@ def compute(core: EngineCore, batch: int, output_tokens: int) -> int:
     for i in range(batch):
         prompt = tuple(1 + (7 * i + 13 * j) % 997 for j in range(PROMPT_TOKENS))
         greedy = SamplingParams(temperature=0.0)
-        core.handle(Submit(Request(0, str(i), prompt, greedy, output_tokens, time.monotonic())))
+        core.requests.submit(Request(0, str(i), prompt, greedy, output_tokens, time.monotonic()))
     steps = 0
     while core.working:
         core.step()

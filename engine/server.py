@@ -21,7 +21,6 @@ from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.capacity import StartupError
-from octavo.engine.commands import Drain, Stop
 from octavo.engine.core import EngineCore
 from octavo.engine.heartbeat import watch
 from octavo.engine.loading_service import LoadingEngineService
@@ -196,7 +195,7 @@ async def _running(core: EngineCore, thread: OneThread) -> AsyncIterator[asyncio
     try:
         yield run
     finally:
-        core.send(Stop())  # or its thread would outlive an error
+        core.stop()  # or its thread would outlive an error
         await asyncio.gather(run, return_exceptions=True)  # `_until_stopped` raises its error
 
 
@@ -239,10 +238,10 @@ async def _until_stopped(
 async def _drain(core: EngineCore, timeout: float) -> None:
     """Refuse new requests and wait until the running ones are done."""
     log.info("draining", running=core.load.running, timeout=timeout)
-    core.send(Drain())
+    core.drain()
     try:
         async with asyncio.timeout(timeout):
-            # Until the load says that it drains, requests may wait in the queue of commands.
+            # Until the load says that it drains, requests may wait in the queue of calls.
             while not (core.load.draining and core.idle):  # noqa: ASYNC110 - in another thread
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
     except TimeoutError:

@@ -1,4 +1,4 @@
-"""One router's stream: turn its messages into commands, and events into its messages."""
+"""One router's stream: turn its messages into calls of the core, and events into its messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -8,7 +8,6 @@ import grpc
 from octavo.common.background import start
 from octavo.common.prefix import short_key
 from octavo.common.rpc import RpcError
-from octavo.engine.commands import Abort, CloseSession, OpenSession, Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.events import (
     Event,
@@ -54,7 +53,7 @@ class Session:
         """
         reader = start(self._read(session, messages), f"session-{session}")
         reader.add_done_callback(lambda _: self._ready.set())
-        self._core.send(OpenSession(session))
+        self._core.open_session(session)
         try:
             while not (reader.done() or (self._closing and not self._pending.HasField("load"))):
                 await self._ready.wait()
@@ -72,7 +71,7 @@ class Session:
                 reader.result()
         finally:
             reader.cancel()
-            self._core.send(CloseSession(session))
+            self._core.close_session(session)
 
     def set_adapters(self, adapters: engine_pb2.Adapters) -> None:
         """Put the adapters that are loaded into the next message."""
@@ -97,7 +96,7 @@ class Session:
                     self._submit(message.submit)
                 case "abort":
                     index = message.abort.index if message.abort.HasField("index") else None
-                    self._core.send(Abort(session, message.abort.request_id, index))
+                    self._core.abort(session, message.abort.request_id, index)
 
     def _submit(self, submit: engine_pb2.Submit) -> None:
         try:
@@ -113,7 +112,7 @@ class Session:
             self._pending.load.CopyFrom(to_load(self._core.load))
             self._ready.set()
             return
-        self._core.send(Submit(request))
+        self._core.submit(request)
 
     def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:
         """Put a step's events into the next message."""

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 
 from octavo.common.sampling_parameters import SamplingParams
-from octavo.engine.commands import Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import LaunchedModel
@@ -139,5 +138,5 @@ def record_batches(scheduler):
 
 def submit(core, request):
     """Submit a request to a core that runs in this thread; return its group."""
-    core.handle(Submit(request))
-    return core._groups[request.session, request.request_id]
+    core.requests.submit(request)
+    return core.requests.find(request.session, request.request_id)

@@ -3,7 +3,6 @@
 import pytest
 from transformers import Lfm2Config, MistralConfig
 
-from octavo.engine.commands import Abort
 from octavo.engine.core import StepError
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.request import BeamSearch
@@ -29,7 +28,7 @@ ABORTED = {3, 10}
 
 def launched(stepper):
     """The groups of the step that is not collected yet."""
-    pending = stepper.core._pending
+    pending = stepper.core.steps.pending
     return {} if pending is None else dict.fromkeys(part.group for part in pending.batch.sequences)
 
 
@@ -70,7 +69,7 @@ def run(stepper, aborted=()):
         stepper.step()
         for number in [n for n in left if n < len(groups) and groups[n] in launched(stepper)]:
             left.remove(number)
-            stepper.core.handle(Abort(0, groups[number].request.request_id, None))
+            stepper.core.requests.abort(0, groups[number].request.request_id, None)
     assert not left
     stepper.cache.check_idle()
     return groups
@@ -179,9 +178,9 @@ def test_after_a_step_that_failed_nothing_is_left_half_scored(tiny_model, expect
 def end(stepper, group, how):
     """End a request as its client or its deadline does."""
     if how == "abort":
-        stepper.core.handle(Abort(0, group.request.request_id, None))
+        stepper.core.requests.abort(0, group.request.request_id, None)
     else:
-        stepper.core._expire()
+        stepper.core.requests.expire()
 
 
 @pytest.mark.parametrize("how", ["abort", "deadline"])

@@ -1,4 +1,4 @@
-"""The core loop in its thread: commands, deadlines, failures, and what is left afterwards."""
+"""The core loop in its thread: calls, deadlines, failures, and what is left afterwards."""
 
 import asyncio
 import itertools
@@ -10,7 +10,6 @@ from functools import partial
 import pytest
 
 from octavo.common.sampling_parameters import SamplingParams
-from octavo.engine.commands import Abort, CloseSession, Drain, OpenSession, Stop, Submit
 from octavo.engine.core import EngineCore, EngineFailedError
 from octavo.engine.events import Failure, FailureCode, OutputEvent, Started
 from octavo.engine.metrics import EngineMetrics
@@ -93,7 +92,7 @@ class Running:
             time.monotonic(),
             deadline=deadline,
         )
-        self.core.send(Submit(request))
+        self.core.submit(request)
 
     def run_until_it_fails(self):
         def run():
@@ -114,9 +113,9 @@ class Running:
         cache.check_idle()
 
     def _wait_handled(self):
-        """Wait until all commands sent before are handled."""
+        """Wait until all calls made before are done."""
         session = next(self.sessions)
-        self.core.send(OpenSession(session))
+        self.core.open_session(session)
         self.heard.wait(lambda: session in self.heard.opened)
 
     def outcome(self, name):
@@ -135,7 +134,7 @@ def running(tiny_model, request):
 
     yield start
     for engine in started:
-        engine.core.send(Stop())
+        engine.core.stop()
         engine.thread.join(PATIENCE)
         assert not engine.thread.is_alive()
 
@@ -186,26 +185,26 @@ def test_aborts_at_every_moment_leave_nothing(running, mode):
     for i in range(30):
         if i % 2:
             engine.heard.wait(partial(engine.heard.has, 8 * i))
-        engine.core.send(Abort(0, str(i)))
+        engine.core.abort(0, str(i))
     engine.wait_idle()
     assert engine.outcome("aborted") > 0
 
 
-def send_in_step(engine, monkeypatch, number, command):
-    """Send a command while the engine computes its step of that number, counted from 1."""
+def call_in_step(engine, monkeypatch, number, call):
+    """Call something while the engine computes its step of that number, counted from 1."""
     launch, steps = engine.parts.executor.launch, itertools.count(1)
 
-    def launch_and_send(batch, inputs, *others):
+    def launch_and_call(batch, inputs, *others):
         if next(steps) == number:
-            engine.core.send(command)
+            call()
         return launch(batch, inputs, *others)
 
-    monkeypatch.setattr(engine.parts.executor, "launch", launch_and_send)
+    monkeypatch.setattr(engine.parts.executor, "launch", launch_and_call)
 
 
 def test_an_aborted_output_leaves_its_siblings(running, monkeypatch):
     engine = running()
-    send_in_step(engine, monkeypatch, 10, Abort(0, "a", 1))
+    call_in_step(engine, monkeypatch, 10, lambda: engine.core.abort(0, "a", 1))
     engine.submit("a", tokens=10, max_tokens=30, n=3, temperature=1.0)
     engine.heard.wait(lambda: engine.heard.ended("a"))
     engine.wait_idle()
@@ -219,7 +218,7 @@ def test_a_closed_session_takes_only_its_own_requests(running):
     engine = running()
     engine.submit("theirs", max_tokens=200, session=1)
     engine.submit("ours", max_tokens=30, session=2)
-    engine.core.send(CloseSession(1))
+    engine.core.close_session(1)
     engine.wait_idle()
     assert not engine.heard.ended("theirs")
     assert engine.heard.ended("ours")
@@ -238,8 +237,8 @@ def test_each_of_several_deadlines_counts(running, monkeypatch):
     core, now = engine.core, time.monotonic()
     for name, seconds in (("second", 30), ("none", None), ("ends before", 20), ("first", 10)):
         engine.submit(name, deadline=None if seconds is None else now + seconds)
-    core._take_commands()
-    core.handle(Abort(0, "ends before", None))
+    core._take_calls()
+    core.requests.abort(0, "ends before", None)
     for later, left in (
         (9, ["second", "none", "first"]),
         (11, ["second", "none"]),
@@ -248,8 +247,8 @@ def test_each_of_several_deadlines_counts(running, monkeypatch):
         (99, ["none"]),
     ):
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
-        core._expire()
-        assert [name for _, name in core._groups] == left
+        core.requests.expire()
+        assert [name for _, name in core.requests._groups] == left
     monkeypatch.undo()
     assert engine.outcome("deadline_exceeded") == 2
     engine.thread.start()
@@ -369,7 +368,7 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(running):
     engine = running()
     engine.submit("a", max_tokens=50)
     engine.heard.wait(lambda: engine.heard.outputs("a"))
-    engine.core.send(Drain())
+    engine.core.drain()
     engine.submit("b")
     engine.wait_idle()
     assert engine.heard.ended("a")
@@ -379,19 +378,19 @@ def test_draining_finishes_what_runs_and_refuses_the_rest(running):
 
 async def test_draining_waits_for_what_came_before_it(tiny_model):
     engine = Running(tiny_model, begin=False)
-    engine.submit("a", max_tokens=20)  # still in the queue of commands when the drain begins
+    engine.submit("a", max_tokens=20)  # still in the queue of calls when the drain begins
     drain = asyncio.create_task(_drain(engine.core, PATIENCE))
     await asyncio.sleep(0.1)
     engine.thread.start()
     await drain
-    engine.core.send(Stop())
+    engine.core.stop()
     await asyncio.to_thread(engine.thread.join)
     assert engine.heard.outputs("a")[-1].finish_reason is FinishReason.LENGTH
 
 
 def test_stopping_fails_what_is_left(running, monkeypatch):
     engine = running()
-    send_in_step(engine, monkeypatch, 10, Stop())
+    call_in_step(engine, monkeypatch, 10, engine.core.stop)
     engine.submit("a", max_tokens=400)
     engine.thread.join(PATIENCE)
     assert engine.heard.events["a"][-1].code is FailureCode.UNAVAILABLE

@@ -9,7 +9,6 @@ import pytest
 
 from octavo.common.prefix import reusable_keys, short_key
 from octavo.common.rpc import RpcError
-from octavo.engine.commands import Drain, Stop
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.session import Session, to_load
@@ -52,7 +51,7 @@ async def open_session(tiny_model):
     stream = session.run(0, read())
     yield core, messages, stream
     await stream.aclose()
-    core.send(Stop())
+    core.stop()
     await asyncio.to_thread(thread.join)
     parts.scheduler.cache.check_idle()
 
@@ -74,8 +73,8 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
     async with asyncio.timeout(30):
         while not core.idle:
             await asyncio.sleep(0.01)
-        # The core publishes the last outputs before it takes another command.
-        core.send(Drain())
+        # The core publishes the last outputs before it takes another call.
+        core.drain()
         while not core.load.draining:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0)  # the session adds what was published
@@ -149,7 +148,7 @@ async def test_what_is_to_be_said_is_said_before_a_session_closes(open_session):
     messages.put_nowait(engine_pb2.SessionRequest(submit=submit))
     while not (await anext(stream)).started:
         pass
-    core.send(Stop())
+    core.stop()
     async with asyncio.timeout(30):
         while not session._pending.failures:
             await asyncio.sleep(0.01)

@@ -101,7 +101,7 @@ def client(wheel, tmp_path_factory):
 def test_the_wheel_has_one_import_root(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"octavo"}
-    expected = ("engine/core.py", "kernels/ops.py", "router/server.py", "v1/engine_pb2.py")
+    expected = ("engine/core/step.py", "kernels/ops.py", "router/server.py", "v1/engine_pb2.py")
     assert {f"octavo/{name}" for name in expected} <= set(names)
     assert len(names) == len(set(names))
 

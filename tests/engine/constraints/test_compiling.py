@@ -9,7 +9,6 @@ import pytest
 
 from benchmarks.hostile_constraints import hostile
 from octavo.common.models.errors import ModelError
-from octavo.engine.commands import Drain
 from octavo.engine.constraints.compiler import (
     ConstraintCompiler,
     Preparation,
@@ -135,7 +134,7 @@ def test_a_drained_engine_waits_for_what_compiles(byte_model):
     runner = Runner(byte_model)
     try:
         request_id = runner.submit("regex", "drained")
-        runner.core.send(Drain())
+        runner.core.drain()
         assert decode(runner.wait(request_id).tokens[0]) == "drained"
         assert runner.run("regex", "b").failure.code is FailureCode.UNAVAILABLE
     finally:

@@ -2,7 +2,6 @@
 
 import pytest
 
-from octavo.engine.commands import Stop
 from tests.engine.test_core import PATIENCE, Running
 
 REQUESTS = {
@@ -38,7 +37,7 @@ def outputs(model, *, async_scheduling, requests=REQUESTS, **settings):
     engine.thread.start()
     engine.heard.wait(lambda: all(map(engine.heard.ended, requests)))
     engine.wait_idle()
-    engine.core.send(Stop())
+    engine.core.stop()
     engine.thread.join(PATIENCE)
     return {
         name: [

@@ -5,7 +5,6 @@ import threading
 import pytest
 
 from octavo.common.rpc import RpcError
-from octavo.engine.commands import Stop, Submit
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Failure, OutputEvent
 from octavo.engine.metrics import EngineMetrics
@@ -47,7 +46,7 @@ class Engine:
         request = to_request(submit, session=0, limits=self.limits, eos_token_ids=[EOS])
         unfinished = set(range(request.num_outputs))
         unfinished -= {i for i, resumed in request.resume.items() if resumed.finished}
-        self.core.send(Submit(request))
+        self.core.submit(request)
         with self.changed:
             assert self.changed.wait_for(lambda: self._ended(request_id, unfinished), PATIENCE)
         outputs = {i: [] for i in range(request.num_outputs)}
@@ -66,7 +65,7 @@ class Engine:
 def engine(tiny_model):
     started = Engine(tiny_model)
     yield started
-    started.core.send(Stop())
+    started.core.stop()
     started.thread.join(PATIENCE)
     started.parts.scheduler.cache.check_idle()
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
-from octavo.engine.commands import Abort
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.sampler import PendingContinuations, PendingTokens, SamplingRow
@@ -297,7 +296,7 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
             groups.append(submit(core, coming.pop(0)))
         for when, number, index in ends:
             if when == now and number < len(groups):
-                core.handle(Abort(0, str(number), index))
+                core.requests.abort(0, str(number), index)
                 engine.cache.check()
         if not coming and not core.working:
             break
@@ -342,7 +341,7 @@ def searched(request):
 def checked_step(engine, core, batches):
     searches = [group for group in engine.running if group.beam is not None and advances(group)]
     before = {id(g): [s.num_tokens for s in g.sequences] for g in engine.groups()}
-    pending, number = core._pending, len(batches)
+    pending, number = core.steps.pending, len(batches)
     output = core.step()
     engine.cache.check()
     assert len(batches) > number or output or engine.idle, "a step did nothing though work is left"

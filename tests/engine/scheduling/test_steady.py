@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 
 from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
-from octavo.engine.commands import Abort
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.inputs import make_inputs
 from octavo.engine.running.pending_step import PendingStep
@@ -167,7 +166,7 @@ def test_steps_are_those_built_from_scratch(
     def step():
         nonlocal now
         if (number := aborts.get(now)) is not None and number < len(groups):
-            core.handle(Abort(0, str(number), None))
+            core.requests.abort(0, str(number), None)
         now += 1
         core.step()
         cache.check()

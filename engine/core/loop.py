@@ -1,0 +1,236 @@
+"""The core loop: do what other threads ask for, then compute one step, over and over."""
+
+import time
+from collections.abc import Callable
+from functools import partial
+from queue import Empty, SimpleQueue
+
+import structlog
+
+from octavo.engine.constraints.compiler import ConstraintCompiler
+from octavo.engine.core.masks import Masks
+from octavo.engine.core.reporting import Publish, PublishPrefixes, Reporter
+from octavo.engine.core.requests import OnEnd, Requests
+from octavo.engine.core.step import StepError, Steps
+from octavo.engine.events import Event, FailureCode, Load
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.running.executor import Executor
+from octavo.engine.scheduling.batch import SamplerOutput
+from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.scheduler import Scheduler
+
+log = structlog.get_logger(__name__)
+
+HEARTBEAT_SECONDS = 1.0
+"""An idle core publishes its load this often: a longer silence means that it hangs."""
+MAX_FAILED_STEPS = 3
+"""Failed steps in a row after which the core ends, by default."""
+
+
+class EngineFailedError(Exception):
+    """The engine cannot compute any more: its process must end, and be started again."""
+
+
+class EngineCore:
+    """The loop, in a thread of its own, which owns the scheduler, the cache and the executor.
+
+    Other threads call `submit`, `abort`, `open_session`, `close_session`, `drain` and `stop`. Such
+    a call is queued, and made between steps in the core's thread. What comes of it is published
+    as events. So nothing of the engine's state needs a lock.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        executor: Executor,
+        metrics: EngineMetrics,
+        publish: Publish,
+        *,
+        max_waiting: int,
+        max_failed_steps: int = MAX_FAILED_STEPS,
+        async_scheduling: bool = False,
+        publish_prefixes: PublishPrefixes = lambda _: None,
+        on_end: OnEnd | None = None,
+        constraints: ConstraintCompiler | None = None,
+    ) -> None:
+        """Set up the core; `run` starts its loop.
+
+        Args:
+            scheduler: Chooses what to compute.
+            executor: Computes it.
+            metrics: Counts it.
+            publish: Called with new events and the load.
+            max_waiting: Maximum number of requests that wait for admission.
+            max_failed_steps: Failed steps in a row after which the core ends.
+            async_scheduling: Launch each step before the tokens of the one before it are
+                collected. For executors whose `launch` returns at once.
+            publish_prefixes: Called with changes of the prefix cache, before the events of the
+                same step.
+            on_end: Called with each group that ended, and how it ended.
+            constraints: Compiles the constraints of requests; None if none is accepted.
+        """
+        self._scheduler = scheduler
+        self._executor = executor
+        self._constraints = constraints
+        self._max_failed_steps = max_failed_steps
+        self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._stopped = False
+        events: list[Event] = []
+        self.requests = Requests(
+            scheduler,
+            metrics,
+            events,
+            max_waiting=max_waiting,
+            on_end=on_end,
+            constraints=constraints,
+            on_compiled=lambda *compiled: self._call(self.requests.constrain, *compiled),
+        )
+        self._reporter = Reporter(
+            scheduler,
+            self.requests,
+            metrics,
+            events=events,
+            publish=publish,
+            publish_prefixes=publish_prefixes,
+            constraints=constraints,
+        )
+        wake_up = partial(self._call, lambda: None)
+        masks = Masks(scheduler, metrics, self.requests.fail_constraint, wake_up)
+        self.steps = Steps(
+            scheduler, executor, masks, self._reporter, async_scheduling=async_scheduling
+        )
+
+    def submit(self, request: Request) -> None:
+        """Queue a request; its events follow."""
+        self._call(self.requests.submit, request)
+
+    def abort(self, session: int, request_id: str, index: int | None = None) -> None:
+        """Stop a request, or one of its outputs; no more events of it follow."""
+        self._call(self.requests.abort, session, request_id, index)
+
+    def open_session(self, session: int) -> None:
+        """Publish to a new session what the prefix cache holds."""
+        self._call(self._reporter.publish_cache, session)
+
+    def close_session(self, session: int) -> None:
+        """Stop all requests of a session."""
+        self._call(self.requests.abort_session, session)
+
+    def drain(self) -> None:
+        """Refuse new requests from now on."""
+        self._call(self.requests.drain)
+
+    def stop(self) -> None:
+        """End before the next step; requests that are left fail with UNAVAILABLE."""
+        self._call(self._stop)
+
+    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+        self._calls.put(partial(function, *arguments))
+
+    def _stop(self) -> None:
+        self._stopped = True
+
+    @property
+    def load(self) -> Load:
+        """The load as of the last step; read from any thread."""
+        return self._reporter.load
+
+    @property
+    def reported(self) -> float:
+        """When the load was last published, in `time.monotonic()` seconds; read from any thread.
+
+        The core publishes it in every step, and once a second while it is idle.
+        """
+        return self._reporter.reported
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is left; a request just submitted may not count yet."""
+        return not self.requests
+
+    @property
+    def working(self) -> bool:
+        """Whether `step` has something to do."""
+        return self.steps.pending is not None or not self._scheduler.idle
+
+    def run(self) -> None:
+        """Serve until `stop`.
+
+        However it ends, requests that are left fail with UNAVAILABLE.
+
+        Raises:
+            EngineFailedError: The device is lost, or too many steps in a row failed.
+        """
+        self._reporter.reported = time.monotonic()
+        try:
+            while not self._stopped:
+                self._take_calls()
+                self.requests.expire()
+                if self.working and not self._stopped:
+                    try:
+                        self.step()
+                    except StepError as error:
+                        self._fail_step(error)
+                if self._scheduler.idle or self.steps.stalled:
+                    self._reporter.publish()  # else the next step does, while the model runs
+        finally:
+            if self._constraints is not None:
+                self._constraints.close()
+            self.requests.fail_all("the engine stopped; try again")
+            self._reporter.publish()
+
+    def step(self) -> SamplerOutput | None:
+        """Compute one step; see `Steps.step`."""
+        return self.steps.step()
+
+    def _take_calls(self) -> None:
+        """Make all calls that wait; wait a while for one if there is nothing else to do."""
+        # While a constraint is compiled, a call may come at any moment.
+        unused = not self.working and (self.requests.num_preparing or not self._use_idle_time())
+        try:
+            call = self._calls.get(self.steps.stalled or bool(unused), HEARTBEAT_SECONDS)
+            while True:
+                call()
+                call = self._calls.get_nowait()
+        except Empty:
+            pass
+
+    def _use_idle_time(self) -> bool:
+        """Do work that would slow steps down, until a call comes, and not for long.
+
+        Returns:
+            Whether some of it is left.
+        """
+        until = time.monotonic() + HEARTBEAT_SECONDS / 2
+        while self._calls.empty() and time.monotonic() < until:
+            if not self._executor.cache.populate():
+                return False
+        return True
+
+    def _fail_step(self, error: StepError) -> None:
+        """Fail the requests that a failed step may have harmed; end the core if it cannot go on.
+
+        These are all that have K/V, whose contents are unknown now, or that await the output of a
+        launched step.
+
+        Raises:
+            EngineFailedError: No later step can succeed, or too many in a row have failed.
+        """
+        batch, steps, scheduler = error.batch, self.steps, self._scheduler
+        log.error(
+            "step failed",
+            tokens=batch.num_tokens,
+            sequences=batch.num_sequences,
+            exc_info=error,
+        )
+        steps.pending = None
+        begun = [group for group in scheduler.waiting if group.awaits_output]
+        for group in [*scheduler.running, *scheduler.swapped, *begun]:
+            why = "the model failed on this batch; try again"
+            self.requests.fail(group, FailureCode.INTERNAL, why)
+        scheduler.cache.forget_contents()
+        steps.num_failed += 1
+        if self._executor.device_lost():
+            raise EngineFailedError("the device is lost: every later step would fail") from error
+        if steps.num_failed >= self._max_failed_steps:
+            raise EngineFailedError(f"{steps.num_failed} steps in a row failed") from error

@@ -1,0 +1,91 @@
+"""The masks of constrained sequences: requested after a step's tokens, read to sample the next.
+
+A mask says which tokens a constraint allows next. It depends on the token before, so it can be
+computed only while the next step's model runs, in other threads (`MaskThreads`).
+"""
+
+from collections.abc import Callable
+
+from octavo.engine.constraints.mask_threads import MaskThreads
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.scheduling.batch import Batch
+from octavo.engine.scheduling.drafting import guess_constrained
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.sequence import GroupState, SequenceGroup
+
+
+class Masks:
+    """Requests masks once a step's tokens are known, and waits for those that the next needs."""
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        metrics: EngineMetrics,
+        fail: Callable[[SequenceGroup, str], None],
+        on_late: Callable[[], None],
+    ) -> None:
+        """Start no thread yet.
+
+        Args:
+            scheduler: Schedules the sequences.
+            metrics: Counts late masks, and the time of waits.
+            fail: Called with each group whose outputs cannot go on, and why.
+            on_late: Called in another thread after each mask for which no step waited.
+        """
+        self._scheduler = scheduler
+        self._metrics = metrics
+        self._fail = fail
+        self._threads: MaskThreads[SequenceGroup] = MaskThreads(on_late)
+        self._scheduling_needs_them = False
+
+    def begin_step(self) -> None:
+        """Fail what cannot go on, and wait for the masks that scheduling needs."""
+        for failure in self._threads.failures():
+            if failure.owner.state is not GroupState.FINISHED:
+                self._fail(failure.owner, failure.message)
+        if self._scheduling_needs_them:
+            self.wait()
+
+    def wait(self) -> None:
+        """Wait for the masks that take little time; the others' sequences sit the step out."""
+        self._scheduling_needs_them = False
+        if (waited := self._threads.wait()) is not None:
+            self._metrics.mask_seconds.observe(waited.seconds)
+            self._metrics.late_masks.inc(waited.late)
+
+    def request(self, batch: Batch) -> None:
+        """Have the masks computed that follow the tokens which a step has sampled.
+
+        The next step is scheduled without them, unless its schedule depends on them: if a token
+        cannot be computed again, if beams would advance without one of them, or if drafts are made
+        together with the masks.
+        """
+        if not batch.constrained:
+            return
+        speculation = self._scheduler.speculation
+        if speculation is not None and not speculation.begin_step(batch.num_sequences):
+            speculation = None
+        for group in dict.fromkeys(scheduled.group for scheduled in batch.ruled):
+            if group.request.constraint is None or group.state is GroupState.FINISHED:
+                continue
+            if group.beam is not None or not self._scheduler.can_recompute:
+                self._scheduling_needs_them = True
+            for sequence in group.live:
+                matcher = sequence.matcher
+                assert matcher is not None
+                if not matcher.ready:
+                    continue  # it was late, and has got no token
+                begin = sequence.num_prompt + matcher.length
+                if new := sequence.token_ids[begin : sequence.num_known]:
+                    guess = guess_constrained(speculation, group, sequence)
+                    self._scheduling_needs_them |= guess.most > 0
+                    self._threads.request(group, matcher, new, guess)
+
+
+def late_masks(batch: Batch) -> set[int]:
+    """Return the ids of the sequences whose masks are not ready."""
+    return {
+        scheduled.sequence.id
+        for scheduled in batch.ruled
+        if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
+    }

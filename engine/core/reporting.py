@@ -1,0 +1,121 @@
+"""Reporting of steps: events for the sessions, metrics, and the load."""
+
+import time
+from collections.abc import Callable
+
+from octavo.engine.constraints.compiler import ConstraintCompiler
+from octavo.engine.core.requests import Requests
+from octavo.engine.events import Event, Load, PrefixChange, Started
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.output_events import output_events
+from octavo.engine.running.executor import Executor
+from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState
+
+Publish = Callable[[list[Event], Load], None]
+PublishPrefixes = Callable[[PrefixChange], None]
+
+
+class Reporter:
+    """Publishes the events of steps with the load.
+
+    Attributes:
+        load: The load when it was last published; read from any thread.
+        reported: Time of that, in `time.monotonic()` seconds; read from any thread.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        requests: Requests,
+        metrics: EngineMetrics,
+        *,
+        events: list[Event],
+        publish: Publish,
+        publish_prefixes: PublishPrefixes,
+        constraints: ConstraintCompiler | None,
+    ) -> None:
+        self._scheduler = scheduler
+        self._requests = requests
+        self._metrics = metrics
+        self._events = events
+        self._publish_events = publish
+        self._publish_prefixes = publish_prefixes
+        self._constraints = constraints
+        self._step_ended = 0.0
+        self._step_seconds = 0.0
+        self.reported = time.monotonic()
+        self.load = self._measure_load()
+        metrics.show(lambda: self.load)
+
+    def publish(self) -> None:
+        """Publish all events made since the last call, the load, and what the cache holds."""
+        self.reported = time.monotonic()
+        self.load = self._measure_load()
+        self._metrics.observe_counters(self._scheduler)
+        if self._constraints is not None:
+            self._metrics.observe_constraints(self._constraints.counters)
+        stored, evicted = self._scheduler.cache.take_changes()
+        if stored or evicted:
+            self._publish_prefixes(PrefixChange(None, stored, evicted))
+        events = list(self._events)
+        self._events.clear()
+        self._publish_events(events, self.load)
+
+    def publish_cache(self, session: int) -> None:
+        """Publish to a new session what the prefix cache holds."""
+        stored = frozenset(self._scheduler.cache.published)
+        self._publish_prefixes(PrefixChange(session, stored, ()))
+
+    def _measure_load(self) -> Load:
+        scheduler = self._scheduler
+        return Load(
+            running=len(scheduler.running),
+            waiting=self._requests.num_waiting,
+            swapped=len(scheduler.swapped),
+            cache=scheduler.cache.stats,
+            step_seconds=self._step_seconds,
+            draining=self._requests.draining,
+            drafted_tokens=scheduler.counters.drafted_tokens,
+            accepted_tokens=scheduler.counters.accepted_tokens,
+        )
+
+    def report_starts(self, batch: Batch) -> None:
+        """Make a `Started` event for each request that is computed for the first time."""
+        now = time.monotonic()
+        for scheduled in batch.ruled:
+            group, request = scheduled.group, scheduled.group.request
+            if group.start_reported:
+                continue
+            group.start_reported = True
+            group.record(GroupEvent.PREFILL)
+            self._metrics.queue_seconds.observe(now - request.arrival)
+            self._metrics.prompt_tokens.inc(len(request.prompt))
+            self._metrics.cached_tokens.inc(group.cached_tokens)
+            self._events.append(Started(request.session, request.request_id, group.cached_tokens))
+
+    def report_outputs(self, output: SamplerOutput) -> None:
+        """Make the events of new tokens, and forget the groups that are finished."""
+        self._events += output_events(output)
+        finished = [s.group for s in output.tokens if s.group.state is GroupState.FINISHED]
+        finished += [output.steady.decodes.groups[i] for i in output.steady.ends]
+        for group in dict.fromkeys([*finished, *output.searches]):
+            self._requests.forget(group, "finished")
+        sampled = len(output.steady) + len(output.tokens) + len(output.continuations)
+        self._metrics.output_tokens.inc(sampled)
+
+    def measure(self, batch: Batch, executor: Executor) -> None:
+        """Update the metrics, and the rates that the preemption policy compares."""
+        now = time.perf_counter()
+        self._step_seconds = now - max(batch.created, self._step_ended)
+        self._step_ended = now
+        for copied in executor.take_copy_times():
+            self._scheduler.policy.observe_transfer(copied.blocks, copied.seconds)
+        self._scheduler.observe_step(batch, self._step_seconds)
+        self._metrics.observe_step(
+            batch,
+            self._step_seconds,
+            compiled=executor.compiled,
+            eager_steps=executor.eager_steps,
+        )
