@@ -10,13 +10,7 @@ from google.protobuf.duration_pb2 import Duration
 from octavo.common import rpc
 from octavo.common.limits import (
     Limits,
-    check_beam,
-    check_cache_salt,
-    check_constraint,
-    check_output,
-    check_request_id,
-    check_sampling,
-    check_stop,
+    check_parameters,
     check_token_ids,
     output_length,
 )
@@ -55,21 +49,11 @@ def to_request(
     adapter = find_adapter(submit.adapter) if submit.adapter else None
     if submit.adapter and adapter is None:
         raise rpc.not_found("model", f"model {submit.adapter[:128]!r} is not served here any more")
-    check_request_id(submit.request_id)
-    check_cache_salt(submit.cache_salt)
+    check_parameters(submit, limits)
     prompt = tuple(submit.prompt_token_ids)
     check_token_ids("prompt_token_ids", prompt, limits.vocab_size)
-    check_sampling(submit.sampling, limits)
-    check_stop(submit.stop, limits)
-    check_output(submit.output, limits)
-    beam = None
-    if submit.HasField("beam"):
-        check_beam(submit.beam, submit.stop, submit.output, limits)
-        beam = _beam(submit.beam)
-    constraint = None
-    if submit.HasField("constraint"):
-        check_constraint(submit.constraint, limits)
-        constraint = _constraint(submit.constraint)
+    beam = _beam(submit.beam) if submit.HasField("beam") else None
+    constraint = _constraint(submit.constraint) if submit.HasField("constraint") else None
     sampling = _sampling(submit.sampling, submit.output)
     outputs = beam.width if beam else sampling.n
     max_tokens = output_length(len(prompt), outputs, submit.stop, limits)

@@ -15,7 +15,7 @@ from prometheus_client import CollectorRegistry
 from structlog.contextvars import bound_contextvars
 
 from octavo.common import rpc
-from octavo.common.limits import check_constraint, check_token_ids
+from octavo.common.limits import check_token_ids
 from octavo.common.tracing import Tracing
 from octavo.router.admission import Admission
 from octavo.router.balancing.prompt import Prompt
@@ -291,8 +291,6 @@ class Generator:
         plan = await self._plan(message, model, token_ids)
         if plan.checks is not None:
             await self._checker.check_schemas(plan.checks)
-        if message.HasField("constraint"):
-            check_constraint(message.constraint, limits)
         adapter = self._pool.adapter(model)
         seeded = message.sampling.HasField("seed")
         request = Request(
@@ -331,12 +329,17 @@ class Generator:
     async def _plan(
         self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
     ) -> OutputPlan:
-        """Return how a request's outputs are read, and set its constraint to that of them all."""
+        """Return how a request's outputs are read, and what they are constrained to."""
         chat = message.WhichOneof("prompt") == "chat"
         tokenizer = self._pool.tokenizer(model)
         tail = tokenizer.decode(token_ids[-TAIL_TOKENS:], keep_special_tokens=True) if chat else ""
         plan = partial(
-            self._formats.plan, message, tokenizer.model, tail, self._pool.eos_token_ids(model)
+            self._formats.plan,
+            message,
+            tokenizer.model,
+            tail,
+            self._pool.eos_token_ids(model),
+            self._pool.limits(model),
         )
         return await _planned(message, plan)
 

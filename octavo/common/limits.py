@@ -1,7 +1,8 @@
 """Limits of requests, with the error message of each.
 
-The router checks them to answer at once, the engine because it trusts no router. No check depends
-on state: a request refused here is always refused.
+The router checks them to answer at once, the engine because it trusts no router: each calls
+`check_parameters` once, and `output_length` when it knows the prompt's tokens. No check depends on
+state: a request refused here is always refused.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from google.protobuf.message import Message
 from octavo.common import rpc
 from octavo.common.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_PRIORITY, set_values
-from octavo.v1 import sampling_pb2
+from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 128
@@ -49,14 +50,25 @@ class Limits:
     constraints: bool = False
 
 
-def check_request_id(request_id: str) -> None:
-    """Check the length of a request id."""
-    _check_length("request_id", request_id, MAX_REQUEST_ID)
+def check_parameters(
+    request: generation_pb2.GenerateRequest | engine_pb2.Submit, limits: Limits
+) -> None:
+    """Check all of a request but its prompt.
 
-
-def check_cache_salt(salt: str) -> None:
-    """Check the length of a cache salt."""
-    _check_length("cache_salt", salt, MAX_CACHE_SALT)
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT, or UNIMPLEMENTED for what the engines do not support; the
+            field is named.
+    """
+    _check_length("request_id", request.request_id, MAX_REQUEST_ID)
+    _check_length("cache_salt", request.cache_salt, MAX_CACHE_SALT)
+    check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    if request.HasField("beam"):
+        _check_beam(request.beam, request.stop, request.output, limits)
+    check_sampling(request.sampling, limits)
+    check_stop(request.stop, limits)
+    _check_ranges("output", request.output, limits)
+    if request.HasField("constraint"):
+        check_constraint(request.constraint, limits)
 
 
 def check_token_ids(field: str, token_ids: Sequence[int], vocab_size: int) -> None:
@@ -116,7 +128,7 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
     check_token_ids("stop.token_ids", stop.token_ids, limits.vocab_size)
 
 
-def check_beam(
+def _check_beam(
     beam: sampling_pb2.BeamSearchParams,
     stop: sampling_pb2.StopConditions,
     output: sampling_pb2.OutputOptions,
@@ -134,11 +146,6 @@ def check_beam(
         if output.HasField(name):
             field = f"output.{name}"
             raise rpc.invalid(field, f"{field} must not be set with beam search")
-
-
-def check_output(output: sampling_pb2.OutputOptions, limits: Limits) -> None:
-    """Check the output options."""
-    _check_ranges("output", output, limits)
 
 
 def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) -> None:
@@ -171,11 +178,6 @@ def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) 
             )
     elif kind != "json_object" and not getattr(constraint, kind):
         raise rpc.invalid(field, f"{field} must not be empty")
-
-
-def check_priority(priority: int) -> None:
-    """Check a request's priority."""
-    check_number("priority", priority, -MAX_PRIORITY, MAX_PRIORITY)
 
 
 def output_length(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from octavo.common import rpc
 from octavo.common.json_schema import Pointer
+from octavo.common.limits import Limits, check_constraint
 from octavo.router.requests.held_schemas import SchemaChecks, held_schemas
 from octavo.router.requests.offered_tools import must_call, offered_tools
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
@@ -17,7 +18,8 @@ from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.response_template import NAME as RESPONSE_TEMPLATE
 from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
-from octavo.v1 import generation_pb2, sampling_pb2
+from octavo.v1 import generation_pb2
+from octavo.v1.sampling_pb2 import OutputConstraint
 
 AUTO, NONE = "auto", "none"
 F = TypeVar("F", ToolFormat, ReasoningFormat)
@@ -34,6 +36,7 @@ class OutputPlan:
         tools: How they call tools; None: they call none.
         reasoning: How they mark reasoning; None: they have none.
         answers: Whether they are calls alone, or an answer in the form that the client wants.
+        constraint: The form of whole outputs, reasoning and calls included; None: any.
         checks: Schemas that outputs are checked by at their end; None: a grammar holds them to all.
         lark: Says which markers are tokens, where a grammar tells these from text; None: a marker
             counts however it is spelt.
@@ -44,6 +47,7 @@ class OutputPlan:
     reasoning: ReasoningFormat | None = None
     answers: bool = False
     lark: Lark | None = None
+    constraint: OutputConstraint | None = None
     checks: SchemaChecks | None = None
 
     def parser(self) -> Parser | None:
@@ -116,29 +120,33 @@ class OutputFormats:
         model: ModelText,
         tail: str,
         eos_token_ids: frozenset[int],
+        limits: Limits,
     ) -> OutputPlan:
-        """Return how a valid request's outputs are read, and set its constraint.
+        """Return how a valid request's outputs are read and constrained.
 
         Args:
-            message: The request; its constraint becomes that of the whole outputs.
+            message: The request.
             model: The model's template and markers.
             tail: The end of its prompt, special tokens included.
             eos_token_ids: The tokens that end an output.
+            limits: The model's limits, also for a constraint that is made here.
 
         Raises:
-            rpc.RpcError: INVALID_ARGUMENT if its outputs cannot be held to what it asks for.
+            rpc.RpcError: INVALID_ARGUMENT or UNIMPLEMENTED if its outputs cannot be held to what
+                it asks for.
         """
         schemas = held_schemas(message)
+        constraint = message.constraint if message.HasField("constraint") else None
         if schemas.content is not None:
-            message.constraint.json_schema = json.dumps(schemas.content)
-        if message.constraint.lenient:
-            message.constraint.ClearField("lenient")  # the engine is not
+            constraint = _made(OutputConstraint(json_schema=json.dumps(schemas.content)), limits)
+        elif constraint is not None and constraint.lenient:  # which engines are not
+            constraint = _made(OutputConstraint(json_schema=constraint.json_schema), limits)
         limit = message.stop.max_reasoning_tokens
         bounded = message.stop.HasField("max_reasoning_tokens")
         if message.WhichOneof("prompt") != "chat":
             if bounded:
                 raise _unbounded("reasoning is told from the answer in chats alone")
-            return OutputPlan(Context(model), checks=schemas.checks)
+            return OutputPlan(Context(model), constraint=constraint, checks=schemas.checks)
         chat = message.chat
         tools = offered_tools(chat)
         context = Context(model, tail, chat.continue_final_message, tools)
@@ -146,15 +154,34 @@ class OutputFormats:
         if bounded and reasoning is None:
             raise _unbounded("the model marks no reasoning, or the router has no parser for it")
         form = self.tools(model) if tools else None
-        lark, answers = Lark(model, eos_token_ids), message.HasField("constraint")
-        plan = _Constraint(message, context, form, reasoning, lark, tools=schemas.tools)
-        grammar = plan.grammar(limit if bounded else None)
+        lark, answers = Lark(model, eos_token_ids), constraint is not None
+        whole = _OutputGrammar(
+            chat, context, form, reasoning, lark, constraint=constraint, tools=schemas.tools
+        )
+        grammar = whole.make(limit if bounded else None)
         if grammar is not None:
-            message.constraint.grammar = grammar
+            constraint = _made(OutputConstraint(grammar=grammar), limits)
             form = form and form.constrained
-            context = replace(context, held=plan.held)
-        held = lark if message.HasField("constraint") else None
-        return OutputPlan(context, form, reasoning, answers, held, schemas.checks)
+            context = replace(context, held=whole.held)
+        return OutputPlan(
+            context,
+            form,
+            reasoning,
+            answers,
+            None if constraint is None else lark,
+            constraint,
+            schemas.checks,
+        )
+
+
+def _made(constraint: OutputConstraint, limits: Limits) -> OutputConstraint:
+    """Return a constraint that the router makes in place of the client's, once it is checked.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT if it is too large, UNIMPLEMENTED if no engine can use it.
+    """
+    check_constraint(constraint, limits)
+    return constraint
 
 
 def _readable(form: F | None, model: ModelText) -> F | None:
@@ -163,7 +190,7 @@ def _readable(form: F | None, model: ModelText) -> F | None:
     return None if needs_template and model.response_template is None else form
 
 
-class _Constraint:
+class _OutputGrammar:
     """Makes the grammar of whole outputs: reasoning, calls, and the client's form.
 
     Attributes:
@@ -172,15 +199,17 @@ class _Constraint:
 
     def __init__(
         self,
-        message: generation_pb2.GenerateRequest,
+        chat: generation_pb2.ChatPrompt,
         context: Context,
         form: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         lark: Lark,
         *,
+        constraint: OutputConstraint | None,
         tools: Sequence[Tool],
     ) -> None:
-        self._message = message
+        self._chat = chat
+        self._constraint = constraint
         self._context = context
         self._tools = tools
         self._format = form and form.constrained
@@ -188,7 +217,7 @@ class _Constraint:
         self._lark = lark
         self.held: frozenset[str] = frozenset()
 
-    def grammar(self, limit: int | None) -> str | None:
+    def make(self, limit: int | None) -> str | None:
         """Return the grammar; None: the client's own constraint, if any, says it all.
 
         Args:
@@ -196,7 +225,7 @@ class _Constraint:
         """
         lark, lead = self._lark, ""
         body = self._calls()
-        if body is None and limit is None and not self._message.HasField("constraint"):
+        if body is None and limit is None and self._constraint is None:
             return None
         if self._reasoning is not None:
             try:
@@ -207,8 +236,8 @@ class _Constraint:
                 field = "constraint" if body is None else "chat.tools"
                 why = f"{field}: what follows reasoning cannot be constrained: {error}"
                 raise rpc.invalid(field, why) from None
-        if body is None and self._message.HasField("constraint"):
-            form = _form(lark, self._message.constraint)
+        if body is None and self._constraint is not None:
+            form = _form(lark, self._constraint)
             answer = form
             if self._reasoning is not None:
                 answer = self._reasoning.answer(lark, self._context, form)
@@ -224,18 +253,17 @@ class _Constraint:
 
     @property
     def _parallel(self) -> bool:
-        chat = self._message.chat
-        return chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+        return self._chat.parallel_tool_calls or not self._chat.HasField("parallel_tool_calls")
 
     def _calls(self) -> str | None:
         """Return what matches an answer with calls; None: they are not constrained."""
         tools, form = self._tools, self._format
         if form is None:
             return None
-        if must_call(self._message.chat):
+        if must_call(self._chat):
             return self._forced()
         free = self._parallel and not any(tool.strict for tool in tools)
-        if free or self._message.HasField("constraint"):
+        if free or self._constraint is not None:
             return None
         self._hold()
         return form.offered(self._lark, tools, parallel=self._parallel)
@@ -249,7 +277,7 @@ class _Constraint:
         self.held = frozenset(tool.name for tool in self._tools if tool.strict)
 
 
-def _form(lark: Lark, constraint: sampling_pb2.OutputConstraint) -> str:
+def _form(lark: Lark, constraint: OutputConstraint) -> str:
     """Return what matches an answer that a client's constraint allows."""
     match constraint.WhichOneof("kind"):
         case "json_schema":

@@ -8,7 +8,7 @@ from octavo.router.requests.held_schemas import SchemaChecks
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.validation import num_outputs
 from octavo.router.tenants.tenant import Tenant
-from octavo.v1 import engine_pb2, generation_pb2
+from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -19,13 +19,12 @@ class Request:
         request_id: Its id in responses, logs and traces.
         model: Resolved name of the model.
         tenant: The caller.
-        message: What the client sent, the model's defaults of what it did not set, and the
-            constraint of whole outputs.
+        message: The client's message, with the model's defaults for what it did not set.
         prompt: The prompt's tokens.
         max_tokens: Maximum tokens per output.
         arrival: When it arrived, in seconds of the monotonic clock.
         deadline: When the client gives up, by the same clock; None for never.
-        plan: How its outputs are read; None: all of them is text.
+        plan: How its outputs are read and constrained; None: they are any text.
         seed: The client's seed or a random one: either way another engine can draw the same tokens.
         adapter: The LoRA adapter that `model` names; empty if it is a model of its own.
     """
@@ -53,6 +52,11 @@ class Request:
         return None if self.plan is None else self.plan.checks
 
     @property
+    def constraint(self) -> sampling_pb2.OutputConstraint | None:
+        """The form of whole outputs, for engines; None: any."""
+        return None if self.plan is None else self.plan.constraint
+
+    @property
     def priority(self) -> int:
         """Its priority; higher is served earlier."""
         return self.message.priority
@@ -66,7 +70,7 @@ class Request:
     def min_tokens(self) -> int:
         """Minimum tokens per output; `max_tokens` if nothing else can end an output."""
         stop = self.message.stop
-        ends = stop.strings or stop.token_ids or self.message.HasField("constraint")
+        ends = stop.strings or stop.token_ids or self.constraint is not None
         endless = stop.ignore_eos and not ends
         return self.max_tokens if endless else stop.min_tokens
 
@@ -87,8 +91,8 @@ class Request:
             cache_salt=self.prompt.salt,
             adapter=self.adapter,
         )
-        if message.HasField("constraint"):
-            submit.constraint.CopyFrom(message.constraint)
+        if self.constraint is not None:
+            submit.constraint.CopyFrom(self.constraint)
         submit.stop.max_tokens = self.max_tokens
         submit.stop.ClearField("strings")
         submit.stop.ClearField("include_in_output")

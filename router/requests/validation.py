@@ -19,7 +19,11 @@ PromptRequest = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest
 
 
 def check_request_id(request_id: str) -> None:
-    """Raises INVALID_ARGUMENT unless the id is empty or fit for logs and metadata."""
+    """Check that an id is empty, or fit for logs and metadata.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT.
+    """
     visible = all("!" <= c <= "~" for c in request_id)
     if len(request_id) > MAX_REQUEST_ID or not visible:
         raise rpc.invalid(
@@ -30,23 +34,17 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
-    """Checks all that can be checked before the prompt is in tokens.
+    """Check all but the id, before the prompt is in tokens.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT, or UNIMPLEMENTED for beam search where
             there is none; the field is named.
     """
-    check_request_id(request.request_id)
-    common.check_cache_salt(request.cache_salt)
-    common.check_priority(request.priority)
     _check_prompt(request, limits)
-    _check_beam(request, limits)
-    common.check_sampling(request.sampling, limits)
-    common.check_stop(request.stop, limits)
-    common.check_output(request.output, limits)
+    if request.HasField("beam") and request.HasField("sampling"):
+        raise rpc.invalid("beam", "beam excludes sampling; set only one of them")
     check_excluded(request)
-    if request.HasField("constraint"):
-        common.check_constraint(request.constraint, limits)
+    common.check_parameters(request, limits)
 
 
 def check_chat(request: PromptRequest, limits: Limits) -> None:
@@ -142,14 +140,6 @@ def _check_prompt(request: generation_pb2.GenerateRequest, limits: Limits) -> No
             raise rpc.invalid("tokens.token_ids", "tokens.token_ids must hold at least one token")
         if len(token_ids) < limits.max_model_len:  # else `output_length` refuses it
             check_token_ids("tokens.token_ids", token_ids, limits.vocab_size)
-
-
-def _check_beam(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
-    if not request.HasField("beam"):
-        return
-    if request.HasField("sampling"):
-        raise rpc.invalid("beam", "beam excludes sampling; set only one of them")
-    common.check_beam(request.beam, request.stop, request.output, limits)
 
 
 def check_vocabulary(

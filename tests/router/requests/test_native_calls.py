@@ -161,7 +161,7 @@ def test_what_a_call_may_be_is_valid(name, model, kind):
     request = ask(tool, choice=choice, parallel_tool_calls=False)
     planned = plan(name, request, model)
     for seed in range(SEEDS):
-        text = write(model, request.constraint.grammar, seed)
+        text = write(model, planned.constraint.grammar, seed)
         calls, content, _ = read(planned, text)
         assert [called for called, _ in calls] == ["my-tool"], text
         assert not content.strip(), text

@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 
 import jsonschema
 import numpy as np
@@ -11,6 +12,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from octavo.common.limits import MAX_CONSTRAINT_BYTES, Limits
 from octavo.common.rpc import RpcError
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.constraints.grammar import compile_grammar
@@ -28,11 +30,13 @@ from octavo.router.text.tokenization import backend_pieces
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
 from octavo.v1.sampling_pb2 import FinishReason, OutputOptions, StopConditions
+from tests.plain import budget
 from tests.router.conftest import byte_level_tokenizer
 from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS
 from tests.router.requests.test_calls import Reader
 
 EOS = 256
+LIMITS = Limits(4096, 512, 8, (budget(16, 16),), beam_search=True, constraints=True)
 MARKERS = {
     "hermes": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
     "qwen3_coder": ["<tool_call>", "</tool_call>", "<think>", "</think>"],
@@ -139,8 +143,11 @@ def ask(*tools, choice=None, **fields) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(chat=chat, stop=stop, constraint=constraint)
 
 
-def plan(name: str, request, model: Model, tail: str = ""):
-    return OutputFormats(name).plan(request, model.text, tail, frozenset({EOS}))
+def plan(name: str, request, model: Model, tail: str = "", limits: Limits = LIMITS):
+    asked = request.SerializeToString(deterministic=True)
+    planned = OutputFormats(name).plan(request, model.text, tail, frozenset({EOS}), limits)
+    assert request.SerializeToString(deterministic=True) == asked, "a plan leaves the message alone"
+    return planned
 
 
 def read(planned, text: str) -> tuple[list[tuple[str, object]], str, str]:
@@ -181,7 +188,7 @@ def test_forced_calls_always_validate(name, model, parallel):
     planned = plan(name, request, model)
     called = set()
     for seed in range(12):
-        text = model.draw(request.constraint.grammar, seed)
+        text = model.draw(planned.constraint.grammar, seed)
         calls, content, _ = read(planned, text)
         assert calls, text
         assert not content.strip(), text
@@ -196,7 +203,7 @@ def test_a_named_tool_is_called(name, model):
     request = ask(TOOL, NOW, choice={"name": "now"})
     planned = plan(name, request, model)
     for seed in range(3):
-        text = model.draw(request.constraint.grammar, seed, 5000)
+        text = model.draw(planned.constraint.grammar, seed, 5000)
         assert {tool for tool, _ in read(planned, text)[0]} == {"now"}
 
 
@@ -209,7 +216,7 @@ def test_names_come_back_as_they_are(name, model, tool):
     request = ask(TOOL | {"name": tool}, choice={"name": tool})
     check_tools(request.chat)
     planned = plan(name, request, model)
-    text = model.draw(request.constraint.grammar, 1, 5000)
+    text = model.draw(planned.constraint.grammar, 1, 5000)
     assert {called for called, _ in read(planned, text)[0]} == {tool}
 
 
@@ -217,7 +224,7 @@ def test_strict_tools_validate_when_they_are_called(name, model):
     request = ask(TOOL | {"strict": True}, NOW | {"strict": True})
     planned = plan(name, request, model)
     for seed in range(12):
-        text = model.draw(request.constraint.grammar, seed, 20000)
+        text = model.draw(planned.constraint.grammar, seed, 20000)
         for tool, arguments in read(planned, text)[0]:
             jsonschema.validate(arguments, CHECKED[tool])
 
@@ -247,7 +254,7 @@ def test_a_constraint_begins_after_the_reasoning(thinker, kind):
     ):
         request = ask(constraint={kind: value})
         planned = plan("hermes", request, thinker, tail)
-        grammar = request.constraint.grammar
+        grammar = planned.constraint.grammar
         assert thinker.allows(grammar, lead + good)
         assert not thinker.allows(grammar, lead + bad)
         assert not thinker.allows(grammar, wrong + good)
@@ -257,19 +264,20 @@ def test_a_constraint_begins_after_the_reasoning(thinker, kind):
 def test_a_constraint_stays_where_there_is_no_reasoning(thinker):
     for tail, model in (("<think>\n\n</think>\n\n", thinker), ("assistant\n", Model([]))):
         request = ask(constraint={"regex": "a"})
-        plan("hermes", request, model, tail)
-        assert request.constraint.regex == "a"
+        planned = plan("hermes", request, model, tail)
+        assert planned.constraint.regex == "a"
     text = generation_pb2.GenerateRequest(text="a<think>", constraint={"regex": "a"})
-    assert plan("hermes", text, thinker).parser() is None
-    assert text.constraint.regex == "a"
+    planned = plan("hermes", text, thinker)
+    assert planned.parser() is None
+    assert planned.constraint.regex == "a"
 
 
 @pytest.mark.parametrize("tail", ["<think>\n", "assistant\n"])
 @pytest.mark.parametrize("limit", [0, 3])
 def test_reasoning_is_bounded(thinker, tail, limit):
     request = ask(stop={"max_reasoning_tokens": limit})
-    plan("hermes", request, thinker, tail)
-    grammar = request.constraint.grammar
+    planned = plan("hermes", request, thinker, tail)
+    grammar = planned.constraint.grammar
     opening = "" if "<think>" in tail else "<think>"
     assert thinker.allows(grammar, f"{opening}{'x' * limit}</think>\n\nyes <tool_call>") == bool(
         limit or not opening
@@ -284,17 +292,16 @@ def test_calls_and_answers_under_a_constraint(thinker):
     planned = plan("hermes", request, thinker)
     call = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
     for text, wanted in (("yes", ([], "yes", "")), (call, ([("now", {})], "", ""))):
-        assert thinker.allows(request.constraint.grammar, text)
+        assert thinker.allows(planned.constraint.grammar, text)
         assert read(planned, text) == wanted
-    assert not thinker.allows(request.constraint.grammar, "no")
+    assert not thinker.allows(planned.constraint.grammar, "no")
 
 
 def test_free_calls_are_not_constrained(thinker):
     request = ask(TOOL, NOW)
-    plan("hermes", request, thinker)
-    assert not request.HasField("constraint")
-    one = ask(TOOL, NOW, parallel_tool_calls=False)
-    plan("hermes", one, thinker)
+    planned = plan("hermes", request, thinker)
+    assert planned.constraint is None
+    one = plan("hermes", ask(TOOL, NOW, parallel_tool_calls=False), thinker)
     call = '<tool_call>\n{"name": "get_weather", "arguments": {"any": 1}}\n</tool_call>'
     assert thinker.allows(one.constraint.grammar, f"I look.\n{call}")
     assert not thinker.allows(one.constraint.grammar, f"{call}\n{call}")
@@ -340,8 +347,19 @@ def test_what_a_family_learnt_to_write_is_allowed(example):
     model.text = ModelText(template, True, model.text.tokens, model.text.special)
     tools = [{"name": name, "parameters": json.dumps(s)} for name, s in SCHEMAS.items()]
     request = ask(*tools, choice={"mode": ToolChoiceMode.TOOL_CHOICE_MODE_REQUIRED})
-    plan(example.format, request, model, example.tail)
-    assert model.allows(request.constraint.grammar, example.output.removesuffix("<|call|>"))
+    planned = plan(example.format, request, model, example.tail)
+    assert model.allows(planned.constraint.grammar, example.output.removesuffix("<|call|>"))
+
+
+def test_a_constraint_that_the_router_makes_has_limits(thinker):
+    forced = ask(TOOL, choice={"name": "get_weather"})
+    with pytest.raises(RpcError, match="cannot constrain outputs"):
+        plan("hermes", forced, thinker, limits=replace(LIMITS, constraints=False))
+    escaped_thrice = {"const": ["\u00e9" * (MAX_CONSTRAINT_BYTES // 3)], "uniqueItems": True}
+    schema = json.dumps(escaped_thrice, ensure_ascii=False)
+    lenient = ask(constraint={"json_schema": schema, "lenient": True})
+    with pytest.raises(RpcError, match="at most 1048576 bytes"):
+        plan("hermes", lenient, thinker)
 
 
 def test_bounds_need_marked_reasoning(thinker):
@@ -434,7 +452,7 @@ def test_an_answer_keeps_the_texts_of_markers(name, either_model, pace):
         planned = plan(name, request, model)
         found = set()
         for seed in range(4):
-            calls, content, _ = outputs_of(planned, model, request.constraint.grammar, seed, pace)
+            calls, content, _ = outputs_of(planned, model, planned.constraint.grammar, seed, pace)
             assert bool(calls) != bool(content.strip())
             assert calls or json.loads(content) == document
             found.add(bool(calls))
@@ -451,7 +469,7 @@ def test_an_answer_may_begin_with_a_marker_s_text(thinker, kind, pace):
                 request = ask(constraint={kind: value}, stop={"max_reasoning_tokens": 40})
                 planned = plan("hermes", request, thinker, tail)
                 for seed in range(3):
-                    grammar = request.constraint.grammar or f"start: {json.dumps(answer)}"
+                    grammar = planned.constraint.grammar or f"start: {json.dumps(answer)}"
                     found = outputs_of(planned, thinker, grammar, seed, pace)
                     assert found[:2] == ([], answer)
 
@@ -466,7 +484,7 @@ def test_arguments_keep_the_texts_of_markers(name, either_model, pace):
         request = ask(tool, choice=choice, parallel_tool_calls=False, stop=bounded(model))
         planned = plan(name, request, model)
         for seed in range(2):
-            calls, content, _ = outputs_of(planned, model, request.constraint.grammar, seed, pace)
+            calls, content, _ = outputs_of(planned, model, planned.constraint.grammar, seed, pace)
             assert calls == [("f", {"a": f"{text} {text}"})]
             assert not content.strip()
 

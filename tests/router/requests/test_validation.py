@@ -26,6 +26,11 @@ def request(**fields) -> generation_pb2.GenerateRequest:
     return generation_pb2.GenerateRequest(**fields)
 
 
+def check(message):
+    validation.check_request_id(message.request_id)
+    validation.check_request(message, LIMITS)
+
+
 def sampling(field, value, shown, path=None):
     return (request(sampling={field: value}), path or f"sampling.{field}", shown)
 
@@ -84,7 +89,7 @@ BAD = [
 )
 def test_bad_requests(message, field, says):
     with pytest.raises(RpcError) as caught:
-        validation.check_request(message, LIMITS)
+        check(message)
     error = caught.value
     assert error.code is grpc.StatusCode.INVALID_ARGUMENT
     assert error.field == field
@@ -108,7 +113,7 @@ GOOD = [
 
 @pytest.mark.parametrize("message", GOOD)
 def test_good_requests(message):
-    validation.check_request(message, LIMITS)
+    check(message)
 
 
 def test_beam_search():
