@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test architectures serve bench gpu gpu-serving memory-study peers lint format \
+.PHONY: help demo test architectures serve bench gpu gpu-serving peers lint format \
 	protos contracts contracts-release docs lock clean
 
 help: ## This list
@@ -42,9 +42,6 @@ gpu: $(STAMP) ## Test and time the kernels on the GPU at hand (ARGS="--parts dec
 
 gpu-serving: $(STAMP) ## Serve LLaMA-7B on the GPU beside transformers (ARGS="--model LLaMA-13B")
 	$(BIN)/python -m benchmarks.gpu.serving $(ARGS)
-
-memory-study: $(STAMP) ## Compare KV memory, paged and contiguous, with the PagedAttention paper's
-	$(BIN)/python -m benchmarks.memory_study $(ARGS)
 
 peers: $(STAMP) ## Octavo beside vLLM, OpenVINO, llama.cpp and transformers
 	$(BIN)/python -m benchmarks.peers $(ARGS)

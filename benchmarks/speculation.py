@@ -2,7 +2,7 @@
 
     python -m benchmarks.speculation [--model demo] [--quantization none] [--rounds 2]
         [--modes off ngram suffix auto] [--kinds copy edit summary json code schema open mix]
-        [--tokens 8] [--peers vllm openvino]
+        [--tokens 8]
 
 Each prompt is answered under every mode in turn, so that the machine is the same for all. The kinds
 `copy`, `edit`, `summary`, `json` and `code` have the text in the prompt that the answer is made of,
@@ -12,8 +12,7 @@ prefix is cached, and every round has a salt of its own, so that nothing is draf
 of another round. Tokens per second are of whole requests, prefill included. The last column counts
 the outputs that are the same, token for token, as without drafts: in 16 bits, rounding may choose
 between two tokens that are nearly as likely, and steps of several tokens round otherwise than steps
-of one. With `--peers`, these generate as many tokens for the same greedy prompts, one at a time,
-with their own prompt look-up and without.
+of one.
 """
 
 import argparse
@@ -24,10 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from benchmarks.one_engine import OneEngine
-from benchmarks.speculation_peers import measure_peers
 from octavo.common.models.resolve import resolve
 from octavo.common.models.tokenizer import load_tokenizer
 from octavo.engine.speculation.methods import make_speculation
@@ -175,7 +171,6 @@ class Benchmark:
             enable_prefix_caching=False,
         )
         self.figures: dict[str, dict[str, Figures]] = defaultdict(lambda: defaultdict(Figures))
-        self.lengths: dict[str, list[int]] = defaultdict(list)  # of outputs without drafts
         self._speculations = {
             mode: make_speculation(mode, options.tokens) for mode in options.modes
         }
@@ -219,7 +214,6 @@ class Benchmark:
                     outputs = self._answer(kind, mode, group, str(round_))
                     if plain is None:
                         plain = outputs
-                        self.lengths[kind] += map(len, outputs)
                     figures = self.figures[kind][mode]
                     figures.outputs += len(group)
                     pairs = zip(outputs, plain, strict=True)
@@ -241,13 +235,6 @@ class Benchmark:
         figures.accepted += scheduler.counters.accepted_tokens - accepted
         self.engine.settle()
         return outputs
-
-    def asked(self) -> dict[str, list[tuple[list[int], int]]]:
-        """Return the greedy prompts of the first round, by kind, with their outputs' lengths."""
-        greedy = [kind for kind in self.options.kinds if kind in self.prompts]
-        greedy = [kind for kind in greedy if kind not in {"open", "schema"}]
-        # The first round's lengths come first.
-        return {k: list(zip(self.prompts[k], self.lengths[k], strict=False)) for k in greedy}
 
     def _submit(self, prompt: list[int], *, schema: str | None = None, **more: Any) -> str:  # noqa: ANN401
         constraint = (None,) if schema is None else ("json_schema", schema)
@@ -288,7 +275,6 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="maximum drafted tokens per step")
     parser.add_argument("--modes", nargs="+", default=["off", "ngram", "suffix", "auto"])
     parser.add_argument("--kinds", nargs="+", default=[*PROMPTS, "mix"])
-    parser.add_argument("--peers", nargs="*", default=[], help="vllm, openvino")
     options = parser.parse_args()
     benchmark = Benchmark(options)
     warm_up = benchmark.groups("open")[0]
@@ -299,10 +285,6 @@ def main() -> None:
         benchmark.run(round_)
     report(benchmark.figures, options.modes)
     benchmark.engine.close()
-    if options.peers:
-        asked, threads = benchmark.asked(), torch.get_num_threads()
-        del benchmark  # and its memory
-        print(*measure_peers(options.peers, asked, options.tokens, threads), sep="\n")
 
 
 if __name__ == "__main__":

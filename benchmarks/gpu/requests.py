@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from benchmarks.memory_study.traces import SHAREGPT
+from octavo.cli.bench.settings import DATA_SETS, Shape
+from octavo.cli.bench.workload import draw_lengths
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,7 +39,6 @@ def make_requests(count: int, *, n: int, vocab_size: int, most: int) -> Requests
         most: tokens of a prompt, and of an output, at most.
     """
     rng = np.random.default_rng(0)
-    prompts = SHAREGPT.prompt.draw(rng, count).clip(max=most)
-    outputs = SHAREGPT.output.draw(rng, count).clip(max=most)
+    prompts, outputs = (draw_lengths(each, rng, count, most) for each in DATA_SETS[Shape.SHAREGPT])
     tokens = [rng.integers(1, vocab_size, length).tolist() for length in prompts]
     return Requests(tokens, outputs, n)

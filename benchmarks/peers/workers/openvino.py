@@ -3,16 +3,12 @@
 import math
 import time
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import openvino
 import openvino_genai as genai
 
 from .protocol import Outcome, Request, Runner, Setup, serve
-
-NGRAM = 3
-"""Most tokens that a prompt is searched for; its guide's example."""
 
 
 class OpenVino:
@@ -21,10 +17,7 @@ class OpenVino:
     def __init__(self, setup: Setup) -> None:
         scheduler = genai.SchedulerConfig()
         scheduler.cache_size = math.ceil(setup.cache_gib)
-        properties: dict[str, Any] = {"INFERENCE_NUM_THREADS": setup.threads}
-        self._drafted = int(setup.options.get("drafted", 0))
-        if self._drafted:
-            properties["prompt_lookup"] = True
+        properties = {"INFERENCE_NUM_THREADS": setup.threads}
         self._pipeline = genai.ContinuousBatchingPipeline(setup.model, scheduler, "CPU", properties)
 
     def run(self, requests: Sequence[Request]) -> Outcome:
@@ -34,7 +27,7 @@ class OpenVino:
         began = time.perf_counter()
         running = {
             number: self._pipeline.add_request(
-                number, openvino.Tensor(np.array([request.prompt])), self._config(request)
+                number, openvino.Tensor(np.array([request.prompt])), _config(request)
             )
             for number, request in enumerate(requests)
         }
@@ -53,14 +46,11 @@ class OpenVino:
         del handles
         return Outcome(seconds, outputs, [first[number] for number in range(len(requests))])
 
-    def _config(self, request: Request) -> genai.GenerationConfig:
-        config = genai.GenerationConfig(
-            max_new_tokens=request.output_tokens, ignore_eos=True, do_sample=False
-        )
-        if self._drafted:
-            config.num_assistant_tokens = self._drafted
-            config.max_ngram_size = NGRAM
-        return config
+
+def _config(request: Request) -> genai.GenerationConfig:
+    return genai.GenerationConfig(
+        max_new_tokens=request.output_tokens, ignore_eos=True, do_sample=False
+    )
 
 
 def load(setup: Setup) -> Runner:

@@ -10,6 +10,8 @@ from contextlib import AbstractAsyncContextManager
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from .protocol import Outcome, Request, Runner, Setup, serve
 
 NEEDS = frozenset({"avx512f", "avx512_bf16"})
@@ -20,32 +22,16 @@ Post = Callable[..., AbstractAsyncContextManager[Any]]
 """An `aiohttp.ClientSession`'s `post`."""
 
 
-def command(
-    python: str, model: str, cores: str, cache_gib: float, ports: tuple[int | str, int | str]
-) -> tuple[str, ...]:
-    """Return what starts its server, as its README does, on some cores.
-
-    Args:
-        python: of its virtual environment.
-        model: path of the model's directory, which is also the model's name in requests.
-        cores: such as 0-1; it computes with a thread on each.
-        cache_gib: GiB of KV cache.
-        ports: of its HTTP API, and of its engine.
-    """
-    port, other = ports
+def command(setup: Setup, port: int, engine_port: int) -> tuple[str, ...]:
+    """Return the command that starts its server, as its README does, with a thread on each core."""
     return (
-        *(python, "-m", "pace.server.launcher", "--server_model", model),
+        *(sys.executable, "-m", "pace.server.launcher", "--server_model", setup.model),
         *("--kv_cache_type", "SLAB_POOL", "--serve_type", "continuous_batch"),
-        *("--kv_cache_memory_gb", str(cache_gib)),
-        *("--numa_physcpubind", cores, "--numa_membind", "0"),
+        *("--kv_cache_memory_gb", str(setup.cache_gib)),
+        *("--numa_physcpubind", f"0-{setup.threads - 1}", "--numa_membind", "0"),
         *("--router_host", "127.0.0.1", "--router_port", str(port)),
-        *("--server_host", "127.0.0.1", "--server_port", str(other)),
+        *("--server_host", "127.0.0.1", "--server_port", str(engine_port)),
     )
-
-
-def first_cores(threads: int) -> str:
-    """Return the first cores, one for each thread, as numactl names them."""
-    return f"0-{threads - 1}"
 
 
 class Pace:
@@ -54,12 +40,9 @@ class Pace:
     def __init__(self, setup: Setup) -> None:
         _check_machine()
         self._model = setup.model
-        cores, (port, other) = first_cores(setup.threads), _free_ports(2)
+        port, engine_port = _free_ports(2)
         self._url = f"http://127.0.0.1:{port}/v1"
-        self._server = subprocess.Popen(
-            command(sys.executable, setup.model, cores, setup.cache_gib, (port, other)),
-            stdin=subprocess.DEVNULL,
-        )
+        self._server = subprocess.Popen(command(setup, port, engine_port), stdin=subprocess.DEVNULL)
         asyncio.run(self._wait_ready())
 
     def run(self, requests: Sequence[Request]) -> Outcome:
@@ -67,8 +50,6 @@ class Pace:
         return asyncio.run(self._run(requests))
 
     async def _wait_ready(self) -> None:
-        import aiohttp  # noqa: PLC0415 - of its environment alone; `command` is used elsewhere too
-
         deadline = time.monotonic() + START_SECONDS
         async with aiohttp.ClientSession() as session:
             while time.monotonic() < deadline:
@@ -84,8 +65,6 @@ class Pace:
         raise RuntimeError(f"pace-server is not ready within {START_SECONDS:.0f} s")
 
     async def _run(self, requests: Sequence[Request]) -> Outcome:
-        import aiohttp  # noqa: PLC0415 - as above
-
         connector = aiohttp.TCPConnector(limit=0)
         timeout = aiohttp.ClientTimeout(total=None)
         async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:

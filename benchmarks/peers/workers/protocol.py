@@ -39,14 +39,10 @@ class Request:
     Attributes:
         prompt: the token ids.
         output_tokens: how many are to follow.
-        json_schema: the beginning of whose documents they are to be; empty for none.
-        adapter: number of its LoRA adapter, of those that the worker's options name; -1 for none.
     """
 
     prompt: list[int]
     output_tokens: int
-    json_schema: str = ""
-    adapter: int = -1
 
 
 @dataclass(frozen=True, slots=True)

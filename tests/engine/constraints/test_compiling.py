@@ -7,7 +7,6 @@ import time
 
 import pytest
 
-from benchmarks.hostile_constraints import hostile
 from octavo.common.models.errors import ModelError
 from octavo.engine.constraints.compiler import (
     ConstraintCompiler,
@@ -18,6 +17,7 @@ from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.constraints.mask_threads import MaskThreads
 from octavo.engine.constraints.matcher import EndRule
 from octavo.engine.events import FailureCode
+from tests.engine.constraints.hostile import hostile
 from tests.engine.constraints.runner import Runner, decode
 
 SLOW = json.dumps({"allOf": [{"type": "integer", "multipleOf": p} for p in (10007, 10009, 10037)]})

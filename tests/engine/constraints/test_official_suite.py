@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.schema_suite import SuiteMissingError, download_suite
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.tokens import read_tokens
 from octavo.engine.constraints.trial import try_constraint
 from tests.engine.constraints.runner import EOS, Runner, decode
+from tests.engine.constraints.schema_suite import SuiteMissingError, download_suite
 from tests.engine.constraints.schemas import check
 
 pytestmark = pytest.mark.slow
