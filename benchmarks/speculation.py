@@ -1,8 +1,7 @@
-"""Time outputs with drafted tokens and without, in one engine, turn by turn.
+"""Time outputs with drafted tokens and without, by a server for each mode, turn by turn.
 
-    python -m benchmarks.speculation [--model demo] [--quantization none] [--rounds 2]
-        [--modes off ngram suffix auto] [--kinds copy edit summary json code schema open mix]
-        [--tokens 8]
+    python -m benchmarks.speculation [--model demo] [--rounds 2] [--modes off ngram suffix auto]
+        [--kinds copy edit summary json code schema open mix] [--tokens 8] [-- FLAG ...]
 
 Each prompt is answered under every mode in turn, so that the machine is the same for all. The kinds
 `copy`, `edit`, `summary`, `json` and `code` have the text in the prompt that the answer is made of,
@@ -10,23 +9,23 @@ and are greedy; `schema` is as `json`, and held to a JSON schema. `open` text is
 at temperature 0.8. These are one request at a time. `mix` is 48 requests at once, of all kinds. No
 prefix is cached, and every round has a salt of its own, so that nothing is drafted from the outputs
 of another round. Tokens per second are of whole requests, prefill included. The last column counts
-the outputs that are the same, token for token, as without drafts: in 16 bits, rounding may choose
-between two tokens that are nearly as likely, and steps of several tokens round otherwise than steps
-of one.
+the outputs that are the same, token for token, as in the first mode: in 16 bits, rounding may
+choose between two tokens that are nearly as likely, and steps of several tokens round otherwise
+than steps of one.
 """
 
 import argparse
-import json
+import asyncio
+import contextlib
 import time
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
-from benchmarks.one_engine import OneEngine
-from octavo.common.models.resolve import resolve
-from octavo.common.models.tokenizer import load_tokenizer
-from octavo.engine.speculation.methods import make_speculation
+from benchmarks.report import table
+from octavo import AsyncClient, Completion, Message
+from octavo.cli.local_server import local_server
+from octavo.common.sampling_parameters import GenerateOptions
 
 TEXTS = (
     """The harbour of Lindau lies on an island in the eastern part of the lake. Its entrance is
@@ -110,156 +109,130 @@ PROMPTS = {
 COLUMNS = (("name", "born", "field", "city"), ("item", "price", "count", "aisle"))
 NUMBERS = {"born", "price", "count"}
 SCHEMAS = [
-    json.dumps(
-        {
-            "type": "array",
-            "minItems": 3,
-            "maxItems": 3,
-            "items": {
-                "type": "object",
-                "properties": {
-                    name: {"type": "number"} if name in NUMBERS else {"type": "string"}
-                    for name in names
-                },
-                "required": list(names),
-                "additionalProperties": False,
+    {
+        "type": "array",
+        "minItems": 3,
+        "maxItems": 3,
+        "items": {
+            "type": "object",
+            "properties": {
+                name: {"type": "number"} if name in NUMBERS else {"type": "string"}
+                for name in names
             },
-        }
-    )
+            "required": list(names),
+            "additionalProperties": False,
+        },
+    }
     for names in COLUMNS
 ]
-"""Of `schema`: those of `RECORDS`."""
+"""The schemas of `RECORDS`."""
 MIX = 48
 MAX_TOKENS = 160
+Ask = tuple[str, GenerateOptions]
+"""A prompt and its options."""
 
 
 @dataclass
-class Figures:
-    """The measurements of one kind of work with one value of `--speculation`.
+class Stats:
+    """The measurements of one kind of work in one mode.
 
     Attributes:
-        tokens: of outputs.
-        seconds: that they took.
-        processor_seconds: of all threads; where others use the machine, it varies less.
-        drafted: drafted tokens.
-        accepted: of these, those that were right.
-        same: outputs that are those without drafts.
-        outputs: outputs.
+        tokens: Output tokens.
+        seconds: Time that they took.
+        drafted: Drafted tokens.
+        accepted: Drafted tokens that were right.
+        same: Outputs that equal those of the first mode.
+        outputs: Outputs.
     """
 
     tokens: int = 0
     seconds: float = 0.0
-    processor_seconds: float = 0.0
     drafted: int = 0
     accepted: int = 0
     same: int = 0
     outputs: int = 0
 
+    @property
+    def rate(self) -> float:
+        """Output tokens per second."""
+        return self.tokens / self.seconds
 
-class Benchmark:
-    """An engine, and what was measured with it by kind and mode."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        model = resolve(options.model)
-        self.options = options
-        self.engine = OneEngine(
-            model,
-            pin=True,
-            quantization=options.quantization,
-            dtype=options.dtype,
-            compile=options.compile,
-            enable_prefix_caching=False,
-        )
-        self.figures: dict[str, dict[str, Figures]] = defaultdict(lambda: defaultdict(Figures))
-        self._speculations = {
-            mode: make_speculation(mode, options.tokens) for mode in options.modes
+def groups(kind: str) -> list[list[Ask]]:
+    """Return the requests of a kind, by those that run at once."""
+
+    def ask(kind: str, i: int) -> Ask:
+        options: GenerateOptions = {"temperature": 0.0}
+        if kind == "open":
+            options = {"temperature": 0.8, "seed": i}
+        if kind == "schema":
+            options["json_schema"] = SCHEMAS[i % len(SCHEMAS)]
+        return PROMPTS[kind][i % len(PROMPTS[kind])], options
+
+    if kind != "mix":
+        return [[ask(kind, i)] for i in range(len(PROMPTS[kind]))]
+    kinds = list(PROMPTS)
+    return [[ask(kinds[i % len(kinds)], i // len(kinds)) for i in range(MIX)]]
+
+
+async def answer(client: AsyncClient, group: Sequence[Ask], salt: str) -> list[Completion]:
+    """Send the requests of a group at once."""
+    common: GenerateOptions = {"max_tokens": MAX_TOKENS, "token_ids": True, "cache_salt": salt}
+    streams = [
+        client.generate([Message("user", text)], **(common | options)) for text, options in group
+    ]
+    return await asyncio.gather(*(stream.complete() for stream in streams))
+
+
+async def measure(
+    addresses: dict[str, str], kinds: Sequence[str], rounds: int
+) -> dict[str, dict[str, Stats]]:
+    """Answer all prompts in each mode and round; return the measurements by kind and mode."""
+    found: dict[str, dict[str, Stats]] = defaultdict(lambda: defaultdict(Stats))
+    async with contextlib.AsyncExitStack() as stack:
+        clients = {
+            mode: await stack.enter_async_context(AsyncClient(address))
+            for mode, address in addresses.items()
         }
-        tokenizer = load_tokenizer(Path(model))
-        self.prompts: dict[str, list[list[int]]] = {
-            kind: [
-                tokenizer(
-                    tokenizer.apply_chat_template(
-                        [{"role": "user", "content": text}],
-                        add_generation_prompt=True,
-                        tokenize=False,
-                    )
-                ).input_ids
-                for text in texts
-            ]
-            for kind, texts in PROMPTS.items()
-        }
-
-    def groups(self, kind: str) -> list[list[tuple[list[int], dict[str, Any]]]]:
-        """Return the prompts of a kind with their parameters, by those that run at once."""
-
-        def asked(kind: str, i: int) -> tuple[list[int], dict[str, Any]]:
-            sampled: dict[str, Any] = {"temperature": 0.0}
-            if kind == "open":
-                sampled = {"temperature": 0.8, "seed": i}
-            if kind == "schema":
-                sampled["schema"] = SCHEMAS[i % len(SCHEMAS)]
-            return self.prompts[kind][i % len(self.prompts[kind])], sampled
-
-        if kind != "mix":
-            return [[asked(kind, i)] for i in range(len(self.prompts[kind]))]
-        kinds = list(self.prompts)
-        return [[asked(kinds[i % len(kinds)], i // len(kinds)) for i in range(MIX)]]
-
-    def run(self, round_: int) -> None:
-        """Answer every prompt once under each mode."""
-        for kind in self.options.kinds:
-            for group in self.groups(kind):
-                plain: list[list[int]] | None = None
-                for mode in self.options.modes:
-                    outputs = self._answer(kind, mode, group, str(round_))
-                    if plain is None:
-                        plain = outputs
-                    figures = self.figures[kind][mode]
-                    figures.outputs += len(group)
-                    pairs = zip(outputs, plain, strict=True)
-                    figures.same += sum(mine == theirs for mine, theirs in pairs)
-
-    def _answer(
-        self, kind: str, mode: str, group: list[tuple[list[int], dict[str, Any]]], salt: str
-    ) -> list[list[int]]:
-        scheduler, figures = self.engine.parts.scheduler, self.figures[kind][mode]
-        scheduler.speculation = self._speculations[mode]
-        drafted, accepted = scheduler.counters.drafted_tokens, scheduler.counters.accepted_tokens
-        began, processor = time.perf_counter(), time.process_time()
-        ids = [self._submit(prompt, cache_salt=salt, **sampled) for prompt, sampled in group]
-        outputs = [self.engine.wait(id_).tokens[0] for id_ in ids]
-        figures.seconds += time.perf_counter() - began
-        figures.processor_seconds += time.process_time() - processor
-        figures.tokens += sum(map(len, outputs))
-        figures.drafted += scheduler.counters.drafted_tokens - drafted
-        figures.accepted += scheduler.counters.accepted_tokens - accepted
-        self.engine.settle()
-        return outputs
-
-    def _submit(self, prompt: list[int], *, schema: str | None = None, **more: Any) -> str:  # noqa: ANN401
-        constraint = (None,) if schema is None else ("json_schema", schema)
-        return self.engine.submit(*constraint, prompt=prompt, max_tokens=MAX_TOKENS, **more)
+        for client in clients.values():
+            await answer(client, groups("open")[0], "warm-up")
+        for number in range(rounds):
+            for kind in kinds:
+                for group in groups(kind):
+                    first: list[Completion] | None = None
+                    for mode, client in clients.items():
+                        began = time.perf_counter()
+                        completions = await answer(client, group, str(number))
+                        seconds = time.perf_counter() - began
+                        first = first or completions
+                        add(found[kind][mode], completions, first, seconds)
+    return found
 
 
-def report(figures: dict[str, dict[str, Figures]], modes: list[str]) -> None:
-    """Print a line for each kind and mode."""
-    print(
-        f"{'kind':<9}{'mode':<8}{'tokens/s':>9}{'of off':>8}{'CPU ms/token':>14}{'of off':>8}"
-        f"{'drafted':>9}{'right':>7}{'same':>8}"
-    )
-    for kind, by_mode in figures.items():
-        off = by_mode[modes[0]]
-        for mode in modes:
-            found = by_mode[mode]
-            rate = found.tokens / found.seconds
-            cost = 1e3 * found.processor_seconds / found.tokens
-            off_cost = 1e3 * off.processor_seconds / off.tokens
-            right = f"{found.accepted / found.drafted:.0%}" if found.drafted else "-"
-            print(
-                f"{kind:<9}{mode:<8}{rate:9.1f}{rate / (off.tokens / off.seconds):7.2f}x"
-                f"{cost:14.2f}{cost / off_cost:7.2f}x"
-                f"{found.drafted:9}{right:>7}{found.same:>5}/{found.outputs}"
-            )
+def add(
+    stats: Stats, completions: list[Completion], first: list[Completion], seconds: float
+) -> None:
+    """Count the answers of a group."""
+    stats.seconds += seconds
+    for completion, other in zip(completions, first, strict=True):
+        stats.tokens += completion.usage.output_tokens
+        stats.drafted += completion.usage.drafted_tokens
+        stats.accepted += completion.usage.accepted_tokens
+        stats.same += completion.outputs[0].token_ids == other.outputs[0].token_ids
+        stats.outputs += 1
+
+
+def report(found: dict[str, dict[str, Stats]]) -> str:
+    """Return a table with a row for each kind and mode."""
+    rows = []
+    for kind, by_mode in found.items():
+        first, *_ = by_mode.values()
+        for mode, stats in by_mode.items():
+            right = f"{stats.accepted / stats.drafted:.0%}" if stats.drafted else "-"
+            ratio = f"{stats.rate / first.rate:.2f}"
+            same = f"{stats.same}/{stats.outputs}"
+            rows.append((kind, mode, f"{stats.rate:.1f}", ratio, stats.drafted, right, same))
+    return table(("kind", "mode", "tokens/s", "ratio", "drafted", "right", "same"), rows)
 
 
 def main() -> None:
@@ -268,23 +241,21 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--quantization", default="none")
-    parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=8, help="maximum drafted tokens per step")
     parser.add_argument("--modes", nargs="+", default=["off", "ngram", "suffix", "auto"])
-    parser.add_argument("--kinds", nargs="+", default=[*PROMPTS, "mix"])
+    parser.add_argument("--kinds", nargs="+", default=[*PROMPTS, "mix"], choices=[*PROMPTS, "mix"])
+    parser.add_argument("flags", nargs="*", help="further flags of `octavo serve`, after --")
     options = parser.parse_args()
-    benchmark = Benchmark(options)
-    warm_up = benchmark.groups("open")[0]
-    for mode in options.modes:
-        benchmark._answer("open", mode, warm_up, "warm-up")  # noqa: SLF001 - its own
-    benchmark.figures.clear()
-    for round_ in range(options.rounds):
-        benchmark.run(round_)
-    report(benchmark.figures, options.modes)
-    benchmark.engine.close()
+    flags = ("--num-speculative-tokens", str(options.tokens), "--no-enable-prefix-caching")
+    with contextlib.ExitStack() as stack:
+        addresses = {
+            mode: stack.enter_context(
+                local_server(options.model, "--speculation", mode, *flags, *options.flags)
+            )
+            for mode in options.modes
+        }
+        print(report(asyncio.run(measure(addresses, options.kinds, options.rounds))))
 
 
 if __name__ == "__main__":

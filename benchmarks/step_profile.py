@@ -6,36 +6,24 @@
 Each batch runs in a process of its own: prompts of random tokens are computed, then
 decode steps are timed part by part. Matrix products and attention are what the kernels
 say of themselves; products that are oneDNN's count as the rest of the model.
-
-Then a server is started and as many streams are read from it. Of these steps it says how
-long they were, how long the threads that compute waited for a core, which others had (by
-Linux's accounts, their mean), and the CPU time of those others.
+What a step costs beside the model, while it is served, `benchmarks.host_time` measures.
 """
 
 import argparse
-import asyncio
 import json
-import os
 import random
-import statistics
 import subprocess
 import sys
 import time
 from collections import defaultdict
 from typing import Any
 
-import psutil
-import uvloop
-
-from benchmarks.processor_time import thread_times, timed
+from benchmarks.processor_time import timed
 from benchmarks.report import table
-from octavo import AsyncClient
-from octavo.cli.local_server import local_server
 
 PROMPT = 160
 STEPS = 40
 WARM_STEPS = 5
-OUTPUT = 120
 PARTS = {
     "products": "matrix products",
     "attention": "attention, states and cache writes",
@@ -46,15 +34,6 @@ PARTS = {
     "update": "taking tokens",
     "other": "between the parts",
 }
-SERVED = {
-    "time per output token": "token",
-    "computing threads wait for a core": "waits",
-    "CPU time of the router": "router",
-    "CPU time of the client": "client",
-    "CPU time of the engine's other threads": "engine",
-}
-COMPUTING = 0.5
-"""A thread that runs for this share of the time computes."""
 
 
 def main() -> None:
@@ -73,9 +52,6 @@ def main() -> None:
     inside = {batch: _profile_in_child(arguments, batch) for batch in arguments.batch}
     print(f"A decode step, milliseconds (quantization {arguments.quantization})\n")
     print(_parts_table(inside))
-    print(
-        f"\nServed, milliseconds a step\n\n{_served_table(uvloop.run(_serve(arguments)), inside)}"
-    )
 
 
 def _parts_table(found: dict[int, dict[str, float]]) -> str:
@@ -93,30 +69,6 @@ def _parts_table(found: dict[int, dict[str, float]]) -> str:
     others = [total - product for total, product in zip(totals, products, strict=True)]
     rows += [row("a step", totals), row("neither product nor attention", others)]
     return table(["part", *(cell for batch in found for cell in (f"batch {batch}", "share"))], rows)
-
-
-def _served_table(found: dict[int, dict[str, float]], inside: dict[int, dict[str, float]]) -> str:
-    rows = [
-        [name, *(f"{figures[key] * 1e3:.2f}" for figures in found.values())]
-        for name, key in SERVED.items()
-    ]
-    shares = [_shares(inside[batch], figures) for batch, figures in found.items()]
-    names = "with the waits for the engine's own threads", "with all waits"
-    for name, row in zip(names, zip(*shares, strict=True), strict=True):
-        cells = (f"{share:.1%}" for share in row)
-        rows.append([f"neither product nor attention, {name}", *cells])
-    return table(["served", *(f"batch {batch}" for batch in found)], rows)
-
-
-def _shares(parts: dict[str, float], served: dict[str, float]) -> tuple[float, float]:
-    """Return the share of a served step outside products and attention: the engine's, and all.
-
-    The computing threads wait for the others by as much as those compute.
-    """
-    others = sum(parts.values()) - parts["products"] - parts["attention"]
-    own = served["engine"] / (served["engine"] + served["router"] + served["client"])
-    waits, step = served["waits"], served["token"]
-    return (others + waits * own) / step, (others + waits) / step
 
 
 def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
@@ -190,71 +142,6 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, float]:
 
 def _live(scheduler: Any) -> list[Any]:  # noqa: ANN401
     return [*scheduler.running, *scheduler.waiting]
-
-
-async def _serve(arguments: argparse.Namespace) -> dict[int, dict[str, float]]:
-    """Return figures of a real server's steps by the number of streams read at once."""
-    flags = ("--quantization", arguments.quantization)
-    with local_server(arguments.model, *flags) as address:
-        router, *others = psutil.Process().children(recursive=True)
-        engine = max(others, key=lambda process: process.memory_info().rss)
-        processes = {"router": router.pid, "client": os.getpid(), "engine": engine.pid}
-        async with AsyncClient(address) as client:
-            await _Streams(client, arguments.batch[0], arguments).measure(processes)
-            return {
-                batch: await _Streams(client, batch, arguments).measure(processes)
-                for batch in arguments.batch
-            }
-
-
-class _Streams:
-    """Streams of tokens, read at once."""
-
-    def __init__(self, client: AsyncClient, count: int, arguments: argparse.Namespace) -> None:
-        self._client = client
-        self._sampling = _sampling(arguments)
-        self._tokens = [0] * count
-
-    async def measure(self, processes: dict[str, int]) -> dict[str, float]:
-        """Read the streams; return figures of the time when all run."""
-        tasks = [asyncio.create_task(self._read(i)) for i in range(len(self._tokens))]
-        while min(self._tokens) < WARM_STEPS:  # noqa: ASYNC110 - by the tasks above
-            await asyncio.sleep(0.01)
-        began, tokens, before = time.perf_counter(), sum(self._tokens), _threads(processes)
-        while max(self._tokens) < OUTPUT - 1:  # noqa: ASYNC110 - likewise
-            await asyncio.sleep(0.01)
-        seconds = time.perf_counter() - began
-        steps = (sum(self._tokens) - tokens) / len(self._tokens)
-        after = _threads(processes)
-        await asyncio.gather(*tasks)
-        figures: defaultdict[str, float] = defaultdict(float, token=seconds)
-        waits = []
-        for thread, (ran, waited) in after.items():
-            ran_before, waited_before = before.get(thread, (0, 0))
-            if ran - ran_before > COMPUTING * seconds:
-                waits.append(waited - waited_before)
-            else:
-                figures[thread[0]] += ran - ran_before
-        figures["waits"] = statistics.mean(waits)
-        return {name: seconds / steps for name, seconds in figures.items()}
-
-    async def _read(self, i: int) -> None:
-        draw = random.Random(time.monotonic_ns())
-        prompt = [draw.randrange(256, 40000) for _ in range(PROMPT)]
-        stream = self._client.generate(
-            prompt, max_tokens=OUTPUT, ignore_eos=True, token_ids=True, **self._sampling
-        )
-        async for delta in stream:
-            self._tokens[i] += len(delta.token_ids)
-
-
-def _threads(processes: dict[str, int]) -> dict[tuple[str, int], tuple[float, float]]:
-    """Return the times of each thread, by the process' name and its id."""
-    return {
-        (name, thread): times
-        for name, process in processes.items()
-        for thread, times in thread_times(process).items()
-    }
 
 
 if __name__ == "__main__":

@@ -16,19 +16,17 @@ import psutil
 from rich.console import Console
 
 from benchmarks.peers import model_files, registry, report, workloads
-from benchmarks.peers.isa import ISAS
 from benchmarks.peers.model_files import Model
 from benchmarks.peers.report import Circumstances
 from benchmarks.peers.rounds import Fleet, measure
 from benchmarks.peers.shapes import SHAPES
-from octavo.kernels.machine import cpu_features
 
 RESULTS = Path(__file__).parents[1] / "results"
 QUICK_REQUESTS = 12
 
 
 def main() -> None:
-    """The command line."""
+    """Parse the arguments, measure, and write the results."""
     options = _options()
     console = Console()
     count, rounds = (QUICK_REQUESTS, 1) if options.quick else (options.requests, options.rounds)
@@ -40,15 +38,14 @@ def main() -> None:
         minutes, seconds = divmod(int(time.monotonic() - start), 60)
         console.print(f"[dim]{minutes:3}:{seconds:02}[/] {text}", highlight=False)
 
-    held = ISAS[options.isa]
     with Fleet(
-        *(model, options.folder, options.threads, count, held), rebuild=options.rebuild, say=say
+        *(model, options.folder, options.threads, count), rebuild=options.rebuild, say=say
     ) as fleet:
         results = measure(fleet, options.peers, rounds, say)
     mixed, single = workloads.mixed(0, count), workloads.single(0)
     where = Circumstances(
         date=f"{date:%Y-%m-%d}",
-        machine=_machine() + ("" if held.is_native else f", held to {held.name}"),
+        machine=_machine(),
         system=f"{platform.system()}, Python {platform.python_version()}",
         load=load,
         model=model.title,
@@ -102,12 +99,6 @@ def _options() -> argparse.Namespace:
     )
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the mix")
     parser.add_argument("--threads", type=int, default=2, help="of each peer (default: 2)")
-    parser.add_argument(
-        "--isa",
-        choices=ISAS,
-        default="native",
-        help="hold all to it (default: native)",
-    )
     parser.add_argument("--rebuild", action="store_true", help="make the environments anew")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder for the results")
     parser.add_argument(
@@ -119,13 +110,11 @@ def _options() -> argparse.Namespace:
     options = parser.parse_args()
     try:
         options.model = model_files.choose(options.model)
-        options.peers = registry.choose(options.peers, ISAS[options.isa], options.model.forms)
+        options.peers = registry.choose(options.peers, options.model.forms)
         if options.before:
             options.peers = registry.with_before(options.peers, _checkout(options.before))
     except ValueError as error:
         parser.error(str(error))
-    if lacking := ISAS[options.isa].needs - cpu_features():
-        parser.error(f"--isa {options.isa}: this CPU lacks {', '.join(sorted(lacking))}")
     if options.rounds < 1 or options.threads < 1:
         parser.error("--rounds and --threads are at least 1")
     if not 1 <= options.requests <= workloads.REQUESTS:
@@ -157,7 +146,7 @@ def _machine() -> str:
 
 
 def _processor() -> str:
-    """The processor's name, and of its vector instructions those that matter here."""
+    """Return the processor's name, and of its vector instructions those that matter here."""
     told = Path("/proc/cpuinfo")
     if not told.exists():
         return platform.processor() or platform.machine()
@@ -171,7 +160,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """The commit that is measured, and whether files differ from it."""
+    """Return the commit that is measured, and whether files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "an unknown commit"

@@ -43,13 +43,12 @@ class Environment:
     """What to install.
 
     Attributes:
-        name: of its directory.
-        requirements: for pip, pinned.
-        without: packages that the first requirement asks for but that its worker
+        name: Name of its directory.
+        requirements: Pinned requirements for pip.
+        without: Packages that the first requirement asks for but that its worker
             never imports; they are left out.
-        variables: set while installing, for what is built from source.
-        pip_flags: more arguments for `pip install`.
-        holdable: whether it can be held to less than the CPU has; see `isa`.
+        variables: Set while installing, for what is built from source.
+        pip_flags: More arguments for `pip install`.
     """
 
     name: str
@@ -57,10 +56,9 @@ class Environment:
     without: tuple[str, ...] = ()
     variables: Mapping[str, str] = field(default_factory=dict)
     pip_flags: tuple[str, ...] = ()
-    holdable: bool = True
 
     def fingerprint(self) -> str:
-        """Changes when what is to be installed does."""
+        """Return a text that changes with the requirements."""
         return json.dumps([asdict(self), sys.version_info[:3]], sort_keys=True)
 
 
@@ -68,12 +66,12 @@ def provide(environment: Environment, folder: Path, *, rebuild: bool = False) ->
     """Return an environment's Python; make the environment first if need be.
 
     Args:
-        environment: what it must hold.
-        folder: where environments are kept.
-        rebuild: make it anew although it is there.
+        environment: What it must hold.
+        folder: Where environments are kept.
+        rebuild: Make it anew although it is there.
 
     Raises:
-        InstallError: pip failed.
+        InstallError: Pip failed.
     """
     home = folder / environment.name
     python = home / "bin" / "python"

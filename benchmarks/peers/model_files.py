@@ -29,10 +29,10 @@ class Model:
     """A model that peers can be measured with.
 
     Attributes:
-        name: on the command line; of a directory, its last part.
-        title: in the report.
-        vocabulary: number of its tokens.
-        makers: what returns the model's path in each of its forms, given the folder for files.
+        name: On the command line; of a directory, its last part.
+        title: In the report.
+        vocabulary: Number of its tokens.
+        makers: What returns the model's path in each of its forms, given the folder for files.
     """
 
     name: str

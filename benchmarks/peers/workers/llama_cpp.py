@@ -63,7 +63,7 @@ class LlamaCpp:
         self._slots: int | None = None
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Runs requests in as many slots as is fastest."""
+        """Run requests in as many slots as is fastest."""
         longest = max(len(request.prompt) + request.output_tokens for request in requests)
         if longest > SEQUENCE_TOKENS:
             raise ValueError(f"a request has {longest} tokens; a slot holds {SEQUENCE_TOKENS}")
@@ -98,7 +98,7 @@ class LlamaCpp:
         return Outcome(seconds, outputs, ranked, f"{slots} slots")
 
     def _step(self, running: dict[int, Slot]) -> list[tuple[int, Slot]]:
-        """Computes one batch, decodes first; returns the slots that have a new token."""
+        """Compute one batch, decodes first; returns the slots that have a new token."""
         batch, row = self._batch, 0
         ended: list[tuple[int, int, Slot]] = []
         for sequence, slot in sorted(running.items(), key=lambda item: len(item[1].pending)):
@@ -125,7 +125,7 @@ class LlamaCpp:
         return [(sequence, slot) for _, sequence, slot in ended]
 
     def _best(self, row: int) -> int:
-        """The likeliest token after a row of the batch."""
+        """Return the likeliest token after a row of the batch."""
         logits = ctypes.cast(
             native.llama_get_logits_ith(self._context, row), ctypes.POINTER(ctypes.c_float)
         )
@@ -133,7 +133,7 @@ class LlamaCpp:
 
 
 def load(setup: Setup) -> Runner:
-    """Loads a GGUF file."""
+    """Load a GGUF file."""
     return LlamaCpp(setup)
 
 

@@ -42,7 +42,7 @@ class Octavo:
             raise RuntimeError(BOXES.sub(" ", said.getvalue()).strip()[-300:]) from None
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Sends all requests at once."""
+        """Send all requests at once."""
         return asyncio.run(self._run(requests))
 
     async def _run(self, requests: Sequence[Request]) -> Outcome:
@@ -59,7 +59,7 @@ class Octavo:
 
 
 async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tuple[list[int], float]:
-    """Returns a request's output tokens, and when the first of them came.
+    """Return a request's output tokens, and when the first of them came.
 
     Of many requests the answers come whole, as they do from the packages beside it.
     """
@@ -81,7 +81,7 @@ async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tupl
 
 
 def load(setup: Setup) -> Runner:
-    """Starts the server and waits until it serves."""
+    """Start the server and waits until it serves."""
     return Octavo(setup)
 
 

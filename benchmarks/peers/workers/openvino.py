@@ -21,7 +21,7 @@ class OpenVino:
         self._pipeline = genai.ContinuousBatchingPipeline(setup.model, scheduler, "CPU", properties)
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Adds all requests, then steps until none is left."""
+        """Add all requests, then steps until none is left."""
         outputs: list[list[int]] = [[] for _ in requests]
         first: dict[int, float] = {}
         began = time.perf_counter()
@@ -54,7 +54,7 @@ def _config(request: Request) -> genai.GenerationConfig:
 
 
 def load(setup: Setup) -> Runner:
-    """Loads the pipeline."""
+    """Load the pipeline."""
     return OpenVino(setup)
 
 

@@ -108,7 +108,7 @@ def _check_machine() -> None:
     """Check what the server would need, as it dies of an illegal instruction otherwise.
 
     Raises:
-        RuntimeError: the CPU lacks something.
+        RuntimeError: The CPU lacks something.
     """
     features = set(Path("/proc/cpuinfo").read_text().split())
     if lacking := NEEDS - features:

@@ -20,10 +20,10 @@ class Setup:
     """What a worker is to load, and what it may use.
 
     Attributes:
-        model: path of the model's directory or file.
-        threads: to compute with.
+        model: Path of the model's directory or file.
+        threads: To compute with.
         cache_gib: GiB of KV cache, for peers whose cache has a fixed size.
-        options: what tells variants of one peer apart.
+        options: What tells variants of one peer apart.
     """
 
     model: str
@@ -37,8 +37,8 @@ class Request:
     """A prompt of token ids, and how many tokens are to follow it, whatever they are.
 
     Attributes:
-        prompt: the token ids.
-        output_tokens: how many are to follow.
+        prompt: The token ids.
+        output_tokens: How many are to follow.
     """
 
     prompt: list[int]
@@ -50,10 +50,10 @@ class Outcome:
     """A workload that was run.
 
     Attributes:
-        seconds: from handing over the requests, all at once, to the last token.
-        outputs: token ids, in the requests' order.
-        first_token_seconds: from the same start to each request's first token.
-        note: how it was run, where the peer had a choice.
+        seconds: From handing over the requests, all at once, to the last token.
+        outputs: Token ids, in the requests' order.
+        first_token_seconds: From the same start to each request's first token.
+        note: How it was run, where the peer had a choice.
     """
 
     seconds: float
@@ -66,15 +66,15 @@ class Runner(Protocol):
     """A loaded peer."""
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Runs requests greedily and times them; all are there at the start."""
+        """Run requests greedily and times them; all are there at the start."""
 
 
 def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
-    """A worker's main loop: obeys commands from stdin until it is closed.
+    """Obey commands from stdin until it is closed.
 
     Args:
-        load: loads the peer; what it raises is reported, and ends the worker.
-        packages: whose installed versions are reported.
+        load: Loads the peer; an exception is reported and ends the worker.
+        packages: Packages whose installed versions are reported.
     """
     answers = _claim_stdout()
     runner: Runner | None = None
@@ -96,7 +96,7 @@ def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Keeps stdout for answers: what libraries print there goes to stderr instead."""
+    """Keep stdout for answers: what libraries print there goes to stderr instead."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -60,7 +60,7 @@ class Continuous:
 
 
 def load(setup: Setup) -> Runner:
-    """Loads the model in bf16."""
+    """Load the model in bf16."""
     return Continuous(setup)
 
 

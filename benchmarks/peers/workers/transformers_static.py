@@ -26,7 +26,7 @@ class Static:
         self._size: int | None = None
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Runs batch after batch."""
+        """Run batch after batch."""
         if len(requests) == 1:
             return self._run(requests, 1)
         if self._size is not None:
@@ -64,7 +64,7 @@ class Static:
 
 
 def load(setup: Setup) -> Runner:
-    """Loads the model in bf16."""
+    """Load the model in bf16."""
     return Static(setup)
 
 

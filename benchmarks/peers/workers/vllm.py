@@ -46,11 +46,11 @@ class Vllm:
 
 
 def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
-    """What its guide says to set.
+    """Return the variables that its guide sets.
 
     Args:
-        home: its virtual environment.
-        threads: to compute with.
+        home: Its virtual environment.
+        threads: To compute with.
         cache_gib: GiB of KV cache.
     """
     return {
@@ -62,13 +62,13 @@ def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
 
 
 def _libraries(home: Path) -> list[str]:
-    """What its guide says to load first: Intel's OpenMP, and tcmalloc if the system has it."""
+    """Return libraries to load first, by its guide: Intel's OpenMP, and tcmalloc if present."""
     openmp = home / "lib" / "libiomp5.so"
     return [*filter(None, [ctypes.util.find_library("tcmalloc_minimal")]), str(openmp)]
 
 
 def load(setup: Setup) -> Runner:
-    """Starts the engine; compiling takes most of its time."""
+    """Start the engine; compiling takes most of its time."""
     return Vllm(setup)
 
 

@@ -8,7 +8,7 @@ from jsonschema import Draft202012Validator
 
 PATTERNS = ["^[a-c]{2,5}$", "x+y?", "^(ab|cd)*$", r"^\d{3}-\d{4}$", '^[^"]{1,8}$']
 DIGITS = 10_000
-"""Of decimals; a number of more is not written in a test's output."""
+"""Maximum decimals; no output of a test has a longer number."""
 FORMATS = ["date", "time", "date-time", "email", "ipv4", "ipv6", "uuid", "duration", "hostname"]
 
 

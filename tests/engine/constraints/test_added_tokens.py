@@ -40,7 +40,7 @@ class Vocabulary:
 
         Args:
             constraint: What it keeps to.
-            seed: Of the draws.
+            seed: Seed of the random numbers.
             most: Maximum tokens.
             likes: Sets of tokens that come first, the first set above all.
         """
@@ -104,7 +104,7 @@ MARKED_PIECES = ["<", ">", "b", "b>", "<b>", "s", "/", "</", "</s", "</s>"]
 
 @pytest.fixture(scope="module")
 def llama() -> Vocabulary:
-    """As Llama 2's and Gemma's: merges of everything, markers and runs of spaces included."""
+    """Like Llama 2's and Gemma's: merges of everything, markers and runs of spaces included."""
     vocabulary = {one: i for i, one in enumerate(dict.fromkeys(BYTE_PIECES + MARKED_PIECES))}
     merges = [("▁", "▁"), ("b", ">"), ("<", "b>"), ("<", "/"), ("</", "s"), ("</s", ">")]
     model = models.BPE(vocabulary, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True)
@@ -113,7 +113,7 @@ def llama() -> Vocabulary:
 
 @pytest.fixture(scope="module")
 def unigram() -> Vocabulary:
-    """As T5's: markers are pieces with scores."""
+    """Like T5's: markers are pieces with scores."""
     pieces = dict.fromkeys(BYTE_PIECES + MARKED_PIECES)
     scores = [(one, -1.0 if one in MARKED_PIECES else -9.0) for one in pieces]
     return Vocabulary(_byte_fallback(models.Unigram(scores, 0, byte_fallback=True)), "</s>")
