@@ -109,7 +109,7 @@ async def strike(
 
 
 async def left_over(served: Service) -> list[str]:
-    """Return what engines still hold once they have had time to release it."""
+    """Return the requests and blocks that engines hold after SETTLE_SECONDS."""
     deadline = time.monotonic() + SETTLE_SECONDS
     while True:
         held = []

@@ -38,7 +38,7 @@ CAPACITY = PLACES / STEP_SECONDS / OUTPUT_TOKENS
 """Requests that the engine can serve in a second."""
 LOAD = 0.25
 STREAMS = 48
-"""Of each tenant, where both keep the engine busy."""
+"""Streams of each tenant where both keep the engine busy."""
 SIZES = ((16, 40), (64, 24))
 """Prompt and output tokens of each tenant's requests there."""
 WARM_SECONDS = 5.0
@@ -99,7 +99,7 @@ def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
 
 
 async def flooded(seconds: float, times: float) -> Served:
-    """Return what a modest tenant gets beside one that sends `times` times as much.
+    """Serve a modest tenant beside one that sends `times` times as much.
 
     Each is a process, as tenants are; in one process they would wait for each other.
     """

@@ -59,11 +59,11 @@ class Cost:
     """What steps cost.
 
     Attributes:
-        step: seconds of wall time.
-        parts: of these, by part.
-        core: seconds of CPU time of the core's thread.
-        others: the same of the process' other threads.
-        tokens: a second, that reached the client.
+        step: Wall time in seconds.
+        parts: Seconds of the step by part.
+        core: CPU seconds of the core's thread.
+        others: CPU seconds of the process' other threads.
+        tokens: Tokens per second that reached the client.
     """
 
     step: float
@@ -80,7 +80,7 @@ class Counts:
     """Figures in a file that both processes map.
 
     Args:
-        path: the file; made if it is not there.
+        path: The file; made if it is not there.
     """
 
     def __init__(self, path: Path) -> None:
@@ -105,7 +105,7 @@ def without_model(path: Path) -> None:
     """Make this process' engine compute nothing, and count the time of its parts.
 
     Args:
-        path: the file of the figures.
+        path: The file of the figures.
     """
     from octavo.engine.core import EngineCore  # noqa: PLC0415 - in the engine's process alone
     from octavo.engine.core.reporting import Reporter  # noqa: PLC0415
@@ -154,12 +154,12 @@ class Requests:
     """Requests to an engine; each one that ends is followed by another.
 
     Args:
-        sequences: that decode at once.
-        chunk: whether prompts are computed beside them, one after the other.
+        sequences: Sequences that decode at once.
+        chunk: Whether prompts are computed beside them, one after the other.
 
     Attributes:
-        tokens: that have come.
-        decoding: requests whose prompt was begun, and that go on.
+        tokens: Tokens received.
+        decoding: Requests whose prompt was begun, and that go on.
     """
 
     def __init__(self, sequences: int, *, chunk: bool) -> None:
@@ -239,9 +239,9 @@ async def measure(sequences: int, chunk: int, seconds: float) -> Cost:
     """Measure one number of sequences.
 
     Args:
-        sequences: that decode at once.
-        chunk: tokens of prompts in each step beside them; 0 for none.
-        seconds: of the measurement.
+        sequences: Sequences that decode at once.
+        chunk: Prompt tokens in each step beside them; 0 for none.
+        seconds: Duration of the measurement.
     """
     with tempfile.TemporaryDirectory() as directory:
         figures = Path(directory) / "figures"

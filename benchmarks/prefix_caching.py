@@ -37,9 +37,9 @@ class Answer(NamedTuple):
     """What came of a prompt.
 
     Attributes:
-        seconds: to the first token.
-        tokens: all that came.
-        cached: tokens of the prompt that were cached.
+        seconds: To the first token.
+        tokens: All that came.
+        cached: Tokens of the prompt that were cached.
     """
 
     seconds: float
@@ -74,8 +74,8 @@ async def measure(
     """Time prompts by what became of their prefix before.
 
     Returns:
-        The seconds to the first token of each round, and the number of prompts with a cached prefix
-        whose tokens were those of the same prompt without.
+        The seconds to the first token of each round, and the number of rounds in which the prompt
+        With a cached prefix had the same output as without one.
     """
     draw = random.Random(0)
     times: dict[str, list[float]] = {"new": [], "seen once": [], "cached": []}

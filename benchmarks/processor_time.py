@@ -11,7 +11,7 @@ def thread_times(process: int) -> dict[int, tuple[float, float]]:
     """Return the seconds that each thread ran and waited for a core, by Linux's accounts.
 
     Args:
-        process: its id.
+        process: Its id.
     """
     found = {}
     for thread in Path(f"/proc/{process}/task").iterdir():
@@ -27,9 +27,9 @@ def timed(
     """Return a function that does the same, and adds the seconds of each call to a part.
 
     Args:
-        function: the function.
-        add: called with the part and the seconds.
-        part: what the function is part of.
+        function: The function.
+        add: Called with the part and the seconds.
+        part: What the function is part of.
     """
 
     def call(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401

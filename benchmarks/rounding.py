@@ -36,7 +36,7 @@ class Judge:
     """Chooses every token of an output again, many times, from slightly other logits.
 
     Args:
-        model: directory of the model, as saved by transformers.
+        model: Directory of the model, as saved by transformers.
     """
 
     def __init__(self, model: str) -> None:
@@ -55,9 +55,9 @@ class Judge:
         Beam searches count as decided: their scores are sums over whole outputs.
 
         Args:
-            prompt: token ids.
-            options: what was asked.
-            completion: what came of it, with token ids.
+            prompt: Token ids.
+            options: What was asked.
+            completion: What came of it, with token ids.
         """
         if "beam_width" in options:
             return True

@@ -23,11 +23,11 @@ class Process:
     """`python -m MODULE ARGUMENT...`; as `subprocess.Popen`, as far as tests use it.
 
     Args:
-        module: to run.
-        arguments: its own.
-        output: the file that its output goes to.
-        errors: whether its errors go there too.
-        environment: its variables; default: this process'.
+        module: To run.
+        arguments: Its own.
+        output: The file that its output goes to.
+        errors: Whether its errors go there too.
+        environment: Its variables; default: this process'.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class _Contract:
         """Return the comment before a declaration, as one paragraph.
 
         Raises:
-            ValueError: there is none.
+            ValueError: There is none.
         """
         comment = " ".join(self._comments.get(path, "").split())
         if not comment:
@@ -109,8 +109,8 @@ def reference() -> str:
     """Return the text of docs/api.md.
 
     Raises:
-        subprocess.CalledProcessError: a contract does not compile; protoc has printed where.
-        ValueError: a declaration has no comment.
+        subprocess.CalledProcessError: A contract does not compile; protoc has printed where.
+        ValueError: A declaration has no comment.
     """
     files = {file.name: file for file in _compile().file}
     parts = [HEAD]
@@ -178,7 +178,7 @@ def _enum(contract: _Contract, enum: EnumDescriptorProto, path: tuple[int, ...])
 
 
 def _type(message: DescriptorProto, field: FieldDescriptorProto) -> str:
-    """A field's type as the contract has it, other messages as links."""
+    """Return a field's type as the contract has it, other messages as links."""
     entries = {entry.name: entry for entry in message.nested_type if entry.options.map_entry}
     if entry := entries.get(field.type_name.rpartition(".")[2]):
         key, value = entry.field

@@ -19,7 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 CLEAN = (
-    "tests/tools",
+    "benchmarks",
+    "tests",
     "tools",
 )
 """Folders and files without these words; add to them, so that none come back."""

@@ -22,7 +22,7 @@ class MadePart:
         """Return the document's text with `made` in place of the old part.
 
         Raises:
-            ValueError: the text has no such place.
+            ValueError: The text has no such place.
         """
         begin, end = f"<!-- {self.name}: made by `make {self.target}` -->", f"<!-- /{self.name} -->"
         before, found, rest = text.partition(begin)

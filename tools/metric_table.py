@@ -19,7 +19,7 @@ SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), 
 
 
 async def registries() -> dict[str, CollectorRegistry]:
-    """The metrics of processes that have not started, by what the processes are."""
+    """Return the metrics of processes that have not started, by what the processes are."""
     process = CollectorRegistry()
     observe_process(process)
     workers = CollectorRegistry()
@@ -41,7 +41,7 @@ def metrics(registry: CollectorRegistry) -> Iterator[tuple[Metric, tuple[str, ..
 
 
 def markdown() -> str:
-    """The tables, one for each kind of process."""
+    """Return the tables, one for each kind of process."""
     parts = []
     for title, registry in asyncio.run(registries()).items():
         rows = ["| metric | type | labels | |", "| --- | --- | --- | --- |"]

@@ -65,13 +65,13 @@ class Case:
     """One call.
 
     Attributes:
-        method: its full name.
-        requests: what is sent, one message of bytes each.
-        deadline: seconds.
-        cancel: seconds after which it is cancelled; None for never.
-        pause: seconds between requests.
-        linger: seconds from the last of them to the end of sending.
-        metadata: sent with it.
+        method: Its full name.
+        requests: What is sent, one message of bytes each.
+        deadline: Seconds.
+        cancel: Seconds after which it is cancelled; None for never.
+        pause: Seconds between requests.
+        linger: Seconds from the last of them to the end of sending.
+        metadata: Sent with it.
     """
 
     method: str
@@ -161,10 +161,10 @@ def _metadata(rng: random.Random) -> tuple[tuple[str, str | bytes], ...]:
 
 
 async def run(case: Case, channel: grpc.aio.Channel) -> str:
-    """Makes a call and returns the name of the code that it was answered.
+    """Make a call; return the name of its status code.
 
     Raises:
-        FaultError: it was not a proper answer.
+        FaultError: It was not a proper answer.
     """
     call = _start(case, channel)
     handle = None
@@ -200,7 +200,7 @@ async def run(case: Case, channel: grpc.aio.Channel) -> str:
 
 
 def _start(case: Case, channel: grpc.aio.Channel) -> StreamCall:
-    """Calls as a client of the method's would, unless there are too many or too few requests."""
+    """Call as a client of the method would, unless there are too many or too few requests."""
     given = {"timeout": case.deadline, "metadata": case.metadata}
     if case.method.endswith("/Session") or len(case.requests) != 1:
         return channel.stream_stream(case.method)(_paced(case), **given)
@@ -217,7 +217,7 @@ async def _paced(case: Case) -> AsyncIterator[bytes]:
 
 
 def _check_stream(responses: list[generation_pb2.GenerateResponse]) -> None:
-    """Holds a completed stream to the contract: Accepted, Deltas, one Finished for each output."""
+    """Hold a completed stream to the contract: Accepted, Deltas, one Finished for each output."""
     kinds = [response.WhichOneof("event") for response in responses]
     if kinds[:1] != ["accepted"] or kinds.count("accepted") != 1:
         raise FaultError(f"a stream must begin with its one Accepted: {kinds[:20]}")

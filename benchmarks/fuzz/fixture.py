@@ -37,7 +37,7 @@ class Levels:
     blocks: int
 
     def left_over(self, before: "Levels") -> list[str]:
-        """Return what is held that was not held before."""
+        """Return a line for each resource of which more is held than before."""
         names = ("fds", "tasks", "sessions", "requests", "blocks")
         return [
             f"{getattr(self, name)} {name}, not {getattr(before, name)}"
@@ -56,7 +56,7 @@ class Service:
     expected: str
 
     def levels(self) -> dict[str, Levels]:
-        """Return what each process holds now."""
+        """Return the resources that each process holds now."""
         # Before the metrics are read, which takes a connection.
         router, engine = (psutil.Process(node.pid) for node in (self.router, self.engine))
         files = {process: _own_files(process) for process in (router, engine)}
@@ -135,7 +135,7 @@ class Service:
         return time.monotonic() - began
 
     def logged(self) -> str:
-        """Return what the processes logged: nothing, unless something is wrong."""
+        """Return the log lines of the processes; none unless something is wrong."""
         lines = [
             f"{path.stem}: {line}"
             for path in sorted(self.logs.glob("*.log"))

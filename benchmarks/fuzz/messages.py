@@ -37,7 +37,7 @@ DENSITIES = (0.15, 0.5, 0.9)
 
 
 def wild(kind: type[M], rng: random.Random, density: float | None = None) -> M:
-    """A message with each field set at random, to anything that its type holds."""
+    """Return a message with each field set at random, to anything that its type holds."""
     density = rng.choice(DENSITIES) if density is None else density
     message = kind()
     for field in message.DESCRIPTOR.fields:
@@ -47,7 +47,7 @@ def wild(kind: type[M], rng: random.Random, density: float | None = None) -> M:
 
 
 def disturb(message: Message, rng: random.Random) -> None:
-    """Sets one field, at any depth, to anything, or clears it."""
+    """Set one field, at any depth, to anything, or clears it."""
     field = rng.choice(message.DESCRIPTOR.fields)
     if _has_parts(field) and rng.random() < 0.9:
         disturb(getattr(message, field.name), rng)
@@ -122,7 +122,7 @@ def _class_of(message: Message, field: FieldDescriptor) -> type[Message]:
 
 
 def generate(rng: random.Random) -> generation_pb2.GenerateRequest:
-    """A request that can be served."""
+    """Return a request that can be served."""
     request = generation_pb2.GenerateRequest(priority=rng.randint(-3, 3))
     match rng.randrange(4):
         case 0:
@@ -137,7 +137,7 @@ def generate(rng: random.Random) -> generation_pb2.GenerateRequest:
 
 
 def submit(rng: random.Random) -> engine_pb2.Submit:
-    """A submission that can be served."""
+    """Return a submission that can be served."""
     request = engine_pb2.Submit(request_id=rng.choice(IDS), prompt_token_ids=_tokens(rng))
     _sample(request, rng)
     if rng.random() < 0.2 and not request.HasField("beam"):
@@ -151,7 +151,7 @@ def submit(rng: random.Random) -> engine_pb2.Submit:
 def _sample(
     request: generation_pb2.GenerateRequest | engine_pb2.Submit, rng: random.Random
 ) -> None:
-    """Fills in what both kinds of request share."""
+    """Fill in the fields that both kinds of request share."""
     request.stop.max_tokens = rng.choice((1, 2, 8, 8, 24, 100))
     if rng.random() < 0.1:
         request.beam.width = rng.randint(1, 4)
@@ -199,18 +199,18 @@ def _repeat(data: bytearray, rng: random.Random) -> None:
 
 
 def _unknown(data: bytearray, rng: random.Random) -> None:
-    """Appends a field that no message has."""
+    """Append a field that no message has."""
     tag = (rng.randint(1000, 5000) << 3) | 2
     data += bytes([tag & 127 | 128, tag >> 7 & 127 | 128, tag >> 14, 4]) + rng.randbytes(4)
 
 
 def _nest(data: bytearray, rng: random.Random) -> None:
-    """Opens groups in groups, deeper than any parser goes."""
+    """Open groups in groups, deeper than any parser goes."""
     data += bytes([3 | rng.randint(1, 15) << 3]) * rng.choice((50, 150, 5000))
 
 
 def _bad_text(data: bytearray, rng: random.Random) -> None:
-    """Breaks what is UTF-8, if it is; sets a byte that no text has."""
+    """Break UTF-8, if there is any: set a byte that no text has."""
     letters = [i for i, byte in enumerate(data) if byte > 96]
     if letters:
         data[rng.choice(letters)] = 0xFF
@@ -222,7 +222,7 @@ MUTATIONS: tuple[Callable[[bytearray, random.Random], None], ...] = (
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Returns bytes that were a message, changed in one to three ways."""
+    """Return bytes that were a message, changed in one to three ways."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         rng.choice(MUTATIONS)(changed, rng)

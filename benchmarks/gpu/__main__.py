@@ -32,11 +32,11 @@ from benchmarks.gpu.timing import Timer
 RUNS = 20
 TINY_RUNS = 2
 WIDTH = 150
-"""Of what is printed where nobody watches."""
+"""Columns of output that is not a terminal."""
 
 
 def _run_part(name: str, device: torch.device, *, tiny: bool) -> dict[str, Any]:
-    """Does a part here; a failure ends it, and what it had found before is lost."""
+    """Run a part here; a failure ends it, and its earlier results are lost."""
     began = time.perf_counter()
     rows, failure = [], None
     try:
@@ -48,7 +48,7 @@ def _run_part(name: str, device: torch.device, *, tiny: bool) -> dict[str, Any]:
 
 
 def _run_part_apart(name: str) -> dict[str, Any]:
-    """Does a part in another process: an error of the GPU's is the end of its process."""
+    """Run a part in another process, because an error of the GPU ends its process."""
     command = [sys.executable, "-m", "benchmarks.gpu", "--device", "cuda", "--part", name]
     failed: dict[str, Any] = {"rows": [], "seconds": None}
     try:
@@ -70,7 +70,7 @@ def _run_part_apart(name: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the benchmark; returns 1 if a test or a part failed."""
+    """Run the benchmark; returns 1 if a test or a part failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

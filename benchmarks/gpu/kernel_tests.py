@@ -19,7 +19,7 @@ ENGINE_NEEDS = (
 
 
 def run_tests(seconds: int) -> dict[str, object]:
-    """Runs the tests for at most so long: the engine's, where its libraries are, and the kernels'.
+    """Run the tests for at most so long: the engine's, where its libraries are, and the kernels'.
 
     The engine's get half of the time, the kernels' what is left.
 
@@ -41,7 +41,7 @@ def run_tests(seconds: int) -> dict[str, object]:
 
 
 def _run(file: Path, seconds: float) -> tuple[str, bool]:
-    """Runs a file of tests; returns what was printed, and whether time ran out.
+    """Run a file of tests; returns what was printed, and whether time ran out.
 
     The tests' own configuration is left out: it wants plugins that a machine with a GPU
     and little else may lack, and these tests need none.

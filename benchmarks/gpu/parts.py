@@ -27,11 +27,11 @@ from octavo.kernels.gpu import describe_gpu
 
 Work = Callable[[Timer, bool], list[Row]]
 ERROR_ALLOWED = 0.02
-"""Of bfloat16 numbers between two implementations, relative to the greatest."""
+"""Maximum difference of bfloat16 results, relative to the largest number."""
 
 
 def measure_device(timer: Timer, tiny: bool) -> list[Row]:
-    """What the device can do at best: copies and matrix products."""
+    """Time what the device can do at best: copies and matrix products."""
     device = timer.device
     source = torch.empty((1 if tiny else 1024) << 20, dtype=torch.uint8, device=device)
     source.random_()
@@ -46,7 +46,7 @@ def measure_device(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def time_decode(timer: Timer, tiny: bool) -> list[Row]:
-    """Decodes: one query a sequence."""
+    """Time decodes: one query a sequence."""
     cases: list[tuple[Layout, int, int, torch.dtype | None]] = [
         (LLAMA_7B, 64, 2048, None),
         (LLAMA_7B, 4, 32768, None),
@@ -100,7 +100,7 @@ def time_prefill(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def time_mixed(timer: Timer, tiny: bool) -> list[Row]:
-    """Decodes and a chunk of a prompt in one step, beside each alone."""
+    """Time decodes and a chunk of a prompt in one step, beside each alone."""
     layout = LLAMA_3_8B
     decodes = [(1, 40 if tiny else 2048)] * (2 if tiny else 63)
     chunk = [(16, 32)] if tiny else [(1024, 4096)]
@@ -118,7 +118,7 @@ def time_mixed(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def time_cache(timer: Timer, tiny: bool) -> list[Row]:
-    """Writes to the cache, and copies of blocks within it."""
+    """Write to the cache, and copies of blocks within it."""
     rows = []
     layout = LLAMA_3_8B
     tokens = 64 if tiny else 8192
@@ -228,10 +228,10 @@ def _item(batch: Batch) -> int:
 def _compare(
     case: str, batch: Batch, timer: Timer, *, moved: int, flops: float, num_layers: int
 ) -> Row:
-    """Times the kernels and PyTorch's attention, and holds the one against the other.
+    """Time the kernels and PyTorch's attention, and holds the one against the other.
 
     Raises:
-        ArithmeticError: they differ by more than bfloat16 explains.
+        ArithmeticError: They differ by more than bfloat16 explains.
     """
     found = batch.attend()
     times, output, notes = peers.time_contiguous(batch, timer)
@@ -268,4 +268,4 @@ PARTS = {
     "steps": Part(time_steps, 70),
 }
 TEST_SECONDS = 190
-"""Of the tests, which come first. With all parts: under nine minutes."""
+"""Time limit of the tests, which come first. All parts together take under nine minutes."""

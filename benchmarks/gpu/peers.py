@@ -37,7 +37,7 @@ def contiguous(batch: Batch) -> Callable[[], torch.Tensor]:
 def time_contiguous(
     batch: Batch, timer: Timer
 ) -> tuple[dict[str, float], torch.Tensor | None, list[str]]:
-    """Times every backend of PyTorch's attention; returns seconds, an output and complaints."""
+    """Time every backend of PyTorch's attention; returns seconds, an output and complaints."""
     times: dict[str, float] = {}
     notes: list[str] = []
     output = None
@@ -58,7 +58,7 @@ def time_contiguous(
 
 
 def time_paged(batch: Batch, timer: Timer) -> tuple[dict[str, float], list[str]]:
-    """Times other libraries' paged decodes that are installed."""
+    """Time other libraries' paged decodes that are installed."""
     times: dict[str, float] = {}
     notes: list[str] = []
     for name, module, make in (
@@ -77,7 +77,7 @@ def time_paged(batch: Batch, timer: Timer) -> tuple[dict[str, float], list[str]]
 
 
 def _flashinfer(batch: Batch) -> tuple[Callable[[], object], int]:
-    """What attends in every layer, and how many there are."""
+    """Return the function that attends in every layer, and their number."""
     import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
 
     counts = (batch.metadata.seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -111,7 +111,7 @@ def _flashinfer(batch: Batch) -> tuple[Callable[[], object], int]:
 
 
 def _flash_attention(batch: Batch) -> tuple[Callable[[], object], int]:
-    """What attends in one layer."""
+    """Return the function that attends in one layer."""
     from flash_attn import (  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
         flash_attn_with_kvcache,
     )

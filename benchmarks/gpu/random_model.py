@@ -12,12 +12,12 @@ CONTEXT = 2048
 
 
 def save_llama(layout: Layout, folder: Path, device: torch.device) -> None:
-    """Saves a Llama in bfloat16.
+    """Save a Llama in bfloat16.
 
     Args:
-        layout: its sizes.
-        folder: where to.
-        device: what makes the random numbers.
+        layout: Its sizes.
+        folder: Where to.
+        device: What makes the random numbers.
     """
     config = LlamaConfig(
         vocab_size=layout.vocab_size,
@@ -41,7 +41,7 @@ def save_llama(layout: Layout, folder: Path, device: torch.device) -> None:
 
 
 def tiny_layout(layout: Layout) -> Layout:
-    """A layout of the same kind that says nothing of speed."""
+    """Return a layout of the same kind that says nothing of speed."""
     return replace(
         layout,
         num_layers=2,

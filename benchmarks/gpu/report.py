@@ -17,12 +17,12 @@ def device_name(device: torch.device) -> str:
 
 
 def file_stem(name: str) -> str:
-    """A device's name, as its results' files have it."""
+    """Return a device's name, as its results' files have it."""
     return re.sub(r"\W+", "-", name.lower()).strip("-")
 
 
 def ceilings(report: Report) -> tuple[float | None, float | None]:
-    """The device's own bytes/s of a copy and flop/s of a matrix product."""
+    """Return the device's own bytes/s of a copy and flop/s of a matrix product."""
     rows = {row["case"]: row for row in report["parts"].get("device", {}).get("rows", [])}
     copy, product = rows.get("copy"), rows.get("matmul bfloat16")
     return (
@@ -32,7 +32,7 @@ def ceilings(report: Report) -> tuple[float | None, float | None]:
 
 
 def show(report: Report, console: Console) -> None:
-    """Prints the table."""
+    """Print the table."""
     bandwidth, rate = ceilings(report)
     tests = report["tests"]
     if tests is not None:

@@ -14,9 +14,9 @@ class Requests:
     """Some requests.
 
     Attributes:
-        tokens: each one's prompt.
+        tokens: Token ids of each prompt.
         outputs: `[requests]`; tokens of each output.
-        n: outputs of each.
+        n: Outputs of each request.
     """
 
     tokens: list[list[int]]
@@ -33,10 +33,10 @@ def make_requests(count: int, *, n: int, vocab_size: int, most: int) -> Requests
     """Draws requests; the same ones every time.
 
     Args:
-        count: how many.
-        n: outputs of each.
-        vocab_size: of the model.
-        most: tokens of a prompt, and of an output, at most.
+        count: Number of requests.
+        n: Outputs of each request.
+        vocab_size: Size of the vocabulary.
+        most: Maximum tokens of a prompt, and of an output.
     """
     rng = np.random.default_rng(0)
     prompts, outputs = (draw_lengths(each, rng, count, most) for each in DATA_SETS[Shape.SHAREGPT])

@@ -8,14 +8,14 @@ class Row:
     """One thing that was timed.
 
     Attributes:
-        case: what.
-        seconds: the median of its runs.
-        moved: bytes that it must move at least, or none that count.
-        flops: floating-point operations that it must do, or none that count.
-        error: greatest difference from another implementation, relative to the
+        case: What.
+        seconds: The median of its runs.
+        moved: Bytes that it must move at least, or none that count.
+        flops: Floating-point operations that it must do, or none that count.
+        error: Greatest difference from another implementation, relative to the
             greatest number; none where there is no other.
-        peers: seconds of other implementations of the same.
-        notes: of peers that could not be timed, and other words.
+        peers: Seconds of other implementations of the same.
+        notes: Remarks, such as the peers that could not be timed.
     """
 
     case: str

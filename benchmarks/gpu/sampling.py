@@ -12,7 +12,7 @@ ROWS, VOCAB_SIZE = 64, 128_256  # of Llama 3
 SPREAD = 2.5
 """Standard deviation of the logits: some thousands of tokens have nine tenths of the weight."""
 DIFFERENT_ALLOWED = 0.05
-"""Of the tokens: sums that round apart part few."""
+"""Maximum share of tokens that may differ, because sums round differently."""
 CASES = {
     "temperature": {},
     "top-p": {"top_p": 0.95},
@@ -25,7 +25,7 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
     """Draws from rows that all want the same.
 
     Raises:
-        ArithmeticError: more tokens than rounding explains are not those of the sort.
+        ArithmeticError: More tokens than rounding explains are not those of the sort.
     """
     rows, vocab_size = (4, 500) if tiny else (ROWS, VOCAB_SIZE)
     logits = SPREAD * torch.randn((rows, vocab_size), device=timer.device)

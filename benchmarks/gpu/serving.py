@@ -41,7 +41,7 @@ from octavo.engine.memory.cache_tensors import memory_of
 MODELS = {layout.model: layout for layout in (LLAMA_7B, LLAMA_13B)}
 RESULTS = Path(__file__).parents[1] / "results"
 OUTPUTS = (1, 3)
-"""Of a request."""
+"""Outputs per request."""
 WARM_UP = 8
 
 
@@ -50,10 +50,10 @@ class Sizes:
     """How much is measured.
 
     Attributes:
-        outputs: of all requests together.
-        longest: tokens of a prompt, and of an output, at most.
-        static: sequences of the static batches that are tried.
-        max_num_seqs: of the engine.
+        outputs: Outputs of all requests together.
+        longest: Maximum tokens of a prompt, and of an output.
+        static: Sizes of the static batches, in sequences.
+        max_num_seqs: The engine's flag.
     """
 
     outputs: int
@@ -73,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--model", default=LLAMA_7B.model, choices=list(MODELS))
     parser.add_argument(
-        "--outputs", type=int, default=SIZES.outputs, help="Of all requests together."
+        "--outputs", type=int, default=SIZES.outputs, help="outputs of all requests together"
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
     parser.add_argument("--tiny", action="store_true", help="sizes that say nothing of speed")
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(layout: Layout, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Serves first: what `generate` leaves in memory is in nobody's way."""
+    """Serve first: what `generate` leaves in memory is in nobody's way."""
     copy, product = measure_device(Timer(device, runs=20), tiny=device.type == "cpu")
     ceilings = Ceilings(
         copy.moved / copy.seconds, product.flops / product.seconds, memory_of(device).total
@@ -136,7 +136,7 @@ async def _serve(address: str, requests: Requests) -> float:
     """Seconds from the first request to the last token.
 
     Raises:
-        ArithmeticError: a request got other than it asked for.
+        ArithmeticError: A request got other than it asked for.
     """
     sampling = {"temperature": 1.0 if requests.n > 1 else 0.0, "n": requests.n}
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from benchmarks.gpu.shapes import Layout
 
 BYTES = 2
-"""Of a weight, and of an element of K or V, in bfloat16."""
+"""Bytes of a weight, and of an element of K or V, in bfloat16."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Ceilings:
     Attributes:
         bandwidth: bytes/s of a copy, read and written ones.
         rate: operations/s of a bfloat16 matrix product.
-        memory: bytes that it has.
+        memory: Bytes that it has.
     """
 
     bandwidth: float
@@ -40,14 +40,14 @@ def floor_seconds(
     n: int,
     ceilings: Ceilings,
 ) -> float:
-    """Returns seconds.
+    """Return seconds.
 
     Args:
-        layout: the model's.
+        layout: The model's.
         prompts: `[requests]`; tokens of each prompt, computed once for all its outputs.
         outputs: `[requests]`; tokens of each output.
-        n: outputs of a request.
-        ceilings: the device's.
+        n: Outputs of a request.
+        ceilings: The device's.
     """
     decoded = n * int(outputs.sum())
     weights = layout.layer_weights + layout.head_weights

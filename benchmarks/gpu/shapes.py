@@ -53,7 +53,7 @@ SMOLLM2 = Layout("SmolLM2-135M", 30, 9, 3, 64, 1536, 49_152)
 
 BLOCK_SIZE = 16
 MEMORY_SHARE = 0.9
-"""Of a GPU's free memory: what a batch may take, with others' copies of a layer."""
+"""Maximum share of a GPU's free memory for a batch and the peers' copies of a layer."""
 FP8_SCALE = 0.02
 """Random keys and values, divided by this, fill fp8's range well."""
 
@@ -68,10 +68,10 @@ class Batch:
     Attributes:
         query: `[num_tokens, num_heads, head_dim]`.
         key: `[num_keys, num_kv_heads, head_dim]`, all sequences end to end.
-        value: as `key`.
-        caches: each layer's keys and values in blocks, in random order.
-        metadata: of the batch.
-        options: of `octavo.kernels.ops.paged_attention`.
+        value: `[num_keys, num_kv_heads, head_dim]`, in the order of `key`.
+        caches: Each layer's keys and values in blocks, in random order.
+        metadata: Lengths and block tables of the batch.
+        options: Further arguments of `octavo.kernels.ops.paged_attention`.
     """
 
     query: torch.Tensor
@@ -83,15 +83,15 @@ class Batch:
 
     @property
     def cache_dtype(self) -> torch.dtype:
-        """Of the keys and values in blocks."""
+        """The type of keys and values in blocks."""
         return self.caches[0][0].dtype
 
     def attend(self, layer: int = 0) -> torch.Tensor:
-        """Runs the kernels for a layer."""
+        """Run the kernels for a layer."""
         return ops.paged_attention(self.query, *self.caches[layer], self.metadata, **self.options)
 
     def attend_all(self) -> None:
-        """Runs the kernels for every layer."""
+        """Run the kernels for every layer."""
         for layer in range(len(self.caches)):
             self.attend(layer)
 
@@ -104,7 +104,7 @@ def make_batch(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Returns random numbers for (queries, tokens) of each sequence.
+    """Return random numbers for (queries, tokens) of each sequence.
 
     The cache has all of the model's layers, or as many as there is memory for.
     """
@@ -158,7 +158,7 @@ def count_layers(layout: Layout, layer_bytes: int, device: torch.device) -> int:
 
 
 def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batch:
-    """Returns the batch with a plan for the tiles that are chosen by now."""
+    """Return the batch with a plan for the tiles that are chosen by now."""
     query_lens, seq_lens = np.array(lengths).T
     plan = ops.plan_attention(
         query_lens,

@@ -15,8 +15,8 @@ class StaticBatches:
     """A model that generates for a batch until its longest output has ended.
 
     Args:
-        folder: the model's.
-        device: where.
+        folder: The model's.
+        device: Where.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:
@@ -26,11 +26,11 @@ class StaticBatches:
         self._model.generation_config.eos_token_id = None
 
     def rate(self, requests: Requests, size: int) -> float | None:
-        """Times a batch.
+        """Time a batch.
 
         Args:
-            requests: of which the first fill the batch.
-            size: in sequences: a request's outputs are so many of them.
+            requests: Requests; the first ones fill the batch.
+            size: Sequences of the batch; a request has one per output.
 
         Returns:
             Output tokens/s that were asked for; None where memory does not suffice.
@@ -47,7 +47,7 @@ class StaticBatches:
         return requests.n * int(requests.outputs[:count].sum()) / seconds
 
     def _generate(self, requests: Requests, count: int, *, most: int) -> None:
-        """Generates `most` tokens for each of the first `count` requests, prompts padded."""
+        """Generate `most` tokens for each of the first `count` requests, prompts padded."""
         prompts = requests.tokens[:count]
         longest = max(map(len, prompts))
         ids = torch.full((count, longest), PAD)

@@ -15,7 +15,7 @@ from benchmarks.gpu.shapes import BLOCK_SIZE, LLAMA_7B
 from benchmarks.gpu.timing import Timer
 
 LAYERS = 8
-"""Of LLaMA-7B's 32: a step has less to hide Python behind than all of them would give it."""
+"""Layers of the model, instead of LLaMA-7B's 32, so that Python's time is easier to see."""
 SEQUENCES, PROMPT = 64, 512
 WARM_STEPS, STEPS = 10, 60
 OUTPUT = WARM_STEPS + 3 * STEPS
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def time_steps(timer: Timer, tiny: bool) -> list[Row]:
-    """Decodes launched before the one before is done, beside decodes one by one."""
+    """Time decodes launched before the one before is done, beside decodes one by one."""
     rows = []
     sequences, prompt = (2, 20) if tiny else (SEQUENCES, PROMPT)
     with tempfile.TemporaryDirectory() as folder:
@@ -48,7 +48,7 @@ def time_steps(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def _build(folder: str, device: torch.device, sequences: int, prompt: int) -> Any:  # noqa: ANN401
-    """An engine's parts."""
+    """Return an engine's parts."""
     # Not above: these want more libraries than a machine may have that times the kernels.
     from octavo.engine.settings import EngineSettings  # noqa: PLC0415
     from octavo.engine.startup import build  # noqa: PLC0415
@@ -74,7 +74,7 @@ def _decoding(
     *,
     ahead: bool,
 ) -> Any:  # noqa: ANN401 - a Stepper
-    """A stepper whose sequences all decode, and will for as long as is needed."""
+    """Return a stepper whose sequences all decode, and will for as long as is needed."""
     from tests.engine.stepper import Stepper  # noqa: PLC0415 - as in `_build`
 
     stepper = Stepper(parts, async_scheduling=ahead)
@@ -107,7 +107,7 @@ def _step_seconds(stepper: Any, device: torch.device) -> float:  # noqa: ANN401
 
 
 def _busy_share(stepper: Any) -> float:  # noqa: ANN401
-    """The share of some steps' time in which the GPU did anything, by the profiler's timeline."""
+    """Return the share of time in which the GPU was busy, by the profiler's timeline."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(STEPS):

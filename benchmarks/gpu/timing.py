@@ -16,14 +16,14 @@ class Timer:
     """Times functions on one device."""
 
     def __init__(self, device: torch.device, *, runs: int) -> None:
-        """Takes what `runs` runs of each function need."""
+        """Take what `runs` runs of each function need."""
         self.device = device
         self._runs = runs
         self._flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8)
         self._flush = self._flush.to(device)
 
     def time(self, work: Callable[[], object]) -> float:
-        """Returns the median of seconds that `work` takes the device.
+        """Return the median of seconds that `work` takes the device.
 
         Kernels must be longer than the host takes to launch them; else see `time_recorded`.
         """
@@ -37,8 +37,8 @@ class Timer:
         Nothing of what the host takes to launch kernels is in it.
 
         Args:
-            work: launches kernels, always on the same tensors, and waits for none.
-            calls: how many calls it is, such as layers.
+            work: Launches kernels, always on the same tensors, and waits for none.
+            calls: How many calls it is, such as layers.
         """
         for _ in range(WARM_UPS):
             work()
@@ -66,7 +66,7 @@ class Timer:
         return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in spans)
 
     def time_whole(self, work: Callable[[], object]) -> float:
-        """Returns the median of seconds until all that `work` gave to any stream is done."""
+        """Return the median of seconds until all that `work` gave to any stream is done."""
 
         def whole() -> None:
             work()

@@ -43,7 +43,7 @@ CHUNKS = [
 
 
 def tune(device: torch.device, console: Console) -> None:
-    """Times choices for each case, and keeps in tuned.json what is faster than the rules'."""
+    """Time choices for each case, and keeps in tuned.json what is faster than the rules'."""
     timer = Timer(device, runs=RUNS)
     kept = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     for kind, layout, lengths, cache_dtype in CASES:

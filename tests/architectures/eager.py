@@ -12,8 +12,8 @@ from octavo.engine.models.attention_layers import reference_attention
 from octavo.engine.sampling.random_numbers import uniforms
 
 TOLERANCE = 1e-3
-"""Of a log-probability: sums in another order differ by under 1e-4, another prompt by 2e-2. Of a
-random number, likewise."""
+"""Maximum difference of a log-probability, and of a random number: sums in another order differ by
+under 1e-4, another prompt by 2e-2."""
 CLOSE = 1e-4
 """Beams whose scores differ by less may be kept or dropped for rounding alone."""
 
@@ -22,8 +22,8 @@ class Search(NamedTuple):
     """A beam search's outcome.
 
     Attributes:
-        scores: of the outputs, best first: sums of their log-probabilities.
-        decided: by how much, at least, a beam that was kept was better than one that was not.
+        scores: Sums of the outputs' log-probabilities, best first.
+        decided: By how much, at least, a beam that was kept was better than one that was not.
     """
 
     scores: list[float]
@@ -34,8 +34,8 @@ class Eager:
     """Computes log-probabilities with the attention of transformers that defines the model.
 
     Args:
-        directory: the model's.
-        dtype: that it computes in. PyTorch has no grouped products of experts in float64.
+        directory: The model's.
+        dtype: That it computes in. PyTorch has no grouped products of experts in float64.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -74,11 +74,11 @@ def is_drawn(token: int, row: torch.Tensor, seed: int, output: int, position: in
     """Return whether a token is the one that a seed draws at temperature 1.
 
     Args:
-        token: that was drawn.
+        token: That was drawn.
         row: `[vocab_size]` log-probabilities.
-        seed: of the request.
-        output: index of the output.
-        position: tokens drawn before in that output.
+        seed: Seed of the request.
+        output: Index of the output.
+        position: Tokens drawn before in that output.
     """
     key = (np.array([number], np.uint64) for number in (seed, output, position))
     number, below = float(uniforms(*key)[0]), row.exp().cumsum(0)

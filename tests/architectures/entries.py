@@ -13,12 +13,12 @@ class Entry:
     """One tiny model.
 
     Attributes:
-        name: unique in the sweep.
-        model_type: a key of transformers' mapping.
-        overrides: what its config has beyond the usual shrinking.
-        has_model: whether transformers can make a model from the config; else only the config
+        name: Unique in the sweep.
+        model_type: A key of transformers' mapping.
+        overrides: What its config has beyond the usual shrinking.
+        has_model: Whether transformers can make a model from the config; else only the config
             is saved.
-        max_model_len: as `--max-model-len`.
+        max_model_len: Value of `--max-model-len`.
     """
 
     name: str
@@ -136,7 +136,7 @@ NO_MODEL = {
     "musicgen": "AutoModelForCausalLM wants its decoder's config",
     "musicgen_melody": "AutoModelForCausalLM wants its decoder's config",
 }
-"""Of these transformers itself makes no model that runs, and why: only the config is saved."""
+"""Why transformers makes no running model of these; only their config is saved."""
 
 _PLAIN = {"rope_theta": 10000.0}
 _STRETCHED = {**_PLAIN, "original_max_position_embeddings": SHORT_CONTEXT}

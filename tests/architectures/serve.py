@@ -62,13 +62,13 @@ class Finding:
     """An entry's outcome.
 
     Attributes:
-        name: of the entry.
-        outcome: what became of it.
-        detail: the refusal, the exception, or where it differs.
-        error: the largest difference of a log-probability.
-        tokens: how many tokens were compared.
-        preemptions: how many were swapped out and how many dropped.
-        seconds: that it took.
+        name: Name of the entry.
+        outcome: What became of it.
+        detail: The refusal, the exception, or where it differs.
+        error: The largest difference of a log-probability.
+        tokens: How many tokens were compared.
+        preemptions: How many were swapped out and how many dropped.
+        seconds: That it took.
     """
 
     name: str
@@ -88,9 +88,9 @@ def examine(entry: Entry, directory: Path, *, several: bool = True) -> Finding:
     """Make the entry's model in a directory, serve it and compare.
 
     Args:
-        entry: what to examine.
-        directory: where to write its model.
-        several: also serve parallel outputs, beams, and what another engine has begun.
+        entry: What to examine.
+        directory: Where to write its model.
+        several: Also serve parallel outputs, beams, and what another engine has begun.
 
     Returns:
         Its outcome, without the time that it took.
@@ -160,8 +160,8 @@ def serve_crowded(
     States do not grow, so what keeps nothing else is never preempted: it waits for blocks.
 
     Raises:
-        StepError: a step failed.
-        NothingPreemptedError: whatever the number of blocks.
+        StepError: A step failed.
+        NothingPreemptedError: Whatever the number of blocks.
     """
     (budget,) = ample.parts.limits.budgets
     grows = not all(group.state_blocks for group in budget.groups)
@@ -190,17 +190,17 @@ def serve(
     """Serve prompts together, once for each way to preempt.
 
     Args:
-        engine: that serves them.
-        must_preempt: it must have blocks for some of them only.
-        several: also serve a request with parallel outputs and one with beams. The second time, the
+        engine: That serves them.
+        must_preempt: It must have blocks for some of them only.
+        several: Also serve a request with parallel outputs and one with beams. The second time, the
             former has been begun elsewhere.
 
     Returns:
         The groups, each with its engine.
 
     Raises:
-        StepError: a step failed.
-        NothingPreemptedError: nothing was preempted in one of the ways, and `must_preempt`.
+        StepError: A step failed.
+        NothingPreemptedError: Nothing was preempted in one of the ways, and `must_preempt`.
     """
     draw = random.Random(1)
     prompts = [_tokens(draw, length) for length in LENGTHS]
@@ -228,8 +228,8 @@ def serve_with_common_beginning(engine: Stepper) -> list[SequenceGroup]:
     """Serve three prompts with one beginning, one after the other.
 
     Raises:
-        StepError: a step failed.
-        AssertionError: the third's beginning was computed again.
+        StepError: A step failed.
+        AssertionError: The third's beginning was computed again.
     """
     draw, groups = random.Random(2), []
     longest = _tokens(draw, max(LENGTHS))

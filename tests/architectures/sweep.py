@@ -25,7 +25,7 @@ from tests.architectures.entries import Entry, entries
 from tests.architectures.serve import Finding, Outcome, examine
 
 LEAST_RIGHT = 150
-"""Of all entries and variants: more than this were right with transformers 5.23."""
+"""Minimum number of right entries and variants; transformers 5.23 had more."""
 BAD = {Outcome.WRONG, Outcome.CRASHED, Outcome.FAILED, Outcome.NO_CONFIG}
 TIMEOUT_SECONDS = 600.0
 

@@ -16,7 +16,7 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 128, 4, 2, 32
 ROPE_DIM = 16
 LAYERS, MOST_LAYERS = 4, 6
 GAIN = 1.5
-"""Of each weight matrix: enough for every token to change what the tokens after it are."""
+"""Gain of each weight matrix: enough for every token to change the tokens after it."""
 
 _TABLE = f"""
 {HIDDEN}: hidden_size n_embd d_model emb_dim embedding_dim word_embed_proj_dim lru_width
@@ -84,8 +84,8 @@ def tiny_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
     """Return the config of a tiny model of that type, with every kind of layer that it has.
 
     Args:
-        model_type: a key of transformers' mapping of configs.
-        overrides: what to set beyond the table above; a dict for a config within. What `whole`
+        model_type: A key of transformers' mapping of configs.
+        overrides: What to set beyond the table above; a dict for a config within. What `whole`
             has is set before it is shrunk, where the class itself lacks valid defaults.
     """
     kind: Any = CONFIG_MAPPING[model_type]
@@ -98,7 +98,7 @@ def tiny_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
 
 
 def _shrunk(default: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """Return what a tiny config is made from, given a whole one's values."""
+    """Return the settings of a tiny config, given a whole one's values."""
     chosen = _small_layers(default)
     within = {k for k, v in default.items() if isinstance(v, dict) and "model_type" in v}
     for key, value in default.items():

@@ -114,7 +114,7 @@ def test_version_1(system, shown, below):
 
 
 def test_an_engine_beside_others_has_its_share(container, monkeypatch):
-    """Of the quota, of the container's memory, and of its node's."""
+    """It shares the quota, the container's memory, and its node's."""
     placement = Placement((2,), node=1, engines=4, engines_on_node=2)
     monkeypatch.setattr(octavo.common.placement, "_current", placement)
     files = {"memory_max": f"{16 * GIB}", "memory_current": f"{4 * GIB}"}

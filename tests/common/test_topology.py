@@ -21,7 +21,7 @@ def test_two_sockets_with_two_threads_a_core(tmp_path):
 
 
 def test_a_cpuset_of_a_part_of_one_node(tmp_path):
-    """Of the last core, it has one hardware thread."""
+    """It has one hardware thread of the last core."""
     machine = two_sockets(allowed="36-38,100-101", memory_allowed="1")
     (node,) = read_nodes(machine.write(tmp_path))
     assert (node.number, by_node([node])[1]) == (1, [(36, 100), (37, 101), (38,)])

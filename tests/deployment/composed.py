@@ -30,11 +30,11 @@ class Image:
     """What the last stage of a Dockerfile makes.
 
     Attributes:
-        environment: of ENV.
-        command: of ENTRYPOINT.
-        default: of CMD: what follows `command` unless a service says otherwise.
-        probe: of HEALTHCHECK.
-        sources: of its COPYs from the repository.
+        environment: Variables of ENV.
+        command: Arguments of ENTRYPOINT.
+        default: Arguments of CMD, which follow `command` by default.
+        probe: Arguments of HEALTHCHECK.
+        sources: Paths that it copies from the repository.
     """
 
     def __init__(self, dockerfile: Path) -> None:

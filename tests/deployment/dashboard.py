@@ -14,7 +14,7 @@ class Panel:
 
     Attributes:
         title: Its title.
-        place: x, y, width and height in the grid of 24 columns.
+        place: X, y, width and height in the grid of 24 columns.
         queries: Legend and PromQL of each query; empty for a row.
     """
 

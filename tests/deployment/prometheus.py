@@ -26,13 +26,13 @@ class Prometheus:
     """A process that scrapes; a context manager.
 
     Args:
-        directory: for its configuration, data and log.
+        directory: For its configuration, data and log.
         targets: HOST:PORTs by the job that stands for them in prometheus.yml.
-        interval: seconds between scrapes.
+        interval: Seconds between scrapes.
 
     Raises:
-        FileNotFoundError: no `prometheus` is installed.
-        TimeoutError: it does not start.
+        FileNotFoundError: No `prometheus` is installed.
+        TimeoutError: It does not start.
     """
 
     def __init__(self, directory: Path, targets: dict[str, list[str]], interval: int = 1) -> None:
@@ -76,7 +76,7 @@ class Prometheus:
         self._process.wait()
 
     def query(self, expression: str) -> list[tuple[Labels, float]]:
-        """Returns what an expression is now."""
+        """Return the current values of an expression."""
         found = self._get("query", query=expression)
         return [(series["metric"], float(series["value"][1])) for series in found]
 

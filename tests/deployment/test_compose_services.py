@@ -58,7 +58,7 @@ class Container:
         return Metrics(self.metrics_port, self.host).value(name, **labels)
 
     def terminate(self) -> None:
-        """As `docker stop` begins."""
+        """Send SIGTERM, as `docker stop` does first."""
         self._process.send_signal(signal.SIGTERM)
 
     def stopped(self) -> int:

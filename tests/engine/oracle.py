@@ -9,7 +9,7 @@ class Oracle(Method):
     """Drafts some of what was sampled without drafts; a third of the drafts end with a mistake.
 
     Args:
-        outputs: each sequence's tokens, its prompt first; no two begin alike.
+        outputs: Each sequence's tokens, its prompt first; no two begin alike.
     """
 
     def __init__(self, outputs):

@@ -14,10 +14,10 @@ def save_random_model(
     Weights far from uniform decide argmax, so that rounding does not.
 
     Args:
-        config: the model's configuration.
-        path: the checkpoint's directory.
-        std: the standard deviation of all weights.
-        **options: as `from_config` takes them.
+        config: The model's configuration.
+        path: The checkpoint's directory.
+        std: The standard deviation of all weights.
+        **options: Options of `from_config`.
     """
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, **options)

@@ -51,8 +51,8 @@ class Stepper:
     """Runs requests to the end and keeps what was seen on the way.
 
     Attributes:
-        batches: what was scheduled, step by step.
-        sampled: the tokens sampled, without dropped ones.
+        batches: What was scheduled, step by step.
+        sampled: The tokens sampled, without dropped ones.
     """
 
     def __init__(self, parts: Parts, *, async_scheduling: bool = False) -> None:

@@ -24,7 +24,7 @@ def launch(tmp_path: Path) -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def launch_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
-    """As `launch`, for servers that several tests share."""
+    """Like `launch`, for servers that several tests share."""
     yield from _launcher(tmp_path_factory.mktemp("servers"))
 
 

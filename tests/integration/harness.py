@@ -23,12 +23,12 @@ class Server:
 
     Args:
         command: "serve", "router" or "engine".
-        *arguments: its flags, but for --port and --metrics-port.
-        log: where its output goes.
-        port: to listen on; default: a free one.
-        metrics: whether --metrics-port is given.
-        program: whether to run the program itself, not a fork of a process that has imported it.
-        module: the program: what runs `octavo`, and its own arguments.
+        *arguments: Its flags, but for --port and --metrics-port.
+        log: Where its output goes.
+        port: To listen on; default: a free one.
+        metrics: Whether --metrics-port is given.
+        program: Whether to run the program itself, not a fork of a process that has imported it.
+        module: The program: what runs `octavo`, and its own arguments.
     """
 
     process: subprocess.Popen[bytes] | preloaded.Process
@@ -101,7 +101,7 @@ class Server:
         """What its metrics say now.
 
         Args:
-            port: where from; default: this process'. serve's engine is on the next one.
+            port: Where from; default: this process'. serve's engine is on the next one.
         """
         return Metrics(port or self.metrics_port)
 

@@ -123,7 +123,7 @@ def test_instructor(client, answers, model, keyword, mode):
 @each_model
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain(langchain, answers, model, keyword, method):
-    """Of a model, its `json_schema` is always strict, as `parse` is; of a schema it is not."""
+    """Its `json_schema` of a model is always strict, as `parse` is; that of a schema is not."""
     schema = model.model_json_schema() if method == "json_schema" else model
     structured = langchain.with_structured_output(schema, method=method)
     check(answers, lambda: model.model_validate(structured.invoke(QUESTION)), model, keyword)

@@ -93,7 +93,7 @@ def langchain(served):
 
 
 def test_the_loop_of_tool_calls(client):
-    """As OpenAI's guide has it: call, run, tell, answer."""
+    """The loop of OpenAI's guide: call, run, return the result, answer."""
     messages = list(QUESTION)
     asked = client.chat.completions.create(
         messages=messages, tools=[TOOL], tool_choice="required", **SETTINGS

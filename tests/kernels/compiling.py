@@ -71,7 +71,7 @@ class Shape:
 
     @property
     def heads(self) -> Heads:
-        """As tiles are chosen by."""
+        """The heads that tiles are chosen for."""
         return Heads(self.group, self.head_dim, self.value_dim or self.head_dim, self.latent)
 
 

@@ -284,7 +284,7 @@ def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
 
 
 def _plan_options(case: Case, device: str) -> dict[str, Any]:
-    """Return what attention is planned by, other than the batch."""
+    """Return the options of a plan of attention, besides the batch."""
     return {
         "num_heads": case.num_kv_heads * case.group,
         "num_kv_heads": case.num_kv_heads,

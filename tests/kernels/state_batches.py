@@ -235,9 +235,9 @@ class Steps:
 
     Attributes:
         operation: Its name.
-        row_shape: Of the state's rows.
+        row_shape: Shape of the state's rows.
         count: The number of rows.
-        dtype: Of rows.
+        dtype: Type of the rows.
     """
 
     operation: str

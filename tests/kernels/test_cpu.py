@@ -172,7 +172,7 @@ def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
 )
 @settings(fixtures_are_shared, max_examples=40)
 def test_scores(native, shape, most, spread, ties, seed):
-    """Of tokens that are as likely, the first come first."""
+    """The first of equally likely tokens come first."""
     draw = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(shape, generator=draw)
     logits = logits.round() if ties else logits
@@ -198,7 +198,7 @@ def test_scores_of_no_numbers_are_no_numbers(native):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_rotate_and_write(harness, kernels, data):
-    """As to rotate and to write, one after the other."""
+    """It equals rotating and then writing."""
     case = data.draw(harness.cases(longest=20).filter(lambda case: not case.latent))
     tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
     generator = torch.Generator().manual_seed(case.seed)

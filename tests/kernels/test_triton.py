@@ -242,7 +242,7 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
 
 @pytest.mark.parametrize("window", [None, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_fewer_queries_than_are_planned_for(harness, kernels, window):
-    """As in a CUDA graph of steps with drafts: the last sequence is the padding."""
+    """Like a CUDA graph of steps with drafts: the last sequence is the padding."""
     lengths = [(9, 140), (1, 200), (1, 128), (3, 9), (0, 0), (31, 0)]
     case = harness.case(lengths=lengths, num_kv_heads=2, group=4, sliding_window=window)
     harness.check_attention(kernels, case, DEVICE, splits=2, planned=[9] * 5 + [45])
@@ -258,7 +258,7 @@ def uninitialized_is_nan():
 @pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
 def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, window):
-    """As in a CUDA graph of mixed steps: the fifth sequence has the rows that are left."""
+    """Like a CUDA graph of mixed steps: the fifth sequence has the rows that are left."""
     monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
     case = harness.case(lengths=[], group=2, sliding_window=window)
     options = harness.plan_options(case, DEVICE)

@@ -48,7 +48,7 @@ def byte_level_tokenizer() -> Tokenizer:
 
 
 def byte_fallback_tokenizer() -> Tokenizer:
-    """As sentencepiece makes them: metaspace, and bytes for what has no token."""
+    """Return one like sentencepiece's: metaspace, and bytes for characters without a token."""
     tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
     tokens += ["▁", "▁▁", "▁the", "▁a", "a", "b", "ing", "é", "日", "\ufffd", ".", "▁日本"]
     vocab = {token: i for i, token in enumerate(tokens)}
@@ -71,7 +71,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """As the byte fallback one, with the decoder that drops spaces of the whole first token."""
+    """Return the byte fallback one with the decoder that drops spaces of the whole first token."""
     tokenizer = byte_fallback_tokenizer()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer

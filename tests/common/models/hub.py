@@ -19,10 +19,10 @@ class Hub(ThreadingHTTPServer):
     """Serve models by name.
 
     Attributes:
-        models: each model's files, by the model's name; of another branch, with @ and its name.
-        sizes: sizes that it states in place of the true ones, by the file's name.
-        refusals: a status and an error code in place of an answer, by the model's name.
-        asked: the method and path of each request.
+        models: Each model's files, by the model's name; of another branch, with @ and its name.
+        sizes: Sizes that it states in place of the true ones, by the file's name.
+        refusals: A status and an error code in place of an answer, by the model's name.
+        asked: The method and path of each request.
     """
 
     daemon_threads = True
@@ -92,7 +92,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(200, json.dumps(self._listing(name, rest)).encode(), body)
 
     def _listing(self, name: str, rest: list[str]) -> object:
-        """Return what the hub says of a model, or its files."""
+        """Return the hub's description of a model, or its files."""
         files = self.server.models[name]
         sizes = {file: self.server.sizes.get(file, len(data)) for file, data in files.items()}
         if rest[:1] == ["tree"]:

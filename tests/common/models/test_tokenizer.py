@@ -163,7 +163,7 @@ async def test_all_who_read_text_make_the_same_tokens(files, tmp_path):
 
 
 def test_special_tokens_that_the_file_does_not_have_are_left_out(files, tmp_path):
-    """As `<|endoftext|>`, which transformers adds beyond the model's vocabulary."""
+    """Such as `<|endoftext|>`, which transformers adds beyond the model's vocabulary."""
     added = {"5000": {"content": "<late>", "special": True, "lstrip": False, "rstrip": False}}
     directory = _lay_out(
         *(tmp_path / "m", files["smollm"]),

@@ -63,15 +63,15 @@ def write(
     """Writes the file and returns its path.
 
     Args:
-        path: of the file.
-        kind: of the matrices; norms are float32.
-        architecture: as the file claims.
-        parts: how many files it claims to be one of.
-        tokenizer: whether it holds one.
-        leave_out: a tensor that is not written.
-        only: the tensors that are; default: all.
-        fields: whether it says what model it is, as the first part does.
-        add: writes more fields and tensors.
+        path: Path of the file.
+        kind: Type of the matrices; norms are float32.
+        architecture: Architecture that the file names.
+        parts: How many files it claims to be one of.
+        tokenizer: Whether it holds one.
+        leave_out: A tensor that is not written.
+        only: The tensors that are; default: all.
+        fields: Whether it says what model it is, as the first part does.
+        add: Writes more fields and tensors.
     """
     writer = gguf.GGUFWriter(path, architecture)
     if fields:

@@ -61,7 +61,7 @@ def deepseek_v3() -> Tokenizer:
 
 
 def llama2() -> Tokenizer:
-    """As llama.cpp's and transformers' conversions of sentencepiece BPE are."""
+    """Return a tokenizer like llama.cpp's and transformers' conversions of sentencepiece BPE."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.normalizer = normalizers.Sequence(
         [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
@@ -89,7 +89,7 @@ def llama2() -> Tokenizer:
 
 
 def metaspace() -> Tokenizer:
-    """As Gemma's and newer Llama-like conversions: without a space at the beginning."""
+    """Return one like Gemma's and newer Llama-like conversions: without a space at the start."""
     tokenizer = Tokenizer(models.BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
     trainer = trainers.BpeTrainer(

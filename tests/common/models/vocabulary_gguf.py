@@ -26,14 +26,14 @@ def write(
     """Writes the file and returns its path.
 
     Args:
-        path: of the file.
-        tokenizer: whose tokens and merges it holds.
-        model: the kind of tokenizer; with `llama`, tokens have scores by their merges' ranks.
-        pre: the pre-tokenizer's name, if it has one.
-        architecture: as the file claims.
-        name: of the model.
-        fill_up_to: how many tokens there are with unused ones.
-        fields: more of `tokenizer.ggml`, each a token's id, a flag or a text.
+        path: Path of the file.
+        tokenizer: Tokenizer with the tokens and merges.
+        model: The kind of tokenizer; with `llama`, tokens have scores by their merges' ranks.
+        pre: The pre-tokenizer's name, if it has one.
+        architecture: Architecture that the file names.
+        name: Name of the model.
+        fill_up_to: How many tokens there are with unused ones.
+        fields: More of `tokenizer.ggml`, each a token's id, a flag or a text.
     """
     content = json.loads(tokenizer.to_str())
     texts = {token: text for text, token in content["model"]["vocab"].items()}

@@ -35,8 +35,8 @@ def check_equal(model, *settings, tolerance, **more):
 
     Args:
         model: Its directory or file.
-        *settings: As for `engine`, like `more`.
-        tolerance: Of log-probabilities.
+        *settings: Settings, as for `engine`.
+        tolerance: Maximum difference of log-probabilities.
         **more: See `settings`.
     """
     found, expected = (

@@ -36,7 +36,7 @@ CONFIGS = {
         eos_token_id=None,
     ),
 }  # fmt: skip
-"""Of llama, most layers fit 4 bits: the others then have 8."""
+"""Most layers of llama fit 4 bits; the others then have 8."""
 WAYS = [
     ("llama", "bfloat16", "none", 0.1),
     ("llama", "bfloat16", "int8", 0.1),

@@ -20,7 +20,7 @@ class StateWatch:
     """Reads states before their blocks are swapped out, and after they are swapped in.
 
     Attributes:
-        returned: how many came back, each as it left.
+        returned: How many came back, each as it left.
     """
 
     def __init__(self, engine):

@@ -27,7 +27,7 @@ FAMILIES = (
     *("longcat_flash", "minicpm3", "youtu"),
 )
 RANK, ROTATED, VALUE, HEADS = 32, 16, 32, 4
-"""Of the tiny models but those with states."""
+"""Sizes of the tiny models without states."""
 DEEPSEEK_V3 = {
     "model_type": "deepseek_v3",
     "architectures": ["DeepseekV3ForCausalLM"],

@@ -92,7 +92,7 @@ def quantized(path, quantization, dtype="bfloat16"):
 
 
 def hidden_states(path, quantization, tokens):
-    """Of the last layer, before the head."""
+    """Return the hidden states of the last layer, before the head."""
     loaded = load(
         str(path), dtype="float32", device="cpu", block_size=16, quantization=quantization
     )

@@ -17,8 +17,8 @@ class Again:
     """Stands for a GPU's recorder: a replay runs the work again, on inputs that stay in place.
 
     Attributes:
-        recorded: rows of logits of each graph.
-        replayed: rows of logits of each replay.
+        recorded: Rows of logits of each graph.
+        replayed: Rows of logits of each replay.
     """
 
     def __init__(self):

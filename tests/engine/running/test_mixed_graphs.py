@@ -230,7 +230,7 @@ class Launches(TorchDispatchMode):
 
 
 def count_launches(path):
-    """Return what a step of decodes and a chunk launches eagerly, and what its replay does."""
+    """Count the launches of an eager step of decodes and a chunk, and of its replay."""
     settings = {"num_blocks": 32, "swap_space": 0, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     parts = build(EngineSettings(model=str(path), dtype="float32", compile="off", **settings))
     executor, engine, gpu = parts.executor, Stepper(parts), AsOnAGpu()

@@ -277,7 +277,7 @@ def test_seeded_tokens_do_not_depend_on_the_batch(engine):
 
 @pytest.fixture(scope="module")
 def large_model(tmp_path_factory):
-    """Of SmolLM2-135M's shape, with random weights."""
+    """A model of SmolLM2-135M's shape with random weights."""
     path = tmp_path_factory.mktemp("large")
     config = LlamaConfig(
         vocab_size=49_152,

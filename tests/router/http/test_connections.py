@@ -57,7 +57,7 @@ def connect():
 
 
 async def rest(reader) -> bytes:
-    """Returns what comes until the connection is closed, in whatever way."""
+    """Return all bytes until the connection is closed, in whatever way."""
     received = b""
     try:
         while data := await asyncio.wait_for(reader.read(1 << 16), 20):

@@ -16,7 +16,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 def stream(strings, parts, *, include=False, armed_from=0):
-    """Returns what each part showed, the string found, and the part that completed it."""
+    """Return the text that each part showed, the string found, and the part that completed it."""
     watch = StopStrings(strings, include=include)
     shown = []
     for i, part in enumerate(parts):

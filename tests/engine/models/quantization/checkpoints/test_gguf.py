@@ -64,7 +64,7 @@ SCALES = {
     "Q5_K": (0.00015, 0.0024),
     "Q6_K": (0.0001,),
 }
-"""Of random bytes, so that weights are near 0.1."""
+"""Scales of random bytes that make weights near 0.1."""
 
 
 def all_of(kind):
@@ -72,7 +72,7 @@ def all_of(kind):
 
 
 def q4_k_m(name):
-    """As llama.cpp mixes types: some in more bits."""
+    """Return the type of a tensor in llama.cpp's mix: some have more bits."""
     if name in {"token_embd", "blk.1.attn_v", "blk.1.ffn_down"}:
         return "Q6_K"
     return "Q4_K"

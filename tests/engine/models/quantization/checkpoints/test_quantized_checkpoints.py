@@ -149,7 +149,7 @@ def made(tmp_path):
 
 
 def served_logits(loaded, tokens):
-    """Of all tokens, from one step with a paged cache."""
+    """Return the logits of all tokens, from one step with a paged cache."""
     step = step_alone(loaded.shape, len(tokens), loaded.dtype, loaded.device)
     count = torch.arange(len(tokens))
     with attending(step), torch.inference_mode():
