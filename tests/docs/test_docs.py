@@ -211,7 +211,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Demand:
+class Needs:
     sequences: int = 1
     model: str = "m"
     prompt: None = None
@@ -225,9 +225,9 @@ def test_the_policy_chooses():
     exec(program, names)
     policy = names["TwoChoices"]()
     idle, calm, busy, full = map(Replica, (1, 2, 4, 9))
-    assert policy.choose([busy, idle], Demand()) is idle
-    assert policy.choose([full, busy], Demand()) is busy
-    assert policy.choose([full], Demand()) is None
-    assert policy.choose([], Demand()) is None
-    drawn = {policy.choose([idle, calm, busy], Demand()) for _ in range(200)}
+    assert policy.choose([busy, idle], Needs()) is idle
+    assert policy.choose([full, busy], Needs()) is busy
+    assert policy.choose([full], Needs()) is None
+    assert policy.choose([], Needs()) is None
+    drawn = {policy.choose([idle, calm, busy], Needs()) for _ in range(200)}
     assert drawn == {idle, calm}, "two of three are drawn, and the less occupied is chosen"
