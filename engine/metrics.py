@@ -10,7 +10,7 @@ from octavo.engine.events import Load
 from octavo.engine.kv_cache import CacheCounters
 from octavo.engine.ranks.times import Times
 from octavo.engine.scheduling.batch import Batch
-from octavo.engine.scheduling.preemption import Counters
+from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.scheduler import Scheduler
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)

@@ -54,6 +54,15 @@ class BlockPool:
         """Blocks that more than one block-table entry holds."""
         return self._num_shared
 
+    def require(self, count: int) -> None:
+        """Do nothing if `count` blocks are available.
+
+        Raises:
+            OutOfBlocksError: Fewer are.
+        """
+        if count > self.num_available:
+            raise OutOfBlocksError(f"{count} blocks needed, {self.num_available} available")
+
     def references(self, block: int) -> int:
         """Return how many block-table entries hold `block`."""
         return self._references[block]
@@ -78,8 +87,7 @@ class BlockPool:
         Raises:
             OutOfBlocksError: fewer are available; none is allocated.
         """
-        if count > self.num_available:
-            raise OutOfBlocksError(f"{count} blocks needed, {self.num_available} available")
+        self.require(count)
         while len(self._free) < count:
             self._free.append(self._evict())
         runs = _runs(sorted(self._free))

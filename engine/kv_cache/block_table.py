@@ -2,11 +2,20 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from octavo.common.prefix import ROOT_KEY
 
 RELEASED = -1
 """In a block table: the block was released, as no token to come attends to it."""
+
+
+class Span(NamedTuple):
+    """Tokens [start, end) of a sequence."""
+
+    sequence_id: int
+    start: int
+    end: int
 
 
 @dataclass(slots=True, eq=False)

@@ -1,29 +1,22 @@
 """Who is preempted when blocks run out, and how: a whole group, swapped out or dropped.
 
-`swap_or_recompute.py` has the rule that chooses between the two.
+PagedAttention's section 4.5: a sequence reads all of its K and V in each step, so a group that gave
+up a part of its blocks could not go on, and would keep the others from use. `swap_or_recompute.py`
+has the rule that chooses between swapping and dropping.
 """
 
-from dataclasses import dataclass
-
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
+from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 
-@dataclass(slots=True)
-class Counters:
-    """Preemptions and drafted tokens since the start, for metrics and tests."""
-
-    preemptions_swap: int = 0
-    preemptions_recompute: int = 0
-    swap_space_full: int = 0
-    swap_ins: int = 0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-
 def choose_victim(running: list[SequenceGroup]) -> SequenceGroup:
-    """Return the running group that is last in order: the newest of the lowest priority."""
+    """Return the running group that is last in order: the newest of the lowest priority.
+
+    The paper preempts the latest request first too, so that the earliest is never starved: it is
+    always served, and ends. The newest has also computed least, which is what preemption costs.
+    """
     return running[-1]
 
 

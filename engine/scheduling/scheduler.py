@@ -16,6 +16,7 @@ import numpy as np
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, SamplerOutput, ScheduledSequence
+from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.drafting import (
     DraftModel,
     Drafts,
@@ -24,7 +25,7 @@ from octavo.engine.scheduling.drafting import (
     waits_to_draft,
 )
 from octavo.engine.scheduling.fork_beams import advance_search
-from octavo.engine.scheduling.preemption import Counters, choose_victim, preempt, with_blocks
+from octavo.engine.scheduling.preemption import choose_victim, preempt, with_blocks
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import (
     PLACEHOLDER,

@@ -1,0 +1,73 @@
+"""Which blocks must be copied before tokens are written: those that others hold too.
+
+PagedAttention's section 4.4: outputs of one prompt share its blocks, the last of which is partly
+filled. The first output that writes there gets a copy of that block, so that nothing else is
+copied. The last one to write need not copy: then it is the only holder.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from octavo.common.layer_groups import LayerGroup
+from octavo.engine.kv_cache.block_pool import BlockPool
+from octavo.engine.kv_cache.block_table import BlockTable, Span
+
+
+class Entry(NamedTuple):
+    """An entry of a block table: logical block `place` of layer group `group`."""
+
+    group: int
+    place: int
+
+
+def shared_entries(
+    groups: Sequence[LayerGroup], device: BlockPool, table: BlockTable, span: Span
+) -> list[Entry]:
+    """Return the entries that a span writes and that others hold too, or the prefix cache.
+
+    A full block of K and V that is published is never written again.
+    """
+    shared = []
+    for group, layers in enumerate(groups):
+        blocks = table.groups[group]
+        if layers.state_blocks:
+            if span.start:
+                shared += [
+                    Entry(group, i)
+                    for i, block in enumerate(blocks)
+                    if device.references(block) > 1 or device.is_published(block)
+                ]
+            continue
+        end = min(layers.blocks_for(span.end), len(blocks))
+        for i in range(span.start // layers.block_size, end):
+            if device.references(blocks[i]) > 1:
+                shared.append(Entry(group, i))
+    return shared
+
+
+def blocks_to_write(
+    groups: Sequence[LayerGroup],
+    device: BlockPool,
+    writes: Sequence[tuple[BlockTable, Span, list[Entry]]],
+) -> int:
+    """Return how many blocks spans take; the last writer of a shared block need not copy it.
+
+    Of a published state, every writer must.
+
+    Args:
+        groups: The model's layer groups.
+        device: The device's blocks.
+        writes: Each span with its block table and its `shared_entries`.
+    """
+    grown, written = 0, list[int]()
+    for table, span, shared in writes:
+        for layers, blocks in zip(groups, table.groups, strict=True):
+            if not layers.state_blocks:
+                grown += max(0, layers.blocks_for(span.end) - len(blocks))
+        written += [table.groups[group][place] for group, place in shared]
+    copies = 0
+    for block, writers in Counter(written).items():
+        holders = device.references(block)
+        copies += min(writers, holders if device.is_published(block) else holders - 1)
+    return grown + copies

@@ -1,0 +1,120 @@
+"""Publish what sequences have computed, so that requests with the same prefix find it.
+
+A full block of K and V is published under the key of the prefix that it ends (`prefixes.py`). A
+state is overwritten in each step. To keep it for the prefix cache, its blocks are published like
+full blocks of K and V, and the next step's writer gets a copy (`KVCacheManager.extend`). Which
+states are kept is as in Marconi (Pan et al., MLSys 2025): at the end of a prompt, where prompts
+that have a beginning in common part, and the latest of a decode.
+"""
+
+from collections.abc import Iterator
+from collections.abc import Sequence as Tokens
+
+from octavo.common.layer_groups import LayerGroup
+from octavo.common.prefix import chain_keys
+from octavo.engine.kv_cache.block_pool import BlockPool
+from octavo.engine.kv_cache.block_table import BlockTable
+from octavo.engine.kv_cache.prefixes import block_keys, is_shared_key
+
+
+class PrefixPublisher:
+    """Publishes the full blocks of sequences, and says which keys have come and gone.
+
+    Attributes:
+        published: Keys of prefix blocks in either pool, as of the last `take_changes`.
+        keeps_states: Whether any layer group has states.
+    """
+
+    def __init__(self, groups: Tokens[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
+        self._groups = groups
+        self._device = device
+        self._swap = swap
+        self._block_size = min(group.block_size for group in groups)
+        self._stride = max(group.block_size for group in groups)
+        self.keeps_states = any(group.state_blocks for group in groups)
+        self.published: set[bytes] = set()
+
+    def publish(self, table: BlockTable, token_ids: Tokens[int], num_computed: int) -> None:
+        """Publish a sequence's full blocks of K and V that are not published yet.
+
+        Its state is published too, if it is of `num_computed` tokens and these fill all blocks.
+
+        Args:
+            table: The sequence's; on the device.
+            token_ids: The sequence's tokens.
+            num_computed: Number of them, from the front, that have K/V.
+        """
+        keys, size = table.keys, self._block_size
+        before, count = len(keys), num_computed // size
+        if count <= before:
+            return
+        parent = keys[-1] if keys else table.root
+        keys += chain_keys(parent, token_ids[before * size : count * size], size)
+        for block, key in self._full_blocks(table, before, count):
+            self.publish_block(self._device, block, key)
+        if self.keeps_states and num_computed == table.computed:
+            self._publish_state(table, len(token_ids))
+
+    def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
+        """Publish the state, if it stands for full blocks; a decode's replaces its last one."""
+        if table.computed % self._stride:
+            return
+        key = table.keys[table.computed // self._block_size - 1]
+        decoding = table.computed >= num_tokens
+        if decoding:
+            for old in table.snapshot:
+                if not self._device.was_hit(old):
+                    self._device.forget(old)
+            table.snapshot = []
+        for group, layers in enumerate(self._groups):
+            if layers.state_blocks:
+                names = block_keys(key, group, layers.state_blocks)
+                for block, name in zip(table.groups[group], names, strict=True):
+                    self.publish_block(self._device, block, name)
+                table.snapshot += names if decoding else []
+
+    def pause_before(self, table: BlockTable, start: int, end: int) -> int:
+        """Return where a prefill of tokens [start, end) is to end, so that a state can be kept.
+
+        That is where it can be found again: at the last whole blocks before the end of the prompt,
+        and where another prompt with the same beginning went another way.
+        """
+        if not self.keeps_states:
+            return end
+        if start < table.branch < end:
+            return table.branch
+        whole = (end - 1) // self._stride * self._stride
+        return whole if whole > start else end
+
+    def publish_block(self, pool: BlockPool, block: int, key: bytes) -> None:
+        """Make a block findable; a key that was hit in one pool is marked hit in the other."""
+        pool.publish(block, key)
+        if self._device.was_hit(key) or self._swap.was_hit(key):
+            pool.mark_hit(key)
+
+    def full_blocks(self, table: BlockTable) -> Iterator[tuple[int, bytes]]:
+        """Yield the full blocks of K and V that a table holds, with their keys."""
+        return self._full_blocks(table, 0, len(table.keys))
+
+    def _full_blocks(self, table: BlockTable, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield those from key `begin` to key `end` of the table."""
+        for group, layers in enumerate(self._groups):
+            if layers.state_blocks:
+                continue
+            ratio, blocks = layers.block_size // self._block_size, table.groups[group]
+            first = max(begin // ratio, table.passed[group])
+            for i in range(first, min(end // ratio, len(blocks))):
+                yield blocks[i], block_keys(table.keys[(i + 1) * ratio - 1], group)[0]
+
+    def take_changes(self) -> tuple[set[bytes], set[bytes]]:
+        """Update `published`.
+
+        Returns:
+            The keys added, and the keys removed, since the last call.
+        """
+        changed = self._device.take_changed() | self._swap.take_changed()
+        changed = set(filter(is_shared_key, changed))
+        held = self._device.held_of(changed) | self._swap.held_of(changed)
+        added, removed = held - self.published, (changed - held) & self.published
+        self.published ^= added | removed
+        return added, removed
