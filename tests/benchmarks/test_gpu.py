@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from benchmarks.gpu import __main__ as command
-from benchmarks.gpu import kernel_tests, peers
+from benchmarks.gpu import peers
 from benchmarks.gpu.parts import PARTS, TEST_SECONDS, Part
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.shapes import LLAMA_3_8B, LLAMA_7B, SMOLLM2, count_layers, make_batch
@@ -65,18 +65,6 @@ def test_without_a_gpu_it_says_what_can_be_done(capsys, monkeypatch):
 
 def test_the_times_allowed_are_less_than_nine_minutes():
     assert TEST_SECONDS + sum(part.seconds for part in PARTS.values()) < 9 * 60
-
-
-@pytest.mark.slow  # two runs of pytest, for a run of the GPU's tests with libraries carried there
-def test_tests_find_libraries_where_this_process_does(tmp_path, monkeypatch):
-    (tmp_path / "carried.py").touch()
-    tests = tmp_path / "test_it.py"
-    tests.write_text("import carried, kernels\n\ndef test_it():\n    pass\n")
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(kernel_tests, "ENGINE", tests)
-    monkeypatch.setattr(kernel_tests, "KERNELS", tests)
-    told = kernel_tests.run_tests(60)
-    assert (told["passed"], told["failed"], told["stopped"]) == (2, 0, False), told["output"]
 
 
 class Gpu:

@@ -2,8 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,7 +12,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.peers import (
-    environments,
     model_files,
     registry,
     report,
@@ -22,7 +19,6 @@ from benchmarks.peers import (
     shapes,
     workloads,
 )
-from benchmarks.peers.environments import Environment, InstallError
 from benchmarks.peers.model_files import DIRECTORY, GGUF
 from benchmarks.peers.results import Rate, Result, Sample, agreement, first_token_seconds, ratios
 from benchmarks.peers.worker_process import WorkerError, WorkerProcess
@@ -63,11 +59,6 @@ def test_the_mix_has_the_stated_totals_and_the_same_lengths_each_round():
     assert len(set(lengths)) > 40, "they are spread"
     assert one == workloads.mixed(1)
     assert all(a.prompt != b.prompt for a, b in zip(one.requests, other.requests, strict=True))
-
-
-def test_a_part_of_the_mix_is_its_beginning():
-    part = workloads.mixed(3, 12)
-    assert part.requests == workloads.mixed(3).requests[:12]
 
 
 def test_rounds_single_requests_and_warm_up_share_no_prompt():
@@ -305,59 +296,3 @@ def test_the_report_has_every_peer_failed_ones_with_their_reason():
     found = json.loads(report.as_json(results, where))
     assert found["machine"] == "A CPU"
     assert [len(peer["samples"]) for peer in found["peers"]] == [6, 4, 0]
-
-
-@pytest.fixture
-def pip(tmp_path, monkeypatch):
-    """Environments with a pip of ours, which writes down what it is asked and may fail."""
-
-    def create(home, *, with_pip):
-        assert with_pip
-        (home / "bin").mkdir(parents=True)
-        (home / "bin" / "python").write_text(
-            f'#!/bin/sh\necho "$FLAVOUR $*" >> {tmp_path}/asked\necho pip speaks\n'
-            f"case $2 in *broken*) exit 3;; esac\n"
-            'case "$*" in *broken*) exit 3;; esac\n'
-        )
-        (home / "bin" / "python").chmod(0o755)
-
-    monkeypatch.setattr(environments.venv, "create", create)
-    return lambda: (tmp_path / "asked").read_text().splitlines()
-
-
-def test_an_environment_is_made_once_until_what_it_holds_changes(tmp_path, pip):
-    some = Environment("some", ("a==1", "b==2"), variables={"FLAVOUR": "x"}, pip_flags=("--q",))
-    python = environments.provide(some, tmp_path)
-    assert python == tmp_path / "some" / "bin" / "python"
-    assert pip() == ["x -m pip install --no-input --q a==1 b==2"]
-    environments.provide(some, tmp_path)
-    assert len(pip()) == 1
-    environments.provide(Environment("some", ("a==2",)), tmp_path)
-    assert len(pip()) == 2
-    environments.provide(Environment("some", ("a==2",)), tmp_path, rebuild=True)
-    assert len(pip()) == 3
-
-
-def test_an_install_that_fails_says_what_pip_said_and_is_tried_again(tmp_path, pip):
-    broken = Environment("some", ("broken==1",))
-    for _ in range(2):
-        with pytest.raises(InstallError, match=r"pip ended with 3: \.\.\.pip speaks"):
-            environments.provide(broken, tmp_path)
-    assert len(pip()) == 2
-
-
-def test_needs_are_listed_without_what_is_left_out():
-    command = [sys.executable, "-c", environments.LIST_NEEDS, "rich", "pygments"]
-    listed = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()
-    assert any(need.startswith("markdown-it-py") for need in listed)
-    assert not any(need.startswith("pygments") for need in listed)
-    assert not any("ipywidgets" in need for need in listed), "an extra's"
-
-
-def test_the_command_refuses_what_it_does_not_know():
-    command = [sys.executable, "-m", "benchmarks.peers", "--peers", "nobody"]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ
-    )
-    assert done.returncode == 2
-    assert "no peer is called 'nobody'" in done.stderr

@@ -97,8 +97,3 @@ def needed_by(requirement: Requirement) -> list[Requirement]:
         if needed.marker is None
         or any(needed.marker.evaluate({"extra": extra}) for extra in ("", *requirement.extras))
     ]
-
-
-def test_make_installs_these_versions():
-    recipe = (ROOT / "Makefile").read_text().replace("\\\n\t\t", "")
-    assert "--constraint constraints.txt --editable '.[dev]';" in recipe

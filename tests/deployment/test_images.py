@@ -51,12 +51,6 @@ def test_the_context_is_what_the_wheel_is_made_of():
     assert not any(map(taken, unwanted))
 
 
-@pytest.mark.parametrize("name", ["router", "engine"])
-def test_an_image_installs_its_extra(name):
-    dockerfile = (DOCKER / f"{name}.Dockerfile").read_text()
-    assert f"pip install --constraint constraints.txt '.[{name},tracing]'" in dockerfile
-
-
 def test_an_image_installs_only_versions_that_the_tests_ran_with():
     for dockerfile in DOCKERFILES:
         installs = re.findall(r"pip install (.*)", dockerfile.read_text())

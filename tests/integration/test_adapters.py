@@ -1,9 +1,7 @@
 """Adapters as models: two engines, a router, and clients over gRPC and HTTP."""
 
 import asyncio
-import itertools
 import json
-import time
 import urllib.request
 from types import SimpleNamespace
 
@@ -164,45 +162,3 @@ async def test_requests_migrate_with_their_adapter(cluster):
         with pytest.raises(octavo.Error) as gone:
             await tokens_of(client, "second")
         assert gone.value.code is grpc.StatusCode.UNAVAILABLE
-
-
-@pytest.mark.slow  # it measures times
-async def test_loading_stalls_no_stream(launch, tmp_path):
-    model = make_model(tmp_path / "model")
-    large = {"r": 256, "target_modules": "all-linear"}
-    paths = [save_adapter(model, tmp_path / str(seed), seed=seed, **large) for seed in range(8)]
-    engine = launch("engine", "--model", model, *FLAGS, "--enable-lora").wait_ready()
-    admin = free_port()
-    router = launch("router", "--engine", engine.address, "--admin-port", str(admin)).wait_ready()
-    times = [[] for _ in range(32)]
-
-    async def stream(client, seen):
-        options = {"max_tokens": 900, "ignore_eos": True, "token_ids": True, "temperature": 0.5}
-        async for _ in client.generate(PROMPT, **options):
-            seen.append(time.monotonic())
-
-    async with octavo.AsyncClient(router.address) as client:
-        running = [asyncio.create_task(stream(client, seen)) for seen in times]
-        while not all(len(seen) > 100 for seen in times):
-            await asyncio.sleep(0.05)
-        with grpc.insecure_channel(f"127.0.0.1:{admin}") as channel:
-            stub = admin_pb2_grpc.AdminServiceStub(channel)
-            began = time.monotonic()
-            for number, path in enumerate(paths):
-                request = admin_pb2.LoadAdapterRequest(name=f"large-{number}", path=str(path))
-                await asyncio.to_thread(stub.LoadAdapter, request, timeout=60)
-            ended = time.monotonic()
-        await asyncio.gather(*running)
-
-    def longest(first, last):
-        return max(
-            after - before
-            for seen in times
-            for before, after in itertools.pairwise(seen)
-            if first <= before < last
-        )
-
-    quiet = longest(max(seen[50] for seen in times), began)
-    loading = longest(began, ended)
-    print(f"longest gap {1000 * quiet:.0f} ms, while loading {1000 * loading:.0f} ms")
-    assert loading < quiet + 0.1

@@ -95,72 +95,28 @@ ROLES = "system, developer, user, assistant, tool"
 
 CASES = [
     invalid("no prompt", b"", "prompt", "must be set"),
-    invalid("empty text", good(text=""), "text", "at least one character"),
-    invalid("empty chat", good(chat=chat()), "chat.messages", "at least one message"),
-    invalid("no tokens", tokens(), "tokens.token_ids", "at least one token"),
     invalid("long text", good(text="one " * CONTEXT), "prompt", TOO_LONG),
     invalid("long chat", good(chat=chat(("user", "one " * CONTEXT))), "prompt", TOO_LONG),
     invalid("one token too many", tokens(*[5] * CONTEXT), "prompt", TOO_LONG),
     invalid("token id", tokens(5, VOCAB), "tokens.token_ids[1]", TOKEN_RANGE),
-    invalid("token id, largest", tokens(2**32 - 1), "tokens.token_ids[0]", TOKEN_RANGE),
     invalid(
         "role", good(chat=chat(("user", "a"), ("wizard", "b"))), "chat.messages[1].role", ROLES
     ),
-    invalid("no role", good(chat=chat(("", "a"))), "chat.messages[0].role", ROLES),
-    *(
-        invalid(f"n {n}", sampling(n=n), "sampling.n", f"[1, {OUTPUTS}]")
-        for n in (0, OUTPUTS + 1, 2**32 - 1)
-    ),
-    *(
-        invalid(f"{name} {value}", sampling(**{name: value}), f"sampling.{name}", bounds)
-        for name, bounds, values in (
-            ("temperature", "[0, 100]", (-0.5, 100.5, math.nan, math.inf)),
-            ("top_p", "(0, 1]", (0.0, -0.5, 1.5, math.nan)),
-            ("min_p", "[0, 1]", (-0.5, 1.5, math.nan)),
-            ("repetition_penalty", "(0, 100]", (0.0, -1.0, 101.0, math.nan)),
-            ("presence_penalty", "[-2, 2]", (-2.5, 2.5, math.nan)),
-            ("frequency_penalty", "[-2, 2]", (-2.5, 2.5, math.nan)),
-        )
-        for value in values
-    ),
+    invalid("n", sampling(n=OUTPUTS + 1), "sampling.n", f"[1, {OUTPUTS}]"),
+    invalid("temperature", sampling(temperature=math.nan), "sampling.temperature", "[0, 100]"),
     invalid(
         "biased token",
         sampling(logit_bias={VOCAB: 1}),
         f"sampling.logit_bias[{VOCAB}]",
         TOKEN_RANGE,
     ),
-    invalid("bias", sampling(logit_bias={7: 101}), "sampling.logit_bias[7]", "[-100, 100]"),
-    invalid(
-        "bias nan", sampling(logit_bias={7: math.nan}), "sampling.logit_bias[7]", "[-100, 100]"
-    ),
-    invalid(
-        "many biases",
-        sampling(logit_bias=dict.fromkeys(range(1025), 1.0)),
-        "sampling.logit_bias",
-        "at most 1024",
-    ),
-    invalid("no output", stop(max_tokens=0), "stop.max_tokens", f"[1, {CONTEXT - 1}]"),
     invalid(
         "beyond the context",
         good(tokens=generation_pb2.TokenPrompt(token_ids=[5] * 100), max_tokens=CONTEXT - 99),
         "stop.max_tokens",
         f"[1, {CONTEXT - 100}]",
     ),
-    invalid("min tokens", stop(max_tokens=3, min_tokens=4), "stop.min_tokens", "[0, 3]"),
-    invalid("many stop strings", stop(strings=["a"] * 17), "stop.strings", "at most 16"),
-    invalid("empty stop string", stop(strings=["a", ""]), "stop.strings[1]", "1 to 256"),
-    invalid("long stop string", stop(strings=["a" * 257]), "stop.strings[0]", "1 to 256"),
-    invalid("many stop tokens", stop(token_ids=range(257)), "stop.token_ids", "at most 256"),
-    invalid("stop token", stop(token_ids=[VOCAB]), "stop.token_ids[0]", TOKEN_RANGE),
-    invalid("logprobs", output(logprobs=21), "output.logprobs", "[0, 20]"),
-    invalid("prompt logprobs", output(prompt_logprobs=21), "output.prompt_logprobs", "[0, 20]"),
-    invalid("priority", good(priority=-101), "priority", "[-100, 100]"),
-    invalid("id with a space", good(request_id="a b"), "request_id", "128 characters of visible"),
-    invalid("id not ASCII", good(request_id="é"), "request_id", "128 characters of visible"),
-    invalid("long id", good(request_id="a" * 129), "request_id", "at most 128"),
     invalid("beam and sampling", beam(sampling={}), "beam", "excludes sampling"),
-    invalid("no beams", beam(0), "beam.width", "[1, 64]"),
-    invalid("many beams", beam(65), "beam.width", "[1, 64]"),
     invalid("beam, stops", beam(stop={"strings": ["a"]}), "stop.strings", "with beam search"),
     invalid("beam, logprobs", beam(output={"logprobs": 1}), "output.logprobs", "with beam search"),
     Case("model", good(model="gpt"), StatusCode.NOT_FOUND, "model", "there is: demo"),
@@ -169,10 +125,7 @@ CASES = [
         for field, request in (
             ("text", good(text="a@@")),
             ("chat.messages[1].content", good(chat=chat(("user", "a"), ("user", "b@@")))),
-            ("chat.messages[0].role", good(chat=chat(("@@", "a")))),
-            ("stop.strings[1]", stop(strings=["a", "@@"])),
             ("model", good(model="@@")),
-            ("request_id", good(request_id="@@")),
         )
     ),
     invalid("garbage", b"\xff" * 40, None, "not a valid protobuf GenerateRequest"),
@@ -193,6 +146,7 @@ CASES = [
         for method in ("/octavo.v1.GenerationService/Nothing", "/octavo.v2.Nothing/Generate")
     ),
 ]
+"""One of each kind; tests/router/requests/test_validation.py has every field and range."""
 
 
 @dataclass(frozen=True)
@@ -238,11 +192,11 @@ def as_refusal(error, responses=0):
 
 
 def assert_refused(case, found):
-    assert found.code is case.code, found
-    assert found.fields == ([case.field] if case.field else []), found
-    assert case.says in found.message, found
+    assert found.code is case.code, (case.name, found)
+    assert found.fields == ([case.field] if case.field else []), (case.name, found)
+    assert case.says in found.message, (case.name, found)
     if case.code is not StatusCode.DEADLINE_EXCEEDED:
-        assert found.responses == 0, found
+        assert found.responses == 0, (case.name, found)
 
 
 def generated(stream):
@@ -275,11 +229,6 @@ def channel(served):
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(served.address, options) as channel:
         yield channel
-
-
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_says_what_is_wrong(channel, case):
-    assert_refused(case, refusal(call(channel, case.request, case.method, case.timeout)))
 
 
 def test_no_failure_touches_another(served, channel):

@@ -1,6 +1,5 @@
 """`octavo bench` against a real server with a real model."""
 
-import asyncio
 import json
 import signal
 import subprocess
@@ -10,7 +9,6 @@ from itertools import pairwise
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import fixture
 from octavo.cli import app
 from octavo.cli.bench.report import from_json
 from tests.integration.harness import wait_until
@@ -46,16 +44,6 @@ def test_throughput(bench, tmp_path):
     assert max(start for start, _ in six) < min(end for _, end in six)
 
 
-def test_latency(bench, tmp_path):
-    result = bench("latency", "-r", "2", *SMALL, "--slo", "e2e:1e9", "--json", "-")
-    assert result.exit_code == 0, result.stderr
-    (run,) = from_json(result.stdout).runs
-    assert run.figures.requests == 2
-    assert run.figures.goodput == run.figures.requests_per_s
-    assert run.figures.tpot.mean > 0
-    assert "one at a time" in result.stderr
-
-
 def test_serve(bench, tmp_path):
     pytest.importorskip("matplotlib")
     random = ("--lengths", "lognormal", "--prefix-tokens", "32", "--timeout", "60")
@@ -84,38 +72,6 @@ def test_openai_api(served):
     assert 0 < figures.ttft.p50 < figures.e2e.p50
     assert figures.normalized.mean == pytest.approx(figures.e2e.mean / 6)
     assert all(1 <= len(record.message_times) <= 6 for record in run.records)
-
-
-@pytest.fixture
-def strict_router(tmp_path):
-    """A router in which no request may wait."""
-    engine = fixture.engine(fixture.make_model(tmp_path), num_blocks=4, max_model_len=64)
-    router = fixture.router([engine.address], max_queue_size=0)
-    nodes = engine, router
-    try:
-        for node in nodes:
-            asyncio.run(node.start())
-        asyncio.run(fixture.all_up(router, 1))
-        yield router
-    finally:
-        for node in nodes:
-            asyncio.run(node.close())
-
-
-def test_refusals_are_counted(strict_router):
-    sizes = ("--prompt-tokens", "4", "--output-tokens", "2")
-    flags = ("--address", strict_router.address, "-r", "300", "--warmup", "0", "--json", "-")
-    result = CliRunner().invoke(app, ["bench", "throughput", *flags, *sizes])
-    report = from_json(result.stdout)
-    figures = report.runs[0].figures
-    assert set(figures.errors) == {"RESOURCE_EXHAUSTED"}
-    assert figures.requests + figures.errors["RESOURCE_EXHAUSTED"] == 300
-    assert figures.requests >= 1
-    assert result.exit_code == 0, result.stderr
-    assert (
-        f"{figures.errors['RESOURCE_EXHAUSTED']} \N{MULTIPLICATION SIGN} RESOURCE_EXHAUSTED: "
-        in result.stderr
-    )
 
 
 def test_deadlines_are_counted(bench):

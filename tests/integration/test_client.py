@@ -30,21 +30,6 @@ def test_answers(client):
     assert completion.model == "demo"
 
 
-def test_streams_in_pieces(client):
-    stream = client.generate(PARIS, temperature=0, max_tokens=20)
-    pieces = [delta.text for delta in stream]
-    assert "".join(pieces) == "The capital of France is Paris."
-    assert len([piece for piece in pieces if piece]) > 1
-    assert stream.accepted.prompt_tokens > 20
-    assert [end.reason for end in stream.finished] == [octavo.FinishReason.EOS]
-
-
-def test_several_outputs(client):
-    completion = client.generate("Once upon a time", n=3, seed=7, max_tokens=8).complete()
-    assert [output.index for output in completion.outputs] == [0, 1, 2]
-    assert len(set(completion.texts)) > 1
-
-
 def test_prompts_are_shared_only_within_a_salt(client):
     def cached(salt):
         prompt = "Two of a kind, " * 20
@@ -67,13 +52,6 @@ def test_leaving_the_loop_frees_the_blocks(client):
     wait_until(lambda: idle(client), what="no block in use")
 
 
-def test_closing_from_outside(client):
-    stream = client.generate("Once upon a time", **ENDLESS)
-    next(iter(stream))
-    stream.close()
-    wait_until(lambda: idle(client), what="no block in use")
-
-
 def test_timeout(client):
     # Refused at once, if by now the router knows how long so much takes.
     with pytest.raises((octavo.DeadlineExceededError, octavo.ResourceExhaustedError)):
@@ -87,14 +65,6 @@ def test_tokens_there_and_back(client):
     assert client.detokenize(tokens) == text
     assert client.detokenize([1, *tokens, 2]) == text
     assert client.detokenize([1], keep_special_tokens=True) == "<|im_start|>"
-
-
-def test_errors_name_the_field(client):
-    with pytest.raises(octavo.InvalidArgumentError) as caught:
-        client.generate("x", temperature=-1).complete()
-    assert [violation.field for violation in caught.value.violations] == ["sampling.temperature"]
-    with pytest.raises(octavo.NotFoundError):
-        client.generate("x", model="nothing").complete()
 
 
 async def test_asyncio(served):

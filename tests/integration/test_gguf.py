@@ -39,19 +39,6 @@ def test_the_demo_s_own_file_gives_the_demo_s_tokens(served, launch, cache, tmp_
     assert server.logs().count("Converting") == 1
 
 
-@pytest.mark.slow
-def test_a_later_start_does_not_convert_again(launch, cache, tmp_path):
-    file = tiny_gguf.write(tmp_path / "tiny.gguf")
-    arguments = ("--model", str(file), "--num-blocks", "64", "--swap-space", "0")
-    first = launch("serve", *arguments).wait_ready()
-    answer = _answer(first.address)
-    assert first.terminate() == 0
-    second = launch("serve", *arguments).wait_ready()
-    assert _answer(second.address).outputs[0].token_ids == answer.outputs[0].token_ids
-    assert ("Converting" in first.logs(), "Converting" in second.logs()) == (True, False)
-    assert len(list(cache.glob("*/config.json"))) == 1
-
-
 LOADED = """
 import psutil, sys
 from octavo.engine.settings import EngineSettings

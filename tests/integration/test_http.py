@@ -30,14 +30,6 @@ def test_answers_are_those_of_grpc(served, client):
     assert got.usage.completion_tokens == expected.usage.output_tokens
 
 
-def test_beam_search(served, client):
-    settings = {"max_tokens": 8, "extra_body": {"beam_width": 3}}
-    got = client.completions.create(model="demo", prompt=PROMPT, n=2, **settings)
-    with octavo.Client(served.address) as direct:
-        expected = direct.generate(PROMPT, max_tokens=8, beam_width=3).complete()
-    assert [choice.text for choice in got.choices] == list(expected.texts[:2])
-
-
 def test_echo_scores_prompts_as_grpc_does(served, client):
     with octavo.Client(served.address) as direct:
         tokens = direct.tokenize(PROMPT)
@@ -69,15 +61,6 @@ def test_echo_scores_prompts_as_grpc_does(served, client):
     assert max(shown.top_logprobs[-1].values()) == shown.token_logprobs[-1]
 
 
-def test_echo_of_a_text_without_an_output(client):
-    got = client.completions.create(
-        model="demo", prompt=[PROMPT, "One two"], echo=True, logprobs=0, max_tokens=0
-    )
-    assert [choice.text for choice in got.choices] == [PROMPT, "One two"]
-    assert got.usage.completion_tokens == 0
-    assert len(got.choices[1].logprobs.tokens) == 2
-
-
 def test_an_answer_is_continued(client):
     opened = "The capital of France is"
     got = client.chat.completions.create(
@@ -87,14 +70,6 @@ def test_an_answer_is_continued(client):
         extra_body={"continue_final_message": True, "add_generation_prompt": False},
     )  # fmt: skip
     assert got.choices[0].message.content.startswith(" Paris")
-
-
-def test_the_end_of_turn_stays_if_told(client):
-    got = client.chat.completions.create(
-        model="demo", temperature=0, max_tokens=50, messages=[{"role": "user", "content": "hi"}],
-        extra_body={"include_stop_str_in_output": True, "skip_special_tokens": False},
-    )  # fmt: skip
-    assert got.choices[0].message.content.endswith("<|im_end|>")
 
 
 def test_a_client_that_leaves_frees_the_blocks(served, client):

@@ -4,7 +4,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,10 +33,10 @@ CLIENT_COMMANDS = (
     "octavo status",
 )
 HTTP_SERVER = "octavo serve demo --http-port 8000"
-ENGINE = "octavo engine demo --port 50052"
-ROUTER = "octavo router --engine localhost:50052"
-RUN_HERE = {"make demo", "make serve", *CLIENT_COMMANDS, HTTP_SERVER, ENGINE, ROUTER}
+RUN_HERE = {"make demo", "make serve", *CLIENT_COMMANDS, HTTP_SERVER}
 RUN_ELSEWHERE = {
+    "octavo engine demo --port 50052",  # test_engines.py
+    "octavo router --engine localhost:50052",
     "docker compose -f docker/compose.yaml up --build",  # test_compose_services.py: its commands
     "make test",  # continuous integration
     "make lint",
@@ -120,20 +119,3 @@ def test_the_http_server_and_openai_s_client(environment, tmp_path):
         exec(program.replace("client.chat", "stream = client.chat"), names)
         text = "".join(chunk.choices[0].delta.content or "" for chunk in names["stream"])
     assert len(text) > 20
-
-
-@pytest.mark.slow  # test_engines.py covers most of it
-def test_an_engine_and_a_router_by_hand(environment, tmp_path):
-    with (
-        running(ENGINE, environment, tmp_path / "engine.log"),
-        running(ROUTER, environment, tmp_path / "router.log"),
-    ):
-        command = f"{sys.executable} -m octavo generate 'Say hello.' --max-tokens 5"
-        wait_until(lambda: _succeeds(command, environment), 30, "an answer")
-
-
-def _succeeds(command: str, environment: dict[str, str]) -> bool:
-    done = subprocess.run(
-        ["bash", "-c", command], env=environment, capture_output=True, check=False
-    )
-    return done.returncode == 0

@@ -1,9 +1,6 @@
 """`octavo serve` as a process: its life, its end, and its child's."""
 
-import os
 import signal
-import subprocess
-import sys
 import threading
 from functools import partial
 from pathlib import Path
@@ -16,7 +13,6 @@ from transformers import LlamaConfig
 
 import octavo
 from benchmarks.fixture import make_model
-from octavo.kernels.cpu import build
 from tests.integration.conftest import SMALL
 from tests.integration.harness import READY_SECONDS, wait_until
 
@@ -82,15 +78,6 @@ def test_says_why_it_cannot_start(launch):
     assert "Traceback" not in server.logs()
 
 
-@pytest.mark.slow  # the test of a model that cannot be served covers most of it
-def test_says_why_the_engine_cannot_start(demo_model, launch):
-    server = launch("serve", "--model", "demo", "--max-model-len", "1000000")
-    assert server.process.wait(READY_SECONDS) == 1
-    assert "the engine cannot start" in server.logs()
-    assert "max" in server.logs()
-    assert "Traceback" not in server.logs()
-
-
 @pytest.mark.parametrize(
     "command",
     [pytest.param(("serve", "--tokenizer", "demo"), marks=pytest.mark.slow), ("engine",)],
@@ -104,31 +91,3 @@ def test_says_in_a_line_why_a_model_cannot_be_served(demo_model, tmp_path, launc
     (line,) = [line for line in server.logs().splitlines() if line.startswith("error: ")]
     assert f"{tmp_path} lacks 11 of the model's weights, such as model.embed_tokens.weight" in line
     assert "Traceback" not in server.logs()
-
-
-@pytest.mark.parametrize(
-    ("compiler", "expected"),
-    [
-        pytest.param("", "", marks=pytest.mark.slow),  # test_readme.py runs `make demo`
-        pytest.param(
-            *("no-such-compiler", "CXX is 'no-such-compiler', which is not on the path"),
-            marks=pytest.mark.slow,  # tests/kernels and tests/engine cover the fallback
-        ),
-    ],
-)
-def test_demo_command(compiler, expected, demo_model):
-    """Without a compiler it says why it is slow and what to do."""
-    own = {"CXX": compiler} if compiler else {}
-    done = subprocess.run(
-        [sys.executable, "-m", "octavo", "demo", "--max-tokens", "12"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env=os.environ | {"COLUMNS": "200"} | own,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "The capital of France is Paris." in done.stdout
-    assert "tokens/s" in done.stdout
-    assert ("warning: " in done.stderr) == bool(expected or build.find_compiler() is None)
-    assert expected in done.stderr

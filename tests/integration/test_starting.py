@@ -70,33 +70,6 @@ def assert_refused(server, *said: str) -> None:
     wait_until(lambda: gone(seen), what="the end of its processes")
 
 
-@pytest.fixture
-def taken_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        yield taken.getsockname()[1]
-
-
-@pytest.mark.parametrize(
-    "command",
-    ["engine", pytest.param("serve", marks=pytest.mark.slow)],  # it listens by the same code
-)
-def test_a_taken_port_is_told_before_the_model_is_loaded(demo_model, launch, taken_port, command):
-    server = launch(command, "--model", "demo", *SMALL, port=taken_port)
-    assert_refused(server, f"cannot listen on 127.0.0.1:{taken_port}")
-    if command == "engine":
-        assert "model loaded" not in server.logs()
-
-
-@pytest.mark.parametrize("command", ["engine", "router"])
-def test_a_taken_metrics_port_that_was_given_is_an_error(demo_model, launch, taken_port, command):
-    flags = ["--model", "demo", *SMALL] if command == "engine" else []
-    server = launch(command, *flags, "--metrics-port", str(taken_port), metrics=False)
-    assert_refused(server, f"cannot serve metrics on 127.0.0.1:{taken_port}")
-    assert "model loaded" not in server.logs()
-
-
 @pytest.mark.slow
 def test_a_taken_default_metrics_port_falls_back_to_a_free_one(demo_model, launch):
     with ExitStack() as open_sockets:

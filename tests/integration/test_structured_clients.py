@@ -191,49 +191,6 @@ def test_langchain_s_tools(langchain):
     assert "22" in told.content
 
 
-def test_vllm_s_names(client):
-    def ask(**form):
-        answer = client.chat.completions.create(messages=QUESTION, extra_body=form, **SETTINGS)
-        return answer.choices[0].message.content
-
-    assert ask(guided_choice=["sunny", "raining"]) in {"sunny", "raining"}
-    assert ask(guided_regex="[0-9]{3}").isdecimal()
-    assert ask(structured_outputs={"grammar": 'start: "a" "b"+ "c"'}).startswith("ab")
-    Weather.model_validate_json(ask(guided_json=Weather.model_json_schema()))
-    completion = client.completions.create(
-        prompt="It is", extra_body={"guided_regex": "[a-c]{4}"}, **SETTINGS
-    )
-    assert set(completion.choices[0].text) <= set("abc")
-    whole = client.chat.completions.create(
-        messages=QUESTION, response_format={"type": "json_object"}, **SETTINGS
-    ).choices[0]
-    if whole.finish_reason == "stop":
-        assert isinstance(json.loads(whole.message.content), dict)
-
-
-def test_what_is_wrong_names_the_argument(client):
-    for arguments, param in [
-        ({"extra_body": {"guided_regex": "["}}, "guided_regex"),
-        ({"tools": [TOOL], "tool_choice": {**NAMED, "function": {"name": "f"}}}, "tool_choice"),
-        ({"tools": [TOOL, TOOL]}, "tools[1].function.name"),
-        (
-            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": 5}}}]},
-            "tools[0].function.parameters",
-        ),
-        (
-            {
-                "tools": [TOOL],
-                "tool_choice": "required",
-                "response_format": {"type": "json_object"},
-            },
-            "response_format",
-        ),
-    ]:
-        with pytest.raises(openai.BadRequestError) as caught:
-            client.chat.completions.create(messages=QUESTION, **arguments, **SETTINGS)
-        assert caught.value.param == param, caught.value
-
-
 def test_the_python_client(served):
     with octavo.Client(served.address) as client:
         options = {"max_tokens": 100, "temperature": 0}

@@ -71,18 +71,6 @@ def test_files_that_cannot_be_used_are_said(tmp_path):
             cls("localhost:1", tls=octavo.Tls(), credentials=grpc.ssl_channel_credentials())
 
 
-def test_refusals_have_classes_of_their_own(service):
-    refusals = {
-        grpc.StatusCode.UNAUTHENTICATED: octavo.UnauthenticatedError,
-        grpc.StatusCode.PERMISSION_DENIED: octavo.PermissionDeniedError,
-    }
-    with octavo.Client(service.address) as client:
-        for code, cls in refusals.items():
-            service.fail(code, "no")
-            with pytest.raises(cls):
-                client.list_models()
-
-
 COMMANDS = [
     ["generate", "a b"],
     ["chat"],

@@ -1,15 +1,12 @@
 import asyncio
 import os
 import signal
-import socket
-import urllib.request
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from octavo.common.ports import free_port
 from octavo.router.server import serve
 from octavo.router.settings import RouterSettings
 from octavo.v1 import generation_pb2, generation_pb2_grpc
@@ -130,30 +127,6 @@ async def test_no_task_is_left_behind(scripted):
         names = {task.get_name() for task in asyncio.all_tasks()}
     await engine.kill()
     assert not [name for name in names if name.startswith(("engine:", "session", "health"))]
-
-
-async def test_metrics_over_http(scripted):
-    engine = await scripted().start()
-    port = free_port()
-    async with Process(engine.address, metrics_port=port):
-        url = f"http://127.0.0.1:{port}/metrics"
-        page = await asyncio.to_thread(lambda: urllib.request.urlopen(url).read().decode())
-    await engine.kill()
-    assert "octavo_router_engines_up" in page
-
-
-@pytest.mark.parametrize("which", ["port", "metrics_port"])
-async def test_taken_ports_are_named(scripted, which):
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
-        with pytest.raises(OSError, match=str(port)):
-            await serve(
-                RouterSettings(
-                    engine=["127.0.0.1:1"], **{"port": 0, "metrics_port": 0, which: port}
-                )
-            )
 
 
 @pytest.mark.parametrize("engines", [[], ["nowhere"], ["h:0"], ["h:1", "h:1"]])

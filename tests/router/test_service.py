@@ -1,6 +1,5 @@
 import asyncio
 import itertools
-import random
 import time
 
 import grpc
@@ -540,17 +539,6 @@ async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode, n
     assert ids == output.token_ids, "what came before is neither lost nor repeated"
 
 
-async def test_invalid_utf8_through_the_router(scripted, serve):
-    data = ask("QQ").SerializeToString().replace(b"QQ", b"\xff\xfe")
-    async with serve(scripted()) as s:
-        await s.up()
-        error = await error_of(
-            s.channel.unary_stream("/octavo.v1.GenerationService/Generate")(data)
-        )
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "a string in it is not UTF-8" in error.details()
-
-
 async def test_chat_template_errors(scripted, serve, plain_tokenizer_dir):
     plain = scripted(tokenizer=plain_tokenizer_dir, model="plain")
     async with serve(scripted(model="chatty"), plain) as s:
@@ -620,34 +608,6 @@ async def test_metrics_count_what_happened(scripted, serve):
     assert 'octavo_router_engines_up{model="tiny"} 1.0' in page
     assert "octavo_router_requests_in_flight 0.0" in page
     assert "octavo_router_requests_queued 0.0" in page
-
-
-async def test_many_streams_with_half_of_them_cancelled(scripted, serve, encode):
-    text = "the quick brown fox, née 日本 🎉 " * 2
-    make = {"interval": 0.001, "max_num_seqs": 16}
-    engines = [scripted(text, **make), scripted(text, **make)]
-    rng = random.Random(5)
-    async with serve(*engines) as s:
-        await s.up(2)
-
-        async def one(i: int) -> str | None:
-            call = s.stub.Generate(ask(f"prompt {i}", output={"token_ids": True}))
-            task = asyncio.create_task(collect(call))
-            if i % 2:
-                await asyncio.sleep(rng.random() * 0.5)
-                call.cancel()
-            try:
-                responses = await task
-            except (asyncio.CancelledError, grpc.aio.AioRpcError):
-                return None
-            ids = [t for r in responses for t in r.delta.token_ids]
-            assert ids == encode(text)
-            return text_of(responses)
-
-        texts = await asyncio.wait_for(asyncio.gather(*(one(i) for i in range(200))), 60)
-        await s.clean()
-        await s.until(lambda: not any(engine.playing for engine in engines))
-    assert texts[::2] == [text] * 100
 
 
 class Wire:

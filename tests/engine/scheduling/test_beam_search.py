@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
@@ -85,19 +85,6 @@ def test_hypotheses_and_scores_are_transformers(
     assert_same(results[1], [part[:8] for part in expected])
     counters = tight.scheduler.counters
     assert (counters.preemptions_swap if early else counters.preemptions_recompute) > 0
-
-
-@pytest.mark.slow  # as the cases above, with real weights
-def test_a_real_model_agrees(stepper, reference, demo_model):
-    tokenizer = AutoTokenizer.from_pretrained(demo_model)
-    texts = ["The capital of France is", "Once upon a time", "Water boils at", "def add(a, b):"]
-    prompts = [tokenizer(text).input_ids for text in texts]
-    search = BeamSearch(4, 1.0, early_stopping=False)
-    eos = [reference.generation_config.eos_token_id, tokenizer("\n").input_ids[0]]
-    one = stepper(num_blocks=256)
-    groups = [one.submit(prompt, 12, eos=eos, beam=search) for prompt in prompts]
-    one.run()
-    assert_same(groups, search_with(reference, prompts, search, eos, 12))
 
 
 @pytest.mark.parametrize(
