@@ -1,8 +1,9 @@
 """One HTTP connection: how much and how slowly a client may send.
 
-uvicorn has no deadline and no size for headers, and parses all requests that have
-arrived, however many. Here a request is parsed when the one before it is answered; what
-comes meanwhile is left in the socket's buffer.
+No setting of uvicorn 0.54 bounds these: it keeps a connection with half a header for ever, takes
+headers of 64 MiB, refuses every client when `limit_concurrency` connections have sent a part of a
+header each, and parses all requests that have arrived, however many. Here a request is parsed when
+the one before it is answered; what comes meanwhile is left in the socket's buffer.
 """
 
 import asyncio
