@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
 from octavo.kernels import ops
+from tests.engine.random_model import TINY
 from tests.engine.stepper import Stepper
 
 STOPPING = [2, 7, 11, 30, 41]
@@ -34,16 +35,8 @@ def reference(demo_model):
 def tiny_model(tmp_path_factory):
     """A two-layer model with random weights, for what does not depend on sense."""
     path = tmp_path_factory.mktemp("tiny")
-    config = LlamaConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=2,
-    )
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    config = LlamaConfig(**TINY | heads | {"eos_token_id": 2})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config).save_pretrained(path)
     return path

@@ -5,6 +5,18 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+TINY = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+    "eos_token_id": None,
+}
+"""Settings of a config, for models that run at once."""
+
 
 def save_random_model(
     config: PretrainedConfig, path: Path, std: float, **options: object

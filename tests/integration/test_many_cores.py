@@ -3,7 +3,6 @@
 import os
 import re
 import signal
-import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,9 +11,8 @@ import pytest
 from transformers import AutoConfig, LlamaConfig
 
 import octavo
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 from tests.integration.conftest import SMALL
-from tests.integration.harness import wait_until
 
 FLAGS = ("--tokenizer", "demo", *SMALL, "--compile", "off")
 CPUS = sorted(os.sched_getaffinity(0))[:2]
@@ -46,16 +44,9 @@ def plain(text: str) -> str:
 def model(demo_model, tmp_path_factory):
     """A model that loads quickly, with the demo's vocabulary."""
     path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=AutoConfig.from_pretrained(demo_model).vocab_size,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=2048,
-        eos_token_id=None,
-    )
-    save_random_model(config, path, std=0.1)
+    vocabulary = AutoConfig.from_pretrained(demo_model).vocab_size
+    sizes = {"vocab_size": vocabulary, "max_position_embeddings": 2048}
+    save_random_model(LlamaConfig(**TINY | sizes), path, std=0.1)
     return str(path)
 
 
@@ -95,39 +86,6 @@ def test_each_node_has_an_engine_and_all_end_when_one_dies(two_nodes):
     assert server.process.wait(30) == 1
     assert f"engine 2 of 2 (node 1, CPUs {CPUS[1]}) ended by itself" in server.logs()
     assert not engines[0].is_running()
-
-
-@pytest.mark.slow  # one engine drains likewise, in test_serve.py
-def test_engines_drain_at_the_same_time(two_nodes):
-    server = two_nodes()
-    engines = engines_of(server)
-    texts = []
-
-    def ask() -> None:
-        with octavo.Client(server.address) as client:
-            texts.append(client.generate("Once", max_tokens=48, ignore_eos=True).complete())
-
-    threads = [threading.Thread(target=ask) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    ports = (server.metrics_port + 1, server.metrics_port + 2)
-    name = "octavo_engine_groups"
-    wait_until(lambda: all(server.metric(name, port=p, state="running") for p in ports))
-    assert server.terminate() == 0, server.logs()
-    for thread in threads:
-        thread.join(10)
-    assert [text.usage.output_tokens for text in texts] == [48] * 4
-    assert not any(engine.is_running() for engine in engines)
-
-
-@pytest.mark.slow  # tests/octavo/test_engine_plan.py has the plan
-def test_one_engine_for_all_nodes(two_nodes):
-    server = two_nodes("--engines-per-node", "off")
-    (engine,) = engines_of(server)
-    facts = {"numa_nodes": "0-1", "threads": "2"}
-    if "OMP_NUM_THREADS" not in os.environ:
-        assert server.metric("octavo_engine_info", port=server.metrics_port + 1, **facts) == 1
-    assert tuple(CPUS) in affinities(engine)
 
 
 def test_more_engines_than_cores_are_an_error(model, launch):

@@ -1,12 +1,6 @@
-"""The Triton kernels against the reference: on a GPU, or else interpreted on CPU.
-
-Triton reads TRITON_INTERPRET when it is imported and keeps to it; so without a GPU
-these tests are skipped here, and test_triton_interpreted.py runs them in a process
-of their own.
-"""
+"""The Triton kernels against the reference: see `triton_device`."""
 
 import importlib
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -18,12 +12,11 @@ from hypothesis import strategies as st
 from octavo.kernels import reference
 from octavo.kernels.gpu import E4M3_DTYPES, describe_gpu
 from octavo.kernels.sampling_tensors import SamplingTensors
+from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
 
 triton = pytest.importorskip("triton")
 
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 FOUND = torch.cuda.is_available()
-DEVICE = "cpu" if INTERPRETED else "cuda"
 # A GPU has one type of e4m3 or none; the interpreter has all, AMD's own from Triton 3.9 on.
 OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 KNOWN = [dtype for dtype in E4M3_DTYPES if not (OLD and dtype == torch.float8_e4m3fnuz)]
@@ -32,11 +25,7 @@ FP8 = [dtype for dtype in (*E4M3, torch.float8_e5m2) if dtype is not None]
 # On a GPU, nearly each example is compiled first.
 MAX_EXAMPLES = 10 if INTERPRETED else 20
 
-if not INTERPRETED:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not FOUND, reason="needs a GPU"),
-    ]
+pytestmark = MARKS
 
 fixtures_are_shared = settings(
     deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]

@@ -1,11 +1,5 @@
-"""Mixtures of experts in Triton against their definition: on a GPU, or else interpreted.
+"""Mixtures of experts in Triton against their definition: see `triton_device`."""
 
-As test_triton.py; the process of test_triton_interpreted.py runs both.
-"""
-
-import os
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,16 +7,9 @@ from hypothesis import strategies as st
 from octavo.kernels import quantized, reference
 from tests.kernels.conftest import activations
 from tests.kernels.quantized_weights import KINDS, moved, random_weight
+from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
 
-triton = pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-if not INTERPRETED:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    ]
+pytestmark = MARKS
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 

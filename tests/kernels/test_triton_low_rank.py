@@ -1,26 +1,13 @@
-"""Products of low rank in Triton against their definition: on a GPU, or else interpreted.
+"""Products of low rank in Triton against their definition: see `triton_device`."""
 
-As test_triton.py; the process of test_triton_interpreted.py runs both.
-"""
-
-import os
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.low_rank_batches import check_low_rank
+from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
 
-triton = pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-if not INTERPRETED:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    ]
+pytestmark = MARKS
 
 
 @given(

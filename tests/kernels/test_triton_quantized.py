@@ -1,9 +1,4 @@
-"""Linear layers of quantized weights in Triton against their definition: on a GPU or interpreted.
-
-As test_triton.py; the process of test_triton_interpreted.py runs both.
-"""
-
-import os
+"""Linear layers of quantized weights in Triton against their definition: see `triton_device`."""
 
 import pytest
 import torch
@@ -12,16 +7,9 @@ from hypothesis import strategies as st
 
 from octavo.kernels import quantized
 from tests.kernels.quantized_weights import KINDS, moved, random_weight, weights
+from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
 
-triton = pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-DEVICE = "cpu" if INTERPRETED else "cuda"
-if not INTERPRETED:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    ]
+pytestmark = MARKS
 EXACT = {"rtol": 1e-6, "atol": 1e-6}  # zeros are differences of products with a scale
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 

@@ -1,9 +1,4 @@
-"""The Triton kernels of layers with a state: on a GPU, or else interpreted on CPU.
-
-As with test_triton.py, test_triton_interpreted.py runs these tests where there is no GPU.
-"""
-
-import os
+"""The Triton kernels of layers with a state: see `triton_device`."""
 
 import pytest
 import torch
@@ -11,20 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.kernels.state_batches import OPERATIONS, StateCase, check, state_cases
+from tests.kernels.triton_device import DEVICE, MARKS
 
-triton = pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-FOUND = torch.cuda.is_available()
-DEVICE = "cpu" if INTERPRETED else "cuda"
 # The interpreter takes milliseconds for each operation; on a GPU, each example is compiled first.
 SMALL = {"longest": 9, "most_size": 40}
 
-if not INTERPRETED:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not FOUND, reason="needs a GPU"),
-    ]
+pytestmark = MARKS
 
 
 @pytest.fixture(scope="session")

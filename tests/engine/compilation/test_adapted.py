@@ -9,7 +9,7 @@ from octavo.engine.adapters import adapted_model
 from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.kernels import cpu
 from tests.engine.compilation import engines
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 from tests.peft_adapters import save_adapter
 
 PACKED = pytest.mark.skipif(cpu.linear is None, reason="this CPU has no linear kernels")
@@ -32,17 +32,8 @@ LENGTHS = (1, 3, 17, 40)
 def model(tmp_path_factory):
     """A model whose fused layers have parts that begin inside of a panel."""
     path = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=500,
-        hidden_size=160,
-        intermediate_size=200,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=1,
-        max_position_embeddings=512,
-        eos_token_id=None,
-    )
-    save_random_model(config, path, std=0.1)
+    sizes = {"hidden_size": 160, "intermediate_size": 200, "num_key_value_heads": 1}
+    save_random_model(LlamaConfig(**TINY | sizes), path, std=0.1)
     return path
 
 

@@ -10,25 +10,14 @@ from octavo.engine.models.step import EagerStep
 from tests.engine.compilation.engines import check_equal
 from tests.engine.models.quantization.checkpoints import packers
 from tests.engine.models.quantization.checkpoints.quantize import quantize
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
 
 
 def saved(path, **options):
-    config = Qwen3MoeConfig(
-        **options,
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        moe_intermediate_size=48,
-        num_experts=8,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        eos_token_id=None,
-    )
-    save_random_model(config, path, std=0.1)
+    experts = {"moe_intermediate_size": 48, "num_experts": 8, "num_experts_per_tok": 2}
+    save_random_model(Qwen3MoeConfig(**TINY | HEADS | experts, **options), path, std=0.1)
     return path
 
 
@@ -63,20 +52,7 @@ def test_experts_are_traced(model, dtype, quantization, tolerance):
 
 def test_mxfp4_is_traced(tmp_path):
     """The kernel tells it from other 4-bit weights."""
-    config = GptOssConfig(
-        vocab_size=512,
-        hidden_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        intermediate_size=96,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=512,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    save_random_model(config, tmp_path, std=0.1)
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
+    save_random_model(GptOssConfig(**TINY | HEADS | experts), tmp_path, std=0.1)
     quantize(tmp_path, {"quant_method": "mxfp4"}, packers.mxfp4)
     check_equal(tmp_path, "bfloat16", tolerance=0.05)

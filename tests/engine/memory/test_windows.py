@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, MistralConfig
 
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 from tests.engine.stepper import Stepper
 
 LAYERS, WINDOW, BLOCK_SIZE, STEP_TOKENS = 2, 64, 16, 256
@@ -22,19 +22,8 @@ SHOWN = LAYERS * (WINDOW - 1) + 1
 @pytest.fixture(scope="module")
 def window_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("windows")
-    config = MistralConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=CONTEXT,
-        sliding_window=WINDOW,
-        eos_token_id=None,
-        bos_token_id=None,
-    )
+    sizes = {"num_hidden_layers": LAYERS, "head_dim": 32, "max_position_embeddings": CONTEXT}
+    config = MistralConfig(**TINY | sizes, sliding_window=WINDOW, bos_token_id=None)
     save_random_model(config, path, std=0.15, dtype=torch.float32)
     return path
 

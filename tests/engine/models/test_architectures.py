@@ -22,22 +22,11 @@ from transformers import (
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import build
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 from tests.engine.stepper import Stepper
 
-SMALL = {
-    "vocab_size": 500,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "head_dim": 32,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": 0,
-}
+SMALL = TINY | {"num_hidden_layers": 4, "head_dim": 32, "max_position_embeddings": 256}
+SMALL |= {"bos_token_id": None, "pad_token_id": 0}
 CONFIGS = {
     "grouped-query heads": LlamaConfig(**SMALL),
     "query and key norms": Qwen3Config(**SMALL),

@@ -3,7 +3,7 @@
 import pytest
 from transformers import MistralConfig
 
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 
 LONGEST = 64
 """Tokens of its longest sequence."""
@@ -12,16 +12,7 @@ LONGEST = 64
 @pytest.fixture(scope="session")
 def window_model(tmp_path_factory):
     path = tmp_path_factory.mktemp("window")
-    config = MistralConfig(
-        vocab_size=500,
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=LONGEST,
-        sliding_window=24,
-        eos_token_id=2,
-    )
+    changes = {"max_position_embeddings": LONGEST, "sliding_window": 24, "eos_token_id": 2}
+    config = MistralConfig(**TINY | changes)
     save_random_model(config, path, std=0.15)
     return path

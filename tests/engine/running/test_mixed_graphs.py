@@ -26,7 +26,7 @@ from octavo.kernels.metadata import AttentionPlan
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.engine.oracle import Oracle
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 from tests.engine.running.conftest import LONGEST
 from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.stepper import Stepper
@@ -262,16 +262,8 @@ def test_a_replay_launches_as_little_however_many_layers_there_are(tmp_path):
     counts = []
     for layers in (2, 4):
         path = tmp_path / str(layers)
-        config = LlamaConfig(
-            vocab_size=64,
-            hidden_size=32,
-            intermediate_size=48,
-            num_hidden_layers=layers,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            max_position_embeddings=64,
-        )
-        save_random_model(config, path, std=0.15)
+        changes = {"num_hidden_layers": layers, "max_position_embeddings": 64, "eos_token_id": 2}
+        save_random_model(LlamaConfig(**TINY | changes), path, std=0.15)
         counts.append(count_launches(path))
     (eager, replay), (eager_of_more, replay_of_more) = counts
     per_layer = (eager_of_more - eager) / 2

@@ -1,11 +1,6 @@
-"""An engine on the GPU's kernels: on a GPU, or else interpreted on CPU.
-
-As in tests/kernels/test_triton.py; without a GPU, test_triton_interpreted.py there
-runs these tests in a process of their own.
-"""
+"""An engine on the GPU's kernels: see tests/kernels/triton_device.py."""
 
 import gc
-import os
 from functools import partial
 from itertools import pairwise
 
@@ -26,18 +21,12 @@ from tests.engine.models.quantization.checkpoints.quantize import quantize, refe
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
+from tests.kernels.triton_device import INTERPRETED, MARKS
 
-pytest.importorskip("triton")
-
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 OUTPUT_TOKENS = 5
 LENGTHS = (1, 7, 16, 40)
 
-if not INTERPRETED:
-    pytestmark = [
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-    ]
+pytestmark = MARKS
 
 
 @pytest.fixture

@@ -31,22 +31,11 @@ from tests.engine.models.quantization.checkpoints.quantize import (
     quantize,
     reference_logits,
 )
-from tests.engine.random_model import save_random_model
+from tests.engine.random_model import TINY, save_random_model
 
 OPERATING = Path(__file__).parents[5] / "docs" / "operating.md"
-SMALL = {
-    "vocab_size": 300,
-    "hidden_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "intermediate_size": 192,
-    "max_position_embeddings": 256,
-    "eos_token_id": None,
-    "bos_token_id": None,
-    "pad_token_id": None,
-}
+SMALL = TINY | {"vocab_size": 300, "hidden_size": 128, "intermediate_size": 192, "head_dim": 32}
+SMALL |= {"max_position_embeddings": 256, "bos_token_id": None, "pad_token_id": None}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64}
 CONFIGS = {
     "llama": lambda: LlamaConfig(**SMALL),
