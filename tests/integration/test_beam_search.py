@@ -3,7 +3,6 @@
 import pytest
 
 import octavo
-from tests.integration.harness import wait_until
 
 
 @pytest.fixture
@@ -24,17 +23,3 @@ def test_outputs_come_whole_and_best_first(client):
     assert "Paris" in deltas[0].text
     for delta, end in zip(deltas, ends, strict=True):
         assert end.usage.output_tokens == len(delta.token_ids) <= 8
-
-
-def test_cancelling_a_search_frees_its_blocks(client):
-    stream = client.generate("Once", beam_width=8, max_tokens=400, ignore_eos=True)
-    next(stream.events())
-    stream.close()
-    (before,) = client.list_models()
-    assert before.total_blocks > 0
-
-    def idle():
-        (model,) = client.list_models()
-        return model.running == 0 and model.free_blocks == model.total_blocks
-
-    wait_until(idle, what="the blocks being free")

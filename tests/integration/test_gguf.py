@@ -1,7 +1,5 @@
 """`octavo serve --model FILE.gguf` as a process: the file's tokens, converted once; refusals."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -37,32 +35,6 @@ def test_the_demo_s_own_file_gives_the_demo_s_tokens(served, launch, cache, tmp_
     assert got.outputs[0].token_ids == expected.outputs[0].token_ids
     assert got.text == expected.text
     assert server.logs().count("Converting") == 1
-
-
-LOADED = """
-import psutil, sys
-from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
-settings = EngineSettings(model=sys.argv[1], num_blocks=64, swap_space=0, compile="off")
-parts = build(settings)
-print(psutil.Process().memory_full_info().uss)
-"""
-
-
-@pytest.mark.slow
-def test_an_engine_takes_the_file_s_memory_and_the_cache_s(cache, tmp_path):
-    def taken(file: Path) -> int:
-        """Return the bytes that a process has for itself once it has loaded the model."""
-        command = [sys.executable, "-c", LOADED, str(file)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-        return int(done.stdout.split()[-1])
-
-    file = demo.fetch(tmp_path)
-    blocks = 64 * 16 * 30 * 2 * 3 * 64 * 2  # tokens, layers, keys and values, heads, sizes, bytes
-    tiny = tiny_gguf.write(tmp_path / "tiny.gguf")
-    taken(tiny)  # builds kernels
-    taken(file)  # converts it, which a process of its own does for the command
-    assert taken(file) - taken(tiny) < 1.25 * (file.stat().st_size + blocks)
 
 
 @pytest.mark.parametrize(

@@ -81,24 +81,6 @@ def test_every_end_token_that_the_file_names_ends_an_output(file):
     assert model.config.pad_token_id == tiny_gguf.PAD
 
 
-def test_control_tokens_of_any_script_keep_their_spelling_and_ids(tmp_path, monkeypatch):
-    special = ["<\uff5cbegin▁of▁sentence\uff5c>", "<\uff5cend▁of▁sentence\uff5c>", "<|pad|>"]
-    tokens = [*tiny_gguf.TOKENS[: -len(special)], *special]
-    monkeypatch.setattr(tiny_gguf, "TOKENS", tokens)
-    directory = resolve(str(tiny_gguf.write(tmp_path / "tiny.gguf")))
-    tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    assert tokenizer.bos_token_id == tiny_gguf.START
-    assert tokenizer(special[1]).input_ids == [tiny_gguf.END]
-    assert max(tokenizer.get_vocab().values()) < len(tokens)
-
-
-def test_an_end_token_that_the_file_only_spells_ends_an_output(tmp_path, monkeypatch):
-    tokens = ["<|eot_id|>" if token == "<|pad|>" else token for token in tiny_gguf.TOKENS]
-    monkeypatch.setattr(tiny_gguf, "TOKENS", tokens)
-    model = _load(resolve(str(tiny_gguf.write(tmp_path / "tiny.gguf"))))
-    assert tiny_gguf.PAD in model.generation_config.eos_token_id
-
-
 def test_a_pre_tokenizer_that_is_not_known_is_refused_before_weights_are_read(tmp_path, cache):
     def rename(writer: gguf.GGUFWriter) -> None:
         writer.kv_data[0]["tokenizer.ggml.pre"].value = "new-one"

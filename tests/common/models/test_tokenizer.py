@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from octavo.common.models.errors import ModelError
 from octavo.common.models.tokenizer import Texts, check_same, load_tokenizer, sample_texts
@@ -18,11 +17,6 @@ from octavo.router.text.tokenization import Tokenizers
 from tests.common.models.tiny_tokenizers import FAMILIES
 from tests.plain import shape
 
-CLASSES = (
-    *(None, "GPT2Tokenizer", "Qwen2Tokenizer", "LlamaTokenizer", "LlamaTokenizerFast"),
-    *("GemmaTokenizer", "CohereTokenizer", "GPTNeoXTokenizer", "PreTrainedTokenizerFast"),
-    *("TokenizersBackend", "CodeGenTokenizer", "T5Tokenizer", "CTRLTokenizer", "NoSuchTokenizer"),
-)
 TYPES = (
     *("llama", "qwen2", "qwen3_5", "gpt2", "gemma", "gemma3_text", "starcoder2", "phi", "opt"),
     *("mistral", "gpt_neox", "mamba", "olmo", "cohere", "deepseek_v3", "mbart", None),
@@ -92,23 +86,6 @@ def test_the_models_type_does_not_change_tokens(files, tmp_path, model_type):
                 tmp_path / "m", files[family], model_type=model_type, tokenizer_class=named
             )
             assert not _differ(directory, texts), (named, family)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize("family", FAMILIES)
-def test_no_type_and_class_changes_tokens(files, tmp_path, family):
-    texts = _texts()
-    differ = [
-        (model_type, named)
-        for model_type in [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, None]
-        for named in CLASSES
-        if _differ(
-            _lay_out(tmp_path / "m", files[family], model_type=model_type, tokenizer_class=named),
-            texts,
-        )
-    ]
-    assert not differ
 
 
 @pytest.mark.parametrize(

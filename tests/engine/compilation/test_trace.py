@@ -160,16 +160,6 @@ def test_large_results_are_not_kept():
     assert any(constant.data_ptr() == weight.data_ptr() for constant in found.constants.values())
 
 
-def test_weights_are_not_copied():
-    weight = torch.rand(WIDTH, 2 * WIDTH)
-
-    def compute(model, x, positions, rows):
-        return picked(x @ model.weight.t()[:WIDTH].t(), rows)
-
-    found = check(compute, weight=weight)
-    assert any(constant.data_ptr() == weight.data_ptr() for constant in found.constants.values())
-
-
 def test_a_number_may_be_read_from_a_weight():
     def compute(model, x, positions, rows):
         return picked(x * model.scale.item(), rows)

@@ -60,17 +60,6 @@ def test_every_finished_output_keeps_to_its_schema(crowded, dtype, preemption):
     assert getattr(counters, f"preemptions_{preemption}") > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("preemption", ["swap", "recompute"])
-def test_every_finished_output_of_many_keeps_to_its_schema(crowded, dtype, preemption):
-    runner = crowded(dtype=dtype, preemption=preemption)
-    draw = random.Random(dtype + preemption)
-    finished = force(runner, [random_schema(draw) for _ in range(75)])
-    assert finished > 75 * 8 * 0.3
-    assert getattr(runner.parts.scheduler.counters, f"preemptions_{preemption}") > 0
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
 def test_kinds(engine, temperature):
     def text(kind, *texts):

@@ -38,15 +38,6 @@ def found(cache, tokens, salt=""):
     return hits
 
 
-def test_a_table_wastes_less_than_a_block():
-    cache = manager()
-    cache.admit(0, [1] * 5)
-    assert len(table(cache, 0)) == 2
-    cache.extend([Span(0, 5, 9)])
-    assert len(table(cache, 0)) == 3
-    cache.check()
-
-
 def test_admission_is_all_or_nothing():
     cache = manager(num_blocks=2)
     with pytest.raises(OutOfBlocksError, match="3 blocks needed, 2 available"):

@@ -91,21 +91,6 @@ def test_prompt_logprobs_survive_preemption(stepper, prompt, true_logprobs):
     assert_agrees(group.prompt_logprobs, true_logprobs(prompt[:128]), prompt)
 
 
-def test_a_seed_gives_the_same_output_whatever_shares_the_batch(stepper, prompt):
-    engine = stepper(num_blocks=512)
-    alone = engine.submit(prompt[:50], 24, temperature=0.8, top_p=0.95, seed=1234)
-    engine.run()
-    company = [
-        engine.submit(prompt[i : i + 20 + 9 * i], 5 + 4 * i, temperature=0.1 * i, seed=i)
-        for i in range(9)
-    ]
-    engine.step()
-    together = engine.submit(prompt[:50], 24, temperature=0.8, top_p=0.95, seed=1234)
-    engine.run()
-    assert own_tokens(together) == own_tokens(alone)
-    assert len({tuple(own_tokens(group)) for group in company}) > 1
-
-
 def test_outputs_of_one_request_share_the_prompt_and_differ(stepper, prompt):
     engine = stepper(num_blocks=64, enable_prefix_caching=False)
     group = engine.submit(prompt[:100], 20, temperature=2.0, seed=7, n=4)
@@ -134,18 +119,6 @@ def test_several_outputs_survive_preemption(stepper, prompt, mode):
     for undisturbed, preempted in zip(*groups, strict=True):
         for index in range(3):
             assert own_tokens(preempted, index) == own_tokens(undisturbed, index)
-
-
-def test_a_cached_prefix_changes_the_work_but_not_the_output(stepper, prompt):
-    engine = stepper(num_blocks=64)
-    first = engine.submit(prompt[:100], 10)
-    engine.run()
-    second = engine.submit(prompt[:100], 10)
-    batch = engine.step()
-    assert second.cached_tokens == 96
-    assert batch.num_tokens == 4
-    engine.run()
-    assert own_tokens(second) == own_tokens(first)
 
 
 def test_the_second_request_with_a_long_prefix_computes_only_the_rest(stepper, prompt):

@@ -180,27 +180,6 @@ def test_every_method(run, asked, expected, name):
     assert counters.preemptions_recompute > 5
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_two_hundred_requests(run):
-    asked = requests(200)
-    _, expected = run(asked)
-    for name in ("ngram", "suffix", "auto"):
-        for preemption in ("swap", "recompute"):
-            for async_scheduling in (False, True):
-                engine, outputs = run(
-                    asked,
-                    make_speculation(name, 8),
-                    async_scheduling=async_scheduling,
-                    preemption=preemption,
-                    num_blocks=SCARCE,
-                )
-                assert outputs == expected
-                counters = engine.scheduler.counters
-                assert counters.accepted_tokens > 200
-                assert counters.preemptions_swap + counters.preemptions_recompute > 30
-
-
 def test_a_model_with_states_is_not_drafted_for(tmp_path):
     config = MambaConfig(
         vocab_size=100, hidden_size=32, state_size=8, num_hidden_layers=2, eos_token_id=2
