@@ -1,8 +1,8 @@
-"""Runs a traced step in PyTorch's interpreter of graphs, TorchScript's, without Python's lock.
+"""Makes a traced step run without Python's lock: other threads serve requests meanwhile.
 
-So other threads receive requests and send tokens meanwhile. It calls Octavo's kernels through
-PyTorch's dispatcher (`octavo_native::*`, operators.cpp). Views cost nothing of their own: an
-operator takes a strided view of the tensor that owns the memory.
+Calls of Octavo's operators that follow each other become a program of `octavo.kernels.cpu`, and
+what is between them runs in PyTorch's interpreter of graphs, TorchScript's. Views cost nothing of
+their own: a call takes a strided view of the tensor that owns the memory.
 """
 
 import math
@@ -13,15 +13,17 @@ from typing import Any, List, Optional  # noqa: F401, UP035 - names in TorchScri
 import torch
 from torch import Tensor, fx, nn
 from torch._ops import OpOverload
+from torch.jit import optimized_execution  # type: ignore[attr-defined]
 
 from octavo.engine.attention import packed_latents, state_operators
 from octavo.engine.compilation.norms import RMS_NORM
-from octavo.engine.compilation.trace import GETITEM, VALUES, Size, Trace, merge_numbers, storage_of
+from octavo.engine.compilation.segment import Segment, layout_of, memory_of
+from octavo.engine.compilation.trace import GETITEM, VALUES, Size, Trace, storage_of
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
 from octavo.engine.ranks import collectives
-from octavo.kernels import cpu
+from octavo.kernels.cpu.program import Program
 
 NATIVE = {
     torch.ops.octavo.paged_attention.default,
@@ -32,9 +34,7 @@ NATIVE = {
     RMS_NORM,
     *state_operators.OPERATORS,
 }
-"""Octavo's operators that run without Python, besides linear layers."""
-NONE = {"Optional[Tensor]": "self.none", "Optional[int]": "0", "Optional[float]": "0.0"}
-"""What a native operator takes instead of None, by the type of the argument."""
+"""Octavo's operators that programs call, besides those of linear layers."""
 GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"
 """Transformers' operator in Python for products of experts, which PyTorch's kernel computes too."""
 ENTRY = """\
@@ -48,52 +48,71 @@ class UnscriptableError(Exception):
     """A step calls what TorchScript cannot call without Python."""
 
 
-def script(traced: Trace) -> nn.Module:
-    """Return a module that runs a traced step; it takes and returns what a `Step` does.
+class Script:
+    """Runs a traced step; it takes and returns what a `Step` does.
 
     Args:
         traced: The step.
+
+    Attributes:
+        lines: The lines of TorchScript that run it.
 
     Raises:
         UnscriptableError: TorchScript cannot run the graph.
         RuntimeError: TorchScript refuses the graph.
     """
-    cpu.register_operators()
-    lines = _Lines(traced.graph).lines
-    with warnings.catch_warnings():
-        # PyTorch warns that TorchScript gets no new features; it has nothing else that runs a
-        # graph without Python, without a compiler and without the interpreter's lock.
-        warnings.simplefilter("ignore", DeprecationWarning)
-        module: Any = torch.jit.script(_module(traced.constants))
-        module.define(ENTRY + "".join(f"    {line}\n" for line in lines))
-    made: nn.Module = module
-    return made
+
+    def __init__(self, traced: Trace) -> None:
+        lines = _Lines(traced)
+        self.lines = lines.lines
+        self._programs = lines.programs  # kept, as the module has their addresses
+        with warnings.catch_warnings():
+            # PyTorch warns that TorchScript gets no new features; it has nothing else that runs a
+            # graph without Python, without a compiler and without the interpreter's lock.
+            warnings.simplefilter("ignore", DeprecationWarning)
+            module: Any = torch.jit.script(_module(lines.constants))
+            module.define(ENTRY + "".join(f"    {line}\n" for line in self.lines))
+        self._module = module
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Run the step."""
+        # Its optimizations would compile for sizes, which change from step to step.
+        with optimized_execution(False):
+            logits: Tensor = self._module(token_ids, positions, logit_rows)
+        return logits
 
 
 def _module(constants: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module of the constants, and an empty tensor for none."""
+    """Return a module of constants."""
     # Of a class of its own: TorchScript compiles a class's methods only once in a process.
     module: nn.Module = type("Step", (nn.Module,), {})()
-    module.register_buffer("none", torch.empty(0))
     for name, constant in constants.items():
         module.register_buffer(name, constant)
     return module.eval()
 
 
 class _Lines:
-    """The lines of TorchScript that run a graph."""
+    """The lines of TorchScript that run a trace.
 
-    def __init__(self, graph: fx.Graph) -> None:
+    Attributes:
+        lines: In order.
+        programs: Those that the lines run.
+        constants: Those that the lines name.
+    """
+
+    def __init__(self, traced: Trace) -> None:
         self.lines: list[str] = []
+        self.programs: list[Program] = []
+        self.constants: dict[str, Tensor] = {}
+        self._traced = traced
         self._names: dict[fx.Node, str] = {}
-        self._owners: dict[int, fx.Node] = {}  # of memory, by the first run's storages
-        for node in graph.nodes:
-            self._add(node)
+        self._owners: dict[int | None, fx.Node] = {}  # of memory, by the first run's storages
+        self._last_uses = _last_uses(traced.graph)
+        self._waiting: list[fx.Node] = []  # calls of the next program
+        for place, node in enumerate(traced.graph.nodes):
+            self._add(node, place)
 
-    def _add(self, node: fx.Node) -> None:
-        if node.op == "output":
-            self.lines.append(f"return {self._value(node.args[0])}")
-            return
+    def _add(self, node: fx.Node, place: int) -> None:
         values = node.meta.get(VALUES)
         if values is not None:
             owner = self._owners.setdefault(storage_of(values[0]), node)
@@ -103,8 +122,45 @@ class _Lines:
             self._names[node] = f"self.{node.target}"
         elif node.op == "placeholder":
             self._names[node] = str(node.target)
+        elif _is_native(node):
+            self._waiting.append(node)
         else:
-            self._assign(node, self._call(node))
+            if self._must_follow(node):
+                self._add_program(place)
+            if node.op == "output":
+                self.lines.append(f"return {self._value(node.args[0])}")
+            else:
+                self._assign(node, self._call(node))
+
+    def _must_follow(self, node: fx.Node) -> bool:
+        """Return whether a node uses what the calls that wait make, or changes what they use."""
+        if node.op == "call_function" and _changes(node):
+            return True
+        made = {storage_of(call.meta[VALUES][0]) for call in self._waiting}
+        return not made.isdisjoint(map(memory_of, node.all_input_nodes))
+
+    def _add_program(self, place: int) -> None:
+        """Add a line that makes the calls that wait, before the node of a place."""
+        calls, self._waiting = self._waiting, []
+        if not calls:
+            return
+        made = {memory_of(node) for node in calls}
+        outputs = [node for node in calls if self._last_uses.get(memory_of(node), -1) >= place]
+        segment = Segment(self._traced.constants, self._owners)
+        given = [node for call in calls for node in call.all_input_nodes]
+        sources = [self._source(node) for node in given if memory_of(node) not in made]
+        inputs = [node for node in dict.fromkeys(sources) if node.op != "get_attr"]
+        program = segment.write(inputs, calls, outputs)
+        self.programs.append(program)
+        arguments = [str(program.address), "tokens", "rows", *map(self._name, inputs)]
+        self._names |= {node: node.name for node in outputs}
+        results = ", ".join(node.name for node in outputs)
+        call = f"torch.ops.octavo.{program.name}({', '.join(arguments)})"
+        self.lines.append(f"{results} = {call}" if results else call)
+
+    def _source(self, node: fx.Node) -> fx.Node:
+        """Return what a program takes for a node: itself if it has a name, else its memory's."""
+        return node if node in self._names else self._owners[memory_of(node)]
 
     def _assign(self, node: fx.Node, expression: str) -> str:
         self.lines.append(f"{node.name} = {expression}")
@@ -114,15 +170,17 @@ class _Lines:
     def _name(self, node: fx.Node) -> str:
         """Return a node's name, once it has one: views get theirs as they are used."""
         if (known := self._names.get(node)) is not None:
+            if node.op == "get_attr":
+                self.constants[str(node.target)] = self._traced.constants[str(node.target)]
             return known
         values = node.meta[VALUES]
         owner = self._owners[storage_of(values[0])]
-        layout = _layout(values)
-        if layout == _layout(owner.meta[VALUES]):
-            name = self._names[node] = self._names[owner]
+        layout = layout_of(values)
+        name = self._name(owner)
+        if layout == layout_of(owner.meta[VALUES]):
+            self._names[node] = name
             return name
         sizes, strides, offset = map(self._value, layout)
-        name = self._names[owner]
         if owner.op == "placeholder":  # the engine's inputs are views themselves
             offset = f"{name}.storage_offset() + {offset}"
         return self._assign(
@@ -138,8 +196,6 @@ class _Lines:
         target: Any = node.target
         if target is GETITEM:
             return f"{self._value(node.args[0])}[{node.args[1]}]"
-        if target in NATIVE or target in packed_linear.OPERATORS:
-            return f"torch.ops.octavo_native.{_operator(target)}({self._native_arguments(node)})"
         if str(target) == GROUPED_PRODUCT:
             given = [self._value(one) for one in (*node.args, *node.kwargs.values())]
             return f"torch.ops.aten._grouped_mm({', '.join(given)}, None, None)"
@@ -158,19 +214,6 @@ class _Lines:
             arguments.append(value)
         named = (f"{name}={self._value(given)}" for name, given in node.kwargs.items())
         return ", ".join((*arguments, *named))
-
-    def _native_arguments(self, node: fx.Node) -> str:
-        """Return the arguments of one of Octavo's operators, all of them."""
-        declared = node.target._schema.arguments  # type: ignore[union-attr] # noqa: SLF001
-        given = dict(zip((one.name for one in declared), node.args, strict=False)) | node.kwargs
-        arguments = []
-        for one in declared:
-            value, kind = given.get(one.name, one.default_value), str(one.real_type)
-            if value is None:
-                arguments.append(NONE[kind])
-            else:
-                arguments.append(self._value(float(value) if "float" in kind else value))
-        return ", ".join(arguments)
 
     def _value(self, given: Any) -> str:  # noqa: ANN401 - whatever a graph holds
         """Return an argument's expression."""
@@ -205,15 +248,25 @@ def _operator(target: Any) -> str:  # noqa: ANN401 - an OpOverload
     return name.partition("::")[2]
 
 
+def _is_native(node: fx.Node) -> bool:
+    return node.target in NATIVE or node.target in packed_linear.OPERATORS
+
+
+def _changes(node: fx.Node) -> bool:
+    """Return whether a call changes its arguments."""
+    target: Any = node.target
+    return target is not GETITEM and bool(target._schema.is_mutable)  # noqa: SLF001
+
+
 def _is_view(node: fx.Node, owner: fx.Node) -> bool:
     """Return whether a node is a view of another, and no more than that."""
-    target: Any = node.target
-    changes = target is not GETITEM and target._schema.is_mutable  # noqa: SLF001
-    return not changes and node.meta[VALUES][0].dtype == owner.meta[VALUES][0].dtype
+    return not _changes(node) and node.meta[VALUES][0].dtype == owner.meta[VALUES][0].dtype
 
 
-def _layout(values: tuple[Tensor, ...]) -> tuple[list[Any], list[Any], Any]:
-    """Return the sizes, strides and offset of a node's tensors, for any number of tokens."""
-    sizes = [merge_numbers(sizes) for sizes in zip(*(one.shape for one in values), strict=True)]
-    strides = [merge_numbers(all_) for all_ in zip(*(one.stride() for one in values), strict=True)]
-    return sizes, strides, merge_numbers([one.storage_offset() for one in values])
+def _last_uses(graph: fx.Graph) -> dict[int | None, int]:
+    """Return the places of the last nodes that use each tensor's memory."""
+    return {
+        memory_of(given): place
+        for place, node in enumerate(graph.nodes)
+        for given in node.all_input_nodes
+    }

@@ -5,11 +5,10 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 from torch import Tensor
-from torch.jit import optimized_execution  # type: ignore[attr-defined]
 
 from octavo.engine.attention.operator import PagedStep, current_step
 from octavo.engine.compilation.fusion import fuse
-from octavo.engine.compilation.script import script
+from octavo.engine.compilation.script import Script
 from octavo.engine.compilation.trace import trace
 from octavo.engine.models.linear.adapted_layers import (
     TracedAdapters,
@@ -46,16 +45,14 @@ class TracedStep:
         with applying(TracedAdapters() if adapters else None):
             traced = trace(step, vocab_size)
         fuse(traced.graph)
-        self._module = script(traced)
-        huge_pages.collapse(list(self._module.buffers()))
+        self._script = Script(traced)
+        huge_pages.collapse(list(traced.constants.values()))
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Run the model within `attending` and `applying`; see `octavo.engine.models.step`."""
         within = current_step()
         kept = cpu.set_step(self._checked(within), within.groups, current_adapters())
-        # Its optimizations would compile for sizes, which change from step to step.
-        with optimized_execution(False):
-            logits: Tensor = self._module(token_ids, positions, logit_rows)
+        logits = self._script(token_ids, positions, logit_rows)
         del kept
         return logits
 

@@ -55,7 +55,7 @@ path = "pytorch" if _kernels is None else _kernels.isa
 if _kernels is not None:  # for traced steps, which need the C++ kernels
     latent_attention = _kernels.latent_attention
     take_spent = _kernels.take_spent
-    register_operators = _kernels.register_operators
+    programs = _kernels.programs
     set_step = _kernels.set_step
     set_sum = _kernels.sums.set
 

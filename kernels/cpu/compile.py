@@ -24,7 +24,14 @@ SOURCES = (
     *("score_tokens.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
     *("low_rank.cpp", "rms_norm.cpp", "mask_logits.cpp", "stored_blocks.cpp", "round_weights.cpp"),
     *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
-    *("operators.cpp", "state_operators.cpp", "pin_threads.cpp", "amx.cpp", "isa.cpp"),
+    *(
+        "program.cpp",
+        "operators.cpp",
+        "state_operators.cpp",
+        "pin_threads.cpp",
+        "amx.cpp",
+        "isa.cpp",
+    ),
 )
 """In the order of their compile times, longest first."""
 HEADERS = (

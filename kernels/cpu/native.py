@@ -33,6 +33,7 @@ from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLaten
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.low_rank import LowRankKernels
+from octavo.kernels.cpu.program import Programs
 from octavo.kernels.cpu.rounding import RoundingKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.cpu.sums import RankSums
@@ -292,6 +293,7 @@ class NativeKernels:
         latents: What packs the products of latent attention.
         states: The kernels for layers that keep a state.
         experts: The kernel for mixtures of experts.
+        programs: What makes programs of operators.
         isa: The instructions they use, by a name in isa.cpp.
     """
 
@@ -328,8 +330,6 @@ class NativeKernels:
         )
         self._set_step = library.octavo_set_step
         self._set_step.argtypes, self._set_step.restype = (POINTER(_Step),), None
-        self._register = library.octavo_register_operators
-        self._register.argtypes, self._register.restype = (), c_int
         self._take_spent = library.octavo_take_spent
         self._take_spent.argtypes, self._take_spent.restype = (), Spent
         self._argmax = library.octavo_argmax
@@ -351,6 +351,7 @@ class NativeKernels:
         self.blocks, self.experts = BlockKernels(library, linear), ExpertKernels(library, linear)
         self.states, self.sums = StateKernels(library), RankSums(library)
         self.latents, self.rounding = LatentKernels(linear), RoundingKernels(library)
+        self.programs = Programs(library)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
         self._batches: _CheckedBatches | None = None  # likewise
@@ -526,22 +527,13 @@ class NativeKernels:
         _check_table(bad, metadata, key_cache)
         return out
 
-    def register_operators(self) -> None:
-        """Register `octavo_native::*`, operators that run without Python; see operators.cpp.
-
-        Raises:
-            RuntimeError: PyTorch refuses them; its message is on the process's stderr.
-        """
-        if self._register():
-            raise RuntimeError("PyTorch refuses Octavo's operators")
-
     def set_step(
         self,
         caches: CheckedCaches,
         groups: Sequence[AttentionMetadata],
         adapters: StepAdapters | None = None,
     ) -> object:
-        """Set this thread's step for `octavo_native::*`.
+        """Set this thread's step, for the operators that programs call.
 
         The arguments, and what is returned, must outlive their calls.
         """

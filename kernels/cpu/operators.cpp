@@ -1,5 +1,5 @@
-// Octavo's operators, which PyTorch's interpreter of graphs calls without Python. Those that update
-// states are in state_operators.cpp.
+// Octavo's operators, which programs call without Python. Those that update states are in
+// state_operators.cpp.
 
 #include <cstdint>
 #include <cstring>
@@ -49,26 +49,26 @@ namespace {
 // A linear layer's rows and results; `out` is null if the kernels do not support the call. The
 // layer adds what the step's adapters add if `adapted` is its number among those that may.
 struct LinearCall {
-  const View rows;
+  const View& rows;
   LinearLayer layer;
   LowRankSums sums{};
   void* out = nullptr;
 
-  LinearCall(Tensor x, int64_t outputs, Tensor panels, Tensor bias, int64_t gated, int64_t adapted,
-             Tensor* norm, double epsilon, Tensor* residual, int32_t dtype, Tensor* result)
+  LinearCall(const Result& result, const View& x, int64_t outputs, const View& panels,
+             const View& bias, int64_t gated, int64_t adapted, const View* norm, double epsilon,
+             const View* residual, int32_t dtype)
       : rows(x),
-        layer{View(panels).data, View(bias).as<float>(), rows.sizes[1], outputs, gated != 0,
+        layer{panels.data, bias.as<float>(), rows.sizes[1], outputs, gated != 0,
               static_cast<float>(epsilon), nullptr, nullptr, 0, nullptr} {
     if (rows.strides[1] != 1 || rows.strides[0] % 2) return;
-    if (norm) layer.norm = View(*norm).data;
+    if (norm) layer.norm = norm->data;
     if (residual) {
-      const View added(*residual);
-      if (added.strides[1] != 1) return;
-      layer.residual = added.data;
-      layer.residual_stride = added.strides[0];
+      if (residual->strides[1] != 1) return;
+      layer.residual = residual->data;
+      layer.residual_stride = residual->strides[0];
     }
     if (adapted >= 0 && step.adapters && !adapt(adapted)) return;
-    out = make({rows.sizes[0], outputs}, dtype ? dtype : rows.dtype, result);
+    out = result.make({rows.sizes[0], outputs}, dtype);
   }
   LinearCall(const LinearCall&) = delete;
   LinearCall& operator=(const LinearCall&) = delete;
@@ -98,13 +98,13 @@ struct LinearCall {
 };
 
 // One product of experts.
-ExpertProduct expert_product(const View& panels, Tensor bias, Tensor* factors, Tensor* scales) {
-  ExpertProduct product{panels.data, View(bias).as<float>(), nullptr, 0, nullptr};
+ExpertProduct expert_product(const View& panels, const View& bias, const View* factors,
+                             const View* scales) {
+  ExpertProduct product{panels.data, bias.as<float>(), nullptr, 0, nullptr};
   if (factors && scales) {
-    const View own(*factors);
-    product.factors = own.as<float>();
-    product.factor_stride = own.sizes[0] > 1 ? own.strides[0] : 0;
-    product.scales = View(*scales).as<float>();
+    product.factors = factors->as<float>();
+    product.factor_stride = factors->sizes[0] > 1 ? factors->strides[0] : 0;
+    product.scales = scales->as<float>();
   }
   return product;
 }
@@ -116,11 +116,6 @@ int expert_weights(const View& panels) {
   if (panels.dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
   if (panels.dtype == aoti_torch_dtype_int8()) return kInt8;
   return panels.sizes[3] == GroupOf<E2m1>::kBytes ? kE2m1 : kInt4;
-}
-
-// Returns the kernels' number of a floating-point dtype.
-int float_code(int32_t dtype) {
-  return dtype == aoti_torch_dtype_float32() ? 0 : dtype == aoti_torch_dtype_float16() ? 1 : 2;
 }
 
 // The number of inputs of packed weights.
@@ -153,277 +148,258 @@ extern "C" Spent octavo_take_spent() {
 namespace {
 
 // octavo::paged_attention
-Error paged_attention(Tensor* result, Tensor query, Tensor key, Tensor value, int64_t layer,
-                      double scale, int64_t* sliding_window, double* soft_cap, int64_t* chunk,
-                      Tensor* sinks, Tensor* alibi_slopes, Tensor* cos, Tensor* sin) {
+bool paged_attention(const Result& result, const View& query, const View& key, const View& value,
+                     int64_t layer, double scale, int64_t sliding_window, double soft_cap,
+                     int64_t chunk, const View* sinks, const View* alibi_slopes, const View* cos,
+                     const View* sin) {
   const Stopwatch stopwatch(spent.attention);
-  const View q(query), k(key), v(value);
-  if (q.strides[2] != 1 || k.strides[2] != 1 || v.strides[2] != 1) return kFailed;
+  if (query.strides[2] != 1 || key.strides[2] != 1 || value.strides[2] != 1) return false;
   const Cache& cache = step.layers[layer];
   const Batch& batch = step.batches[step.groups[layer]];
-  const int64_t num_heads = q.sizes[1], key_dim = q.sizes[2], value_dim = v.sizes[2];
-  if (cache.values && value_dim != cache.value_dim) return kFailed;
-  void* out = make({q.sizes[0], num_heads, value_dim}, q.dtype, result);
-  if (!out) return kFailed;
-  const void* rows = q.data;
-  Tensor rotated = nullptr;
-  int64_t token_stride = q.strides[0], head_stride = q.strides[1];
+  const int64_t num_heads = query.sizes[1], key_dim = query.sizes[2], value_dim = value.sizes[2];
+  if (cache.values && value_dim != cache.value_dim) return false;
+  void* const out = result.make({query.sizes[0], num_heads, value_dim}, query.dtype);
+  if (!out) return false;
+  const void* rows = query.data;
+  Memory rotated;
+  int64_t token_stride = query.strides[0], head_stride = query.strides[1];
   int64_t bad = 0;
   if (cos) {  // if another layer has written these keys and values, this writes the same again
-    const View cosines(*cos), sines(*sin);
     // The rotated queries are written where the results go, if they have the same size: nothing
     // else reads a token's query.
     void* queries = out;
-    if (key_dim != value_dim)
-      queries = make({q.sizes[0], num_heads, key_dim}, q.dtype, &rotated);
-    if (!queries) return kFailed;
+    if (key_dim != value_dim) {
+      rotated = allocate(query.sizes[0] * num_heads * key_dim * bytes_of(query.dtype));
+      queries = rotated.get();
+    }
+    if (!queries) return false;
     rows = queries;
     token_stride = num_heads * key_dim;
     head_stride = key_dim;
     bad = octavo_rotate_and_write(
-        &cache, q.data, q.strides[0], q.strides[1], num_heads, k.data, k.strides[0],
-        k.strides[1], v.data, v.strides[0], v.strides[1], cosines.as<float>(),
-        sines.as<float>(), cosines.strides[0], batch.slots, batch.num_tokens, queries,
-        step.threads);
+        &cache, query.data, query.strides[0], query.strides[1], num_heads, key.data,
+        key.strides[0], key.strides[1], value.data, value.strides[0], value.strides[1],
+        cos->as<float>(), sin->as<float>(), cos->strides[0], batch.slots, batch.num_tokens,
+        queries, step.threads);
   } else if (step.written[layer]) {
-    bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], v.data, v.strides[0],
-                          v.strides[1], batch.slots, batch.num_tokens, step.threads);
+    bad = octavo_write_kv(&cache, key.data, key.strides[0], key.strides[1], value.data,
+                          value.strides[0], value.strides[1], batch.slots, batch.num_tokens,
+                          step.threads);
   }
   if (!bad)
-    bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads,
-                                 out, value_dim, scale, sliding_window ? *sliding_window : 0,
-                                 chunk ? *chunk : 0, soft_cap ? *soft_cap : 0,
-                                 alibi_slopes ? View(*alibi_slopes).as<float>() : nullptr,
-                                 sinks ? View(*sinks).as<float>() : nullptr, step.threads);
-  if (rotated) aoti_torch_delete_tensor_object(rotated);
-  return bad ? kFailed : 0;
+    bad = octavo_paged_attention(&cache, &batch, rows, token_stride, head_stride, num_heads, out,
+                                 value_dim, scale, sliding_window, chunk, soft_cap,
+                                 alibi_slopes ? alibi_slopes->as<float>() : nullptr,
+                                 sinks ? sinks->as<float>() : nullptr, step.threads);
+  return !bad;
 }
 
 // octavo::sum_over_ranks
-Error sum_over_ranks(Tensor* result, Tensor x) {
-  const View given(x);
-  int64_t dimensions = 0, elements = 1;
-  aoti_torch_get_dim(x, &dimensions);
-  for (int64_t i = dimensions - 1; i >= 0; i--) {
-    if (given.sizes[i] > 1 && given.strides[i] != elements) return kFailed;
-    elements *= given.sizes[i];
+bool sum_over_ranks(const Result& result, const View& x) {
+  int64_t elements = 1;
+  for (int i = x.dimensions - 1; i >= 0; i--) {
+    if (x.sizes[i] > 1 && x.strides[i] != elements) return false;
+    elements *= x.sizes[i];
   }
-  void* out = nullptr;
-  if (!add_up ||
-      aoti_torch_empty_strided(dimensions, given.sizes, given.strides, given.dtype,
-                               aoti_torch_device_type_cpu(), 0, result) ||
-      aoti_torch_get_data_ptr(*result, &out))
-    return kFailed;
-  return add_up(given.data, out, elements, float_code(given.dtype)) ? kFailed : 0;
+  void* const out = result.make(x.sizes, x.dimensions, x.dtype);
+  return add_up && out && !add_up(x.data, out, elements, dtype_number(x.dtype));
 }
 
 // octavo::latent_attention
-Error latent_attention(Tensor* result, Tensor query, Tensor key, Tensor absorbing, Tensor keys,
-                       Tensor values, int64_t value_dim, int64_t rotated, int64_t layer,
-                       double scale, int64_t* sliding_window, double* soft_cap, int64_t* chunk) {
+bool latent_attention(const Result& result, const View& query, const View& key,
+                      const View& absorbing, const View& keys, const View& values,
+                      int64_t value_dim, int64_t rotated, int64_t layer, double scale,
+                      int64_t sliding_window, double soft_cap, int64_t chunk) {
   const Stopwatch stopwatch(spent.attention);
-  const View q(query), k(key);
-  if (q.strides[2] != 1 || k.strides[2] != 1) return kFailed;
+  if (query.strides[2] != 1 || key.strides[2] != 1) return false;
   const Cache& cache = step.layers[layer];
   const Batch& batch = step.batches[step.groups[layer]];
-  const int64_t num_heads = q.sizes[1], query_dim = q.sizes[2];
-  const LatentProducts products{View(absorbing).data, View(keys).data, View(values).data,
-                                query_dim - rotated, value_dim};
-  void* out = make({q.sizes[0], num_heads, value_dim}, q.dtype, result);
-  if (!out || cache.values) return kFailed;
+  const int64_t num_heads = query.sizes[1], query_dim = query.sizes[2];
+  const LatentProducts products{absorbing.data, keys.data, values.data, query_dim - rotated,
+                                value_dim};
+  void* const out = result.make({query.sizes[0], num_heads, value_dim}, query.dtype);
+  if (!out || cache.values) return false;
   int64_t bad = 0;
   if (step.written[layer])
-    bad = octavo_write_kv(&cache, k.data, k.strides[0], k.strides[1], nullptr, 0, 0, batch.slots,
-                          batch.num_tokens, step.threads);
+    bad = octavo_write_kv(&cache, key.data, key.strides[0], key.strides[1], nullptr, 0, 0,
+                          batch.slots, batch.num_tokens, step.threads);
   if (!bad)
-    bad = octavo_latent_attention(&cache, &batch, q.data, q.strides[0], q.strides[1], num_heads,
-                                  query_dim, &products, out, scale,
-                                  sliding_window ? *sliding_window : 0, chunk ? *chunk : 0,
-                                  soft_cap ? *soft_cap : 0, step.threads);
-  return bad ? kFailed : 0;
+    bad = octavo_latent_attention(&cache, &batch, query.data, query.strides[0], query.strides[1],
+                                  num_heads, query_dim, &products, out, scale, sliding_window,
+                                  chunk, soft_cap, step.threads);
+  return !bad;
 }
 
 // octavo::packed_linear
-Error packed_linear(Tensor* result, Tensor x, int64_t outputs, Tensor panels, Tensor bias,
-                    int64_t gated, int64_t adapted, Tensor* norm, double epsilon,
-                    Tensor* residual) {
+bool packed_linear(const Result& result, const View& x, int64_t outputs, const View& panels,
+                   const View& bias, int64_t gated, int64_t adapted, const View* norm,
+                   double epsilon, const View* residual) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
-                        result);
-  if (!call.out) return kFailed;
-  if (call.is_float32())
-    octavo_linear_float32(call.rows.as<float>(), call.num_rows(), call.row_stride(), &call.layer,
+  const LinearCall call(result, x, outputs, panels, bias, gated, adapted, norm, epsilon, residual,
+                        x.dtype);
+  if (!call.out) return false;
+  if (x.dtype == aoti_torch_dtype_float32())
+    octavo_linear_float32(x.as<float>(), call.num_rows(), call.row_stride(), &call.layer,
                           static_cast<float*>(call.out), step.threads);
   else
     octavo_linear(call.x(), call.num_rows(), call.row_stride(), &call.layer,
                   static_cast<uint16_t*>(call.out), step.threads);
-  return 0;
+  return true;
 }
 
 // octavo::packed_linear_wide
-Error packed_linear_wide(Tensor* result, Tensor x, int64_t outputs, Tensor panels, Tensor bias,
-                         int64_t adapted) {
+bool packed_linear_wide(const Result& result, const View& x, int64_t outputs, const View& panels,
+                        const View& bias, int64_t adapted) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, 0, adapted, nullptr, 0, nullptr,
-                        aoti_torch_dtype_float32(), result);
-  if (!call.out) return kFailed;
+  const LinearCall call(result, x, outputs, panels, bias, 0, adapted, nullptr, 0, nullptr,
+                        aoti_torch_dtype_float32());
+  if (!call.out) return false;
   octavo_linear_wide(call.x(), call.num_rows(), call.row_stride(), &call.layer,
                      static_cast<float*>(call.out), step.threads);
-  return 0;
+  return true;
 }
-
-constexpr int64_t kMostDimensions = 8;
 
 // The number of a layer that no adapter adapts.
 constexpr int64_t kNotAdapted = -1;
 
 // octavo::packed_linear_blocks
-Error packed_linear_blocks(Tensor* result, Tensor x, int64_t outputs, Tensor blocks, Tensor bias,
-                           int64_t number, int64_t gated, int64_t adapted, Tensor* norm,
-                           double epsilon, Tensor* residual) {
+bool packed_linear_blocks(const Result& result, const View& x, int64_t outputs,
+                          const View& blocks, const View& bias, int64_t number, int64_t gated,
+                          int64_t adapted, const View* norm, double epsilon,
+                          const View* residual) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, blocks, bias, gated, adapted, norm, epsilon, residual, 0,
-                        result);
-  if (!call.out) return kFailed;
-  const bool wide = call.is_float32();
-  octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
-                       wide ? kWideBlocks : kNarrowBlocks, call.out, step.threads);
-  return 0;
+  const LinearCall call(result, x, outputs, blocks, bias, gated, adapted, norm, epsilon, residual,
+                        x.dtype);
+  if (!call.out) return false;
+  octavo_linear_blocks(x.data, call.num_rows(), call.row_stride(), &call.layer, number,
+                       call.is_float32() ? kWideBlocks : kNarrowBlocks, call.out, step.threads);
+  return true;
 }
 
 // octavo::packed_linear_blocks_wide
-Error packed_linear_blocks_wide(Tensor* result, Tensor x, int64_t outputs, Tensor blocks,
-                                Tensor bias, int64_t number) {
+bool packed_linear_blocks_wide(const Result& result, const View& x, int64_t outputs,
+                               const View& blocks, const View& bias, int64_t number) {
   const Stopwatch stopwatch(spent.linear);
-  const int32_t float32 = aoti_torch_dtype_float32();
-  const LinearCall call(x, outputs, blocks, bias, 0, kNotAdapted, nullptr, 0, nullptr, float32,
-                        result);
-  if (!call.out) return kFailed;
-  const bool wide = call.is_float32();
-  octavo_linear_blocks(call.rows.data, call.num_rows(), call.row_stride(), &call.layer, number,
-                       wide ? kWideBlocks : kWideOutputBlocks, call.out, step.threads);
-  return 0;
+  const LinearCall call(result, x, outputs, blocks, bias, 0, kNotAdapted, nullptr, 0, nullptr,
+                        aoti_torch_dtype_float32());
+  if (!call.out) return false;
+  octavo_linear_blocks(x.data, call.num_rows(), call.row_stride(), &call.layer, number,
+                       call.is_float32() ? kWideBlocks : kWideOutputBlocks, call.out,
+                       step.threads);
+  return true;
 }
 
 // Looks up embeddings of a dtype.
-Error embed(Tensor ids, int64_t width, Tensor blocks, int64_t number, bool wide,
-                   Tensor* result) {
+bool embed(const Result& result, const View& ids, int64_t width, const View& blocks,
+           int64_t number, bool wide) {
   const Stopwatch stopwatch(spent.linear);
-  const View tokens(ids), weights(blocks);
-  const int64_t count = tokens.sizes[0], outputs = weights.sizes[0] * octavo_panel_outputs();
-  if (count > 1 && tokens.strides[0] != 1) return kFailed;
-  const auto* own = tokens.as<int64_t>();
+  const int64_t count = ids.sizes[0], outputs = blocks.sizes[0] * octavo_panel_outputs();
+  if (count > 1 && ids.strides[0] != 1) return false;
+  const auto* tokens = ids.as<int64_t>();
   for (int64_t i = 0; i < count; i++)
-    if (own[i] < 0 || own[i] >= outputs) return kFailed;
-  const int32_t dtype = wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16();
-  void* out = make({count, width}, dtype, result);
-  if (!out) return kFailed;
-  octavo_embed_blocks(own, count, weights.as<uint8_t>(), width, number, wide, out, step.threads);
-  return 0;
+    if (tokens[i] < 0 || tokens[i] >= outputs) return false;
+  void* const out = result.make({count, width},
+                                wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16());
+  if (!out) return false;
+  octavo_embed_blocks(tokens, count, blocks.as<uint8_t>(), width, number, wide, out,
+                      step.threads);
+  return true;
 }
 
 // octavo::packed_embedding
-Error packed_embedding(Tensor* result, Tensor ids, int64_t width, Tensor blocks, int64_t number) {
-  return embed(ids, width, blocks, number, false, result);
+bool packed_embedding(const Result& result, const View& ids, int64_t width, const View& blocks,
+                      int64_t number) {
+  return embed(result, ids, width, blocks, number, false);
 }
 
 // octavo::packed_embedding_wide
-Error packed_embedding_wide(Tensor* result, Tensor ids, int64_t width, Tensor blocks,
-                            int64_t number) {
-  return embed(ids, width, blocks, number, true, result);
+bool packed_embedding_wide(const Result& result, const View& ids, int64_t width,
+                           const View& blocks, int64_t number) {
+  return embed(result, ids, width, blocks, number, true);
 }
 
 // octavo::packed_linear_int8
-Error packed_linear_int8(Tensor* result, Tensor x, int64_t outputs, Tensor panels, Tensor bias,
-                         Tensor factors, Tensor scales, Tensor row_sums, int64_t gated,
-                         int64_t adapted, Tensor* norm, double epsilon, Tensor* residual) {
+bool packed_linear_int8(const Result& result, const View& x, int64_t outputs, const View& panels,
+                        const View& bias, const View& factors, const View& scales,
+                        const View& row_sums, int64_t gated, int64_t adapted, const View* norm,
+                        double epsilon, const View* residual) {
   const Stopwatch stopwatch(spent.linear);
-  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual, 0,
-                        result);
-  if (!call.out) return kFailed;
-  const Scales all{View(factors).as<float>(), View(scales).as<float>(),
-                   View(row_sums).as<float>()};
+  const LinearCall call(result, x, outputs, panels, bias, gated, adapted, norm, epsilon, residual,
+                        x.dtype);
+  if (!call.out) return false;
+  const Scales all{factors.as<float>(), scales.as<float>(), row_sums.as<float>()};
   octavo_linear_int8(call.x(), call.num_rows(), call.row_stride(), &call.layer, &all,
                      static_cast<uint16_t*>(call.out), step.threads);
-  return 0;
+  return true;
 }
 
 // octavo::rms_norm
-Error rms_norm(Tensor* result, Tensor x, Tensor* weight, double epsilon, bool rounds_first) {
-  const View rows(x);
-  int64_t dimensions = 0;
-  if (aoti_torch_get_dim(x, &dimensions) || dimensions > kMostDimensions) return kFailed;
-  if (rows.strides[dimensions - 1] != 1 && rows.sizes[dimensions - 1] > 1) return kFailed;
-  int64_t contiguous[kMostDimensions], stride = 1;
-  for (int64_t i = dimensions - 1; i >= 0; i--) {
-    contiguous[i] = stride;
-    stride *= std::max<int64_t>(rows.sizes[i], 1);
-  }
-  void* out = nullptr;
-  if (aoti_torch_empty_strided(dimensions, rows.sizes, contiguous, rows.dtype,
-                               aoti_torch_device_type_cpu(), 0, result) ||
-      aoti_torch_get_data_ptr(*result, &out))
-    return kFailed;
+bool rms_norm(const Result& result, const View& x, const View* weight, double epsilon,
+              bool rounds_first) {
+  const int last = x.dimensions - 1;
+  if (x.strides[last] != 1 && x.sizes[last] > 1) return false;
+  void* const out = result.make(x.sizes, x.dimensions, x.dtype);
+  if (!out) return false;
   const int32_t float32 = aoti_torch_dtype_float32();
-  const bool wide_weight = weight && View(*weight).dtype == float32;
-  octavo_rms_norm(rows.data, dimensions, rows.sizes, rows.strides, rows.dtype == float32,
-                  weight ? View(*weight).data : nullptr, wide_weight, epsilon, rounds_first, out,
-                  step.threads);
-  return 0;
+  octavo_rms_norm(x.data, x.dimensions, x.sizes, x.strides, x.dtype == float32,
+                  weight ? weight->data : nullptr, weight && weight->dtype == float32, epsilon,
+                  rounds_first, out, step.threads);
+  return true;
 }
 
 // octavo::add_adapters
-Error add_adapters(Tensor* result, Tensor out, Tensor x, int64_t target, int64_t of_logits) {
+bool add_adapters(const Result& result, const View& out, const View& x, int64_t target,
+                  int64_t of_logits) {
   const Stopwatch stopwatch(spent.linear);
-  const View outputs(out), rows(x);
-  const int64_t count = outputs.sizes[0], width = outputs.sizes[1];
-  if (outputs.strides[1] != 1 || rows.strides[1] != 1 || rows.sizes[0] != count) return kFailed;
-  void* const made = make({count, width}, outputs.dtype, result);
-  if (!made) return kFailed;
-  const int64_t bytes = outputs.dtype == aoti_torch_dtype_float32() ? 4 : 2;
+  const int64_t count = out.sizes[0], width = out.sizes[1];
+  if (out.strides[1] != 1 || x.strides[1] != 1 || x.sizes[0] != count) return false;
+  void* const made = result.make({count, width}, out.dtype);
+  if (!made) return false;
+  const int64_t bytes = bytes_of(out.dtype);
   for (int64_t row = 0; row < count; row++)
     std::memcpy(static_cast<char*>(made) + row * width * bytes,
-                outputs.as<char>() + row * outputs.strides[0] * bytes, width * bytes);
-  if (!step.adapters) return 0;
+                out.as<char>() + row * out.strides[0] * bytes, width * bytes);
+  if (!step.adapters) return true;
   const LowRankBatch& batch = of_logits ? step.adapters->logits : step.adapters->tokens;
-  if (batch.num_rows != count) return kFailed;
-  octavo_add_low_rank(rows.data, rows.strides[0], rows.sizes[1], made, width, width,
-                      float_code(rows.dtype), outputs.dtype != rows.dtype, batch.rows, batch.tiles, batch.num_tiles,
+  if (batch.num_rows != count) return false;
+  octavo_add_low_rank(x.data, x.strides[0], x.sizes[1], made, width, width, dtype_number(x.dtype),
+                      out.dtype != x.dtype, batch.rows, batch.tiles, batch.num_tiles,
                       batch.records + target * batch.num_adapters, step.threads);
-  return 0;
+  return true;
 }
 
 // octavo::packed_experts
-Error packed_experts(Tensor* result, Tensor x, Tensor expert_ids, Tensor weights, Tensor up,
-                     Tensor up_bias, Tensor down, Tensor down_bias, int64_t activation,
-                     int64_t gated, double alpha, double limit, double offset, Tensor* up_factors,
-                     Tensor* up_scales, Tensor* down_factors, Tensor* down_scales) {
+bool packed_experts(const Result& result, const View& x, const View& expert_ids,
+                    const View& weights, const View& up, const View& up_bias, const View& down,
+                    const View& down_bias, int64_t activation, int64_t gated, double alpha,
+                    double limit, double offset, const View* up_factors, const View* up_scales,
+                    const View* down_factors, const View* down_scales) {
   const Stopwatch stopwatch(spent.linear);
-  const View rows(x), ids(expert_ids), shares(weights), up_panels(up), down_panels(down);
-  if (rows.strides[1] != 1) return kFailed;
-  const Routing routing{ids.as<int64_t>(),
-                        {ids.strides[0], ids.strides[1]},
-                        shares.as<float>(),
-                        {shares.strides[0], shares.strides[1]},
-                        ids.sizes[0],
-                        ids.sizes[1]};
-  const ExpertsLayer layer{
-      expert_weights(up_panels),
-      up_panels.sizes[0],
-      rows.sizes[1],
-      expert_inputs(down_panels),
-      expert_product(up_panels, up_bias, up_factors, up_scales),
-      expert_product(down_panels, down_bias, down_factors, down_scales),
-      {static_cast<int>(activation), gated != 0, static_cast<float>(alpha),
-       static_cast<float>(limit), static_cast<float>(offset)}};
-  void* const out = make({rows.sizes[0], rows.sizes[1]}, rows.dtype, result);
-  if (!out) return kFailed;
-  octavo_experts(rows.data, rows.strides[0], &routing, &layer, out, step.threads);
-  return 0;
+  if (x.strides[1] != 1) return false;
+  const Routing routing{expert_ids.as<int64_t>(),
+                        {expert_ids.strides[0], expert_ids.strides[1]},
+                        weights.as<float>(),
+                        {weights.strides[0], weights.strides[1]},
+                        expert_ids.sizes[0],
+                        expert_ids.sizes[1]};
+  const ExpertsLayer layer{expert_weights(up),
+                           up.sizes[0],
+                           x.sizes[1],
+                           expert_inputs(down),
+                           expert_product(up, up_bias, up_factors, up_scales),
+                           expert_product(down, down_bias, down_factors, down_scales),
+                           {static_cast<int>(activation), gated != 0, static_cast<float>(alpha),
+                            static_cast<float>(limit), static_cast<float>(offset)}};
+  void* const out = result.make({x.sizes[0], x.sizes[1]}, x.dtype);
+  if (!out) return false;
+  octavo_experts(x.data, x.strides[0], &routing, &layer, out, step.threads);
+  return true;
 }
 
-Error register_all() {
-  const Operator operators[] = {
+}  // namespace
+
+const std::vector<Operator>& operators() {
+  static const std::vector<Operator> all{
       named<paged_attention>("paged_attention"),
       named<latent_attention>("latent_attention"),
       named<sum_over_ranks>("sum_over_ranks"),
@@ -442,22 +418,5 @@ Error register_all() {
       named<gated_delta>("gated_delta"),
       named<selective_scan>("selective_scan"),
   };
-  Library definitions, kernels;
-  if (aoti_torch_library_init_fragment("octavo_native", __FILE__, __LINE__, &definitions) ||
-      aoti_torch_library_init_impl("octavo_native", "CPU", __FILE__, __LINE__, &kernels))
-    return kFailed;
-  for (const Operator& one : operators) {
-    if (aoti_torch_library_def(definitions, one.schema.c_str()) ||
-        aoti_torch_library_impl(kernels, one.name, one.function))
-      return kFailed;
-  }
-  return 0;
-}
-
-}  // namespace
-
-// Registers the operators as octavo_native::*, once in a process. They stay registered.
-extern "C" Error octavo_register_operators() {
-  static const Error error = register_all();
-  return error;
+  return all;
 }

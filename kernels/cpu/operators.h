@@ -1,14 +1,17 @@
-// What Octavo's operators share, and how PyTorch calls them.
+// What Octavo's operators share, and how programs call them; see program.cpp.
 #pragma once
 
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
-#include <stdexcept>
+#include <initializer_list>
+#include <memory>
 #include <string>
-#include <tuple>
+#include <type_traits>
 #include <utility>
+#include <vector>
 
 #include "low_rank.h"
 #include "plan.h"
@@ -18,9 +21,6 @@
 struct AtenTensorOpaque;
 using Tensor = AtenTensorOpaque*;
 using Error = int32_t;  // 0: no error
-struct LibraryOpaque;
-using Library = LibraryOpaque*;
-using Value = uint64_t;  // a tensor that the callee owns, or a number's bits
 
 extern "C" {
 Error aoti_torch_get_data_ptr(Tensor tensor, void** pointer);
@@ -31,15 +31,7 @@ Error aoti_torch_get_dtype(Tensor tensor, int32_t* dtype);
 Error aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device, int32_t device_index,
                                Tensor* made);
-Error aoti_torch_get_numel(Tensor tensor, int64_t* elements);
 Error aoti_torch_delete_tensor_object(Tensor tensor);
-Error aoti_torch_library_init_fragment(const char* name, const char* file, uint32_t line,
-                                       Library* made);
-Error aoti_torch_library_init_impl(const char* name, const char* key, const char* file,
-                                   uint32_t line, Library* made);
-Error aoti_torch_library_def(Library library, const char* schema);
-Error aoti_torch_library_impl(Library library, const char* name,
-                              void (*function)(Value*, uint64_t, uint64_t));
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float16();
@@ -90,163 +82,155 @@ class Stopwatch {
   const Clock::time_point began_;
 };
 
-struct View {
-  void* data = nullptr;
-  int64_t* sizes = nullptr;
-  int64_t* strides = nullptr;
-  int32_t dtype = 0;
+constexpr int kMaxDimensions = 8;
 
-  explicit View(Tensor tensor) {
-    aoti_torch_get_data_ptr(tensor, &data);
-    aoti_torch_get_sizes(tensor, &sizes);
-    aoti_torch_get_strides(tensor, &strides);
-    aoti_torch_get_dtype(tensor, &dtype);
-  }
+// A tensor's memory.
+struct View {
+  void* data;
+  int32_t dtype;  // PyTorch's number
+  int32_t dimensions;
+  int64_t sizes[kMaxDimensions], strides[kMaxDimensions];  // in elements
+
   template <class T>
   T* as() const {
     return static_cast<T*>(data);
   }
 };
 
-// Makes an uninitialized contiguous tensor; returns null if there is no memory for it.
-template <int kDimensions>
-void* make(const int64_t (&sizes)[kDimensions], int32_t dtype, Tensor* made) {
-  int64_t strides[kDimensions];
-  int64_t stride = 1;
-  for (int i = kDimensions - 1; i >= 0; i--) {
-    strides[i] = stride;
-    stride *= std::max<int64_t>(sizes[i], 1);
-  }
-  void* data = nullptr;
-  if (!aoti_torch_empty_strided(kDimensions, sizes, strides, dtype, aoti_torch_device_type_cpu(),
-                                0, made))
-    aoti_torch_get_data_ptr(*made, &data);
-  return data;
+// The number of a floating-point dtype in the kernels, or -1 of another.
+inline int dtype_number(int32_t dtype) {
+  if (dtype == aoti_torch_dtype_float32()) return 0;
+  if (dtype == aoti_torch_dtype_float16()) return 1;
+  return dtype == aoti_torch_dtype_bfloat16() ? 2 : -1;
 }
 
-constexpr Error kFailed = 1;
+// The bytes of an element of a result.
+inline int64_t bytes_of(int32_t dtype) {
+  return dtype == aoti_torch_dtype_float32() ? 4 : 2;
+}
 
-// An argument of an operator: its type in the schema, and how it is taken from PyTorch's stack.
-//
-// No argument is optional in the schema, as PyTorch would pass that on its own heap: an empty tensor
-// and 0 stand for none.
-template <class T>
-struct Argument;
-
-template <>
-struct Argument<Tensor> {
-  static constexpr const char* kType = "Tensor";
-  Tensor handle;
-
-  explicit Argument(Value value) : handle(reinterpret_cast<Tensor>(value)) {}
-  Argument(const Argument&) = delete;
-  Argument& operator=(const Argument&) = delete;
-  ~Argument() { aoti_torch_delete_tensor_object(handle); }
-  Tensor get() { return handle; }
+struct Free {
+  void operator()(void* memory) const { std::free(memory); }
 };
+using Memory = std::unique_ptr<void, Free>;
 
-template <>
-struct Argument<Tensor*> : Argument<Tensor> {
-  using Argument<Tensor>::Argument;
-  Tensor* get() {
-    int64_t elements = 0;
-    return aoti_torch_get_numel(handle, &elements) || !elements ? nullptr : &handle;
+// Returns uninitialized memory, or null if there is none.
+inline Memory allocate(int64_t bytes) {
+  constexpr int64_t kAlignment = 64;  // bytes
+  return Memory(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+}
+
+// Where an operator puts its result: memory that a program frees, or a new tensor of PyTorch's.
+struct Result {
+  View* view;
+  Memory* memory;  // null for a tensor
+  Tensor* tensor;
+
+  // Makes an uninitialized contiguous result; returns null if there is no memory for it.
+  void* make(const int64_t* sizes, int32_t dimensions, int32_t dtype) const {
+    *view = {nullptr, dtype, dimensions, {}, {}};
+    int64_t elements = 1;
+    for (int i = dimensions - 1; i >= 0; i--) {
+      view->sizes[i] = sizes[i];
+      view->strides[i] = elements;
+      elements *= std::max<int64_t>(sizes[i], 1);
+    }
+    if (memory) {
+      *memory = allocate(elements * bytes_of(dtype));
+      view->data = memory->get();
+    } else if (!aoti_torch_empty_strided(dimensions, view->sizes, view->strides, dtype,
+                                         aoti_torch_device_type_cpu(), 0, tensor)) {
+      aoti_torch_get_data_ptr(*tensor, &view->data);
+    }
+    return view->data;
+  }
+  void* make(std::initializer_list<int64_t> sizes, int32_t dtype) const {
+    return make(sizes.begin(), static_cast<int32_t>(sizes.size()), dtype);
   }
 };
 
-template <class T, const char* const& type>
-struct Number {
-  static constexpr const char* kType = type;
-  T number;
+// The tensors of a program as it runs. The numbers of constants begin at `kFirstConstant`; the same
+// as in program.py.
+struct Tensors {
+  static constexpr int64_t kFirstConstant = int64_t{1} << 32;
+  const View* constants;
+  const View* others;
 
-  explicit Number(Value value) { std::memcpy(&number, &value, sizeof number); }
-  T get() { return number; }
-};
-
-template <class T, const char* const& type>
-struct OptionalNumber : Number<T, type> {
-  using Number<T, type>::Number;
-  T* get() { return this->number ? &this->number : nullptr; }
+  const View& operator[](int64_t number) const {
+    return number < kFirstConstant ? others[number] : constants[number - kFirstConstant];
+  }
 };
 
-inline constexpr const char* kInt = "int";
-inline constexpr const char* kFloat = "float";
-inline constexpr const char* kBool = "bool";
+// How an argument of an operator is taken from a word of a program, and its letter in signatures.
+template <class T>
+struct Argument {
+  static constexpr char kLetter = std::is_floating_point_v<T> ? 'f' : 'i';
+
+  static T take(int64_t word, const Tensors&) {
+    if constexpr (std::is_floating_point_v<T>) {
+      T number;
+      std::memcpy(&number, &word, sizeof number);
+      return number;
+    } else {
+      return static_cast<T>(word);
+    }
+  }
+};
 
 template <>
-struct Argument<int64_t> : Number<int64_t, kInt> {
-  using Number::Number;
+struct Argument<const View&> {
+  static constexpr char kLetter = 't';
+  static const View& take(int64_t word, const Tensors& tensors) { return tensors[word]; }
 };
+
+// A tensor that may be absent: then the word is negative.
 template <>
-struct Argument<int64_t*> : OptionalNumber<int64_t, kInt> {
-  using OptionalNumber::OptionalNumber;
+struct Argument<const View*> {
+  static constexpr char kLetter = 'o';
+  static const View* take(int64_t word, const Tensors& tensors) {
+    return word < 0 ? nullptr : &tensors[word];
+  }
 };
-template <>
-struct Argument<double> : Number<double, kFloat> {
-  using Number::Number;
-};
-template <>
-struct Argument<double*> : OptionalNumber<double, kFloat> {
-  using OptionalNumber::OptionalNumber;
-};
-template <>
-struct Argument<bool> : Number<bool, kBool> {
-  using Number::Number;
+
+// An operator. `run` returns whether it could.
+struct Operator {
+  const char* name;
+  std::string signature;  // a letter for each argument
+  bool (*run)(const Result& result, const int64_t* words, const Tensors& tensors);
 };
 
 template <auto function>
-struct Box;
+struct Caller;
 
-// Calls an operator's function as PyTorch calls operators. The function sets its result unless it
-// fails.
-template <class... Given, Error (*function)(Tensor* result, Given...)>
-struct Box<function> {
-  static inline const char* name = "";
-
+template <class... Given, bool (*function)(const Result&, Given...)>
+struct Caller<function> {
   template <size_t... i>
-  static Error run(Value* stack, Tensor* result, std::index_sequence<i...>) {
-    std::tuple<Argument<Given>...> arguments{stack[i]...};
-    return function(result, std::get<i>(arguments).get()...);
+  static bool call(const Result& result, const int64_t* words, const Tensors& tensors,
+                   std::index_sequence<i...>) {
+    return function(result, Argument<Given>::take(words[i], tensors)...);
   }
-
-  // Throws what PyTorch raises in Python.
-  static void call(Value* stack, uint64_t, uint64_t) {
-    Tensor result = nullptr;
-    if (run(stack, &result, std::index_sequence_for<Given...>{})) {
-      if (result) aoti_torch_delete_tensor_object(result);
-      throw std::runtime_error(std::string("octavo::") + name + " failed");
-    }
-    stack[0] = reinterpret_cast<Value>(result);
+  static bool run(const Result& result, const int64_t* words, const Tensors& tensors) {
+    return call(result, words, tensors, std::index_sequence_for<Given...>{});
   }
-
-  static std::string schema() {
-    std::string list;
-    int number = 0;
-    for (const char* type : {Argument<Given>::kType...}) {
-      list += (number ? ", " : "") + std::string(type) + " x" + std::to_string(number);
-      number++;
-    }
-    return name + ("(" + list) + ") -> Tensor";
-  }
-};
-
-struct Operator {
-  const char* name;
-  std::string schema;
-  void (*function)(Value* stack, uint64_t, uint64_t);
+  static Operator named(const char* name) { return {name, {Argument<Given>::kLetter...}, run}; }
 };
 
 template <auto function>
 Operator named(const char* name) {
-  Box<function>::name = name;
-  return {name, Box<function>::schema(), Box<function>::call};
+  return Caller<function>::named(name);
 }
 
-Error causal_conv(Tensor* result, Tensor x, Tensor weight, Tensor* bias, int64_t state, bool silu)
+// All operators.
+const std::vector<Operator>& operators() HIDDEN;
+
+bool causal_conv(const Result& result, const View& x, const View& weight, const View* bias,
+                 int64_t state, bool silu) HIDDEN;
+bool ssd(const Result& result, const View& x, const View& dt, const View& a, const View& b,
+         const View& c, int64_t state, const View* d, const View* dt_bias, bool softplus,
+         double least_dt, double most_dt) HIDDEN;
+bool gated_delta(const Result& result, const View& query, const View& key, const View& value,
+                 const View& g, const View& beta, int64_t state, double scale, bool normalize)
     HIDDEN;
-Error ssd(Tensor* result, Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c, int64_t state,
-          Tensor* d, Tensor* dt_bias, bool softplus, double least_dt, double most_dt) HIDDEN;
-Error gated_delta(Tensor* result, Tensor query, Tensor key, Tensor value, Tensor g, Tensor beta,
-                  int64_t state, double scale, bool normalize) HIDDEN;
-Error selective_scan(Tensor* result, Tensor x, Tensor dt, Tensor a, Tensor b, Tensor c,
-                     int64_t state, Tensor* d, Tensor* dt_bias, bool softplus) HIDDEN;
+bool selective_scan(const Result& result, const View& x, const View& dt, const View& a,
+                    const View& b, const View& c, int64_t state, const View* d,
+                    const View* dt_bias, bool softplus) HIDDEN;

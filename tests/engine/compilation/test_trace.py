@@ -1,5 +1,6 @@
 """What a trace records is right for any number of tokens and rows, or is refused."""
 
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -8,7 +9,7 @@ import torch
 from torch import nn
 
 from octavo.engine.attention.operator import DryRun, attending
-from octavo.engine.compilation.script import UnscriptableError, script
+from octavo.engine.compilation.script import Script, UnscriptableError
 from octavo.engine.compilation.trace import FOLDED_BYTES, Trace, UntraceableError, trace
 from octavo.engine.models.step import EagerStep
 
@@ -58,7 +59,7 @@ def check(compute, **weights):
     """Assert that what is traced computes what the model does; return the trace."""
     step = EagerStep(Model(compute, **weights))
     found = trace(step, VOCABULARY)
-    module = script(found)
+    module = Script(found)
     for size in SIZES:
         given = inputs(*size)
         with torch.inference_mode():
@@ -130,10 +131,39 @@ def test_it_computes_what_the_model_does(compute):
 
 
 def test_views_are_strides_of_their_owner():
-    module = script(check(views))
-    text = module.code
+    module = Script(check(views))
+    text = "\n".join(module.lines)
     assert "as_strided" in text
-    assert not any(f"torch.{name}(" in text for name in ("view", "transpose", "expand", "slice"))
+    assert not any(f"aten.{name}(" in text for name in ("view", "transpose", "expand", "slice"))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_operators_of_octavo_are_called_in_order(seed):
+    """They take views, their results are used within a program and after it, or not at all."""
+    choices = random.Random(seed)
+    kinds = [
+        choices.choice(["norm", "norm", "norm", "part", "turn", "add", "change"]) for _ in range(14)
+    ]
+    picks = [choices.randrange(64) for _ in range(28)]
+
+    def compute(model, x, positions, rows):
+        made, left = [x], iter(picks)
+        for kind in kinds:
+            one, other = (made[next(left) % len(made)] for _ in range(2))
+            match kind:
+                case "norm":
+                    made.append(torch.ops.octavo.rms_norm(one, model.scale, 1e-5, True))
+                case "part":
+                    made.append(torch.cat([one, other], 1)[:, one.shape[1] :])
+                case "turn":
+                    made.append(one.transpose(0, 1).clone().transpose(0, 1) + 1)
+                case "add":
+                    made.append(one + other * 0.5)
+                case "change":
+                    made.append(one.clone().mul_(other).add_(1))
+        return picked(torch.cat(made, 1)[:, -2 * x.shape[1] :], rows)
+
+    check(compute, scale=torch.rand(WIDTH) + 0.5)
 
 
 def test_what_depends_on_weights_alone_is_computed_once():
@@ -171,7 +201,7 @@ def test_chance_is_not_kept():
     def compute(_, x, positions, rows):
         return picked(x * 0 + torch.rand(WIDTH), rows)
 
-    module = script(traced(compute))
+    module = Script(traced(compute))
     one, other = (module(*inputs(3, 2)) for _ in range(2))
     assert not torch.equal(one, other)
 
@@ -276,7 +306,7 @@ def kept(module, x, positions, rows):
 )
 def test_what_depends_on_more_than_numbers_of_tokens_is_refused(compute, why):
     with pytest.raises(UntraceableError, match=why):
-        script(traced(compute))
+        Script(traced(compute))
 
 
 @torch.library.custom_op("octavo_test::double", mutates_args=())
@@ -290,7 +320,7 @@ double.register_fake(torch.empty_like)
 def test_an_operator_in_python_is_refused():
     found = traced(lambda _, x, positions, rows: picked(double(x), rows))
     with pytest.raises(UnscriptableError, match=r"octavo_test\.double\.default.* in Python only"):
-        script(found)
+        Script(found)
 
 
 def test_octavos_operators_are_not_run():
@@ -313,7 +343,7 @@ def test_octavos_operators_are_not_run():
 def test_another_step_is_another_module():
     """TorchScript keeps what it has compiled by class."""
     one, other = (
-        script(traced(lambda _, x, positions, rows, n=n: picked(x * n, rows))) for n in (2, 3)
+        Script(traced(lambda _, x, positions, rows, n=n: picked(x * n, rows))) for n in (2, 3)
     )
     given = inputs(3, 3)
     torch.testing.assert_close(one(*given) * 3, other(*given) * 2)

@@ -8,6 +8,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
+from octavo.engine.compilation.trace import trace
 from octavo.engine.compilation.traced_step import TracedStep
 from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.engine.models.load_model import load
@@ -185,11 +186,11 @@ def test_a_model_that_computes_something_else_is_refused(saved, monkeypatch):
 def test_weights_are_not_copied(saved):
     """A trace's constants are the model's own tensors."""
     loaded = load(str(saved("llama")), dtype="bfloat16", device="cpu", block_size=16)
-    traced = TracedStep(EagerStep(loaded.model), loaded.shape.vocab_size, loaded.dtype)
+    traced = trace(EagerStep(loaded.model), loaded.shape.vocab_size)
     own = {tensor.untyped_storage().data_ptr() for tensor in loaded.model.state_dict().values()}
     kept = sum(
-        buffer.nbytes
-        for buffer in traced._module.buffers()
-        if buffer.untyped_storage().data_ptr() not in own
+        constant.nbytes
+        for constant in traced.constants.values()
+        if constant.untyped_storage().data_ptr() not in own
     )
     assert kept < 1 << 12

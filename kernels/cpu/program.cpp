@@ -1,0 +1,172 @@
+// Programs: a traced step's calls of Octavo's operators, run without Python and without PyTorch's
+// dispatcher, which would take longer than a small model's products.
+//
+// program.py writes them, as words of 64 bits. A tensor is named by its number: first a program's
+// inputs, then what it makes. Sizes are linear in a step's number of tokens and of rows.
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+#include <vector>
+
+#include "operators.h"
+
+namespace {
+
+struct LibraryOpaque;
+using Library = LibraryOpaque*;
+using Value = uint64_t;  // a tensor that the callee owns, or a number's bits
+
+extern "C" {
+Error aoti_torch_library_init_fragment(const char* name, const char* file, uint32_t line,
+                                       Library* made);
+Error aoti_torch_library_init_impl(const char* name, const char* key, const char* file,
+                                   uint32_t line, Library* made);
+Error aoti_torch_library_def(Library library, const char* schema);
+Error aoti_torch_library_impl(Library library, const char* name,
+                              void (*function)(Value*, uint64_t, uint64_t));
+}
+
+// What an instruction begins with, unless it is the number of an operator; the same as in
+// program.py.
+//
+//   operator  result, output (or -1), arguments...
+//   kView     result, tensor, bytes of an element, dimensions, sizes..., strides..., offset
+//   kFree     tensor
+//
+// A size, a stride or an offset is three words: a constant, and factors of tokens and of rows.
+enum { kView = -1, kFree = -2 };
+
+// A program; the same as in program.py, which owns what it points to.
+struct Program {
+  const int64_t* words;
+  const View* constants;
+  int64_t num_words, num_tensors;
+};
+
+// Tensors of PyTorch's that a run owns.
+struct Owned {
+  std::vector<Tensor> tensors;
+  ~Owned() {
+    for (Tensor tensor : tensors)
+      if (tensor) aoti_torch_delete_tensor_object(tensor);
+  }
+};
+
+View view_of(Tensor tensor) {
+  View view{};
+  int64_t dimensions = 0, *sizes = nullptr, *strides = nullptr;
+  aoti_torch_get_dim(tensor, &dimensions);
+  if (dimensions > kMaxDimensions) throw std::runtime_error("a tensor has too many dimensions");
+  aoti_torch_get_data_ptr(tensor, &view.data);
+  aoti_torch_get_dtype(tensor, &view.dtype);
+  aoti_torch_get_sizes(tensor, &sizes);
+  aoti_torch_get_strides(tensor, &strides);
+  view.dimensions = static_cast<int32_t>(dimensions);
+  std::copy_n(sizes, dimensions, view.sizes);
+  std::copy_n(strides, dimensions, view.strides);
+  return view;
+}
+
+// One run of a program.
+class Run {
+ public:
+  Run(const Program& program, int64_t tokens, int64_t rows, const Owned& inputs, Owned& outputs)
+      : program_(program), tokens_(tokens), rows_(rows), outputs_(outputs),
+        views_(program.num_tensors), memory_(program.num_tensors) {
+    for (size_t i = 0; i < inputs.tensors.size(); i++) views_[i] = view_of(inputs.tensors[i]);
+  }
+
+  void run() {
+    const int64_t* const end = program_.words + program_.num_words;
+    for (const int64_t* word = program_.words; word < end;) {
+      const int64_t code = *word++;
+      if (code == kFree)
+        memory_[*word++].reset();
+      else if (code == kView)
+        word = view(word);
+      else
+        word = call(operators()[code], word);
+    }
+  }
+
+ private:
+  const int64_t* call(const Operator& called, const int64_t* word) {
+    const int64_t made = *word++, output = *word++;
+    Tensor* const tensor = output < 0 ? nullptr : &outputs_.tensors[output];
+    const Result result{&views_[made], tensor ? nullptr : &memory_[made], tensor};
+    if (!called.run(result, word, {program_.constants, views_.data()}))
+      throw std::runtime_error(std::string("octavo::") + called.name + " failed");
+    return word + called.signature.size();
+  }
+
+  const int64_t* view(const int64_t* word) {
+    View& made = views_[*word++];
+    const View& base = Tensors{program_.constants, views_.data()}[*word++];
+    const int64_t bytes = *word++;
+    made.dtype = base.dtype;
+    made.dimensions = static_cast<int32_t>(*word++);
+    for (int i = 0; i < made.dimensions; i++, word += 3) made.sizes[i] = at(word);
+    for (int i = 0; i < made.dimensions; i++, word += 3) made.strides[i] = at(word);
+    made.data = base.as<char>() + bytes * at(word);
+    return word + 3;
+  }
+
+  int64_t at(const int64_t* word) const { return word[0] + word[1] * tokens_ + word[2] * rows_; }
+
+  const Program& program_;
+  const int64_t tokens_, rows_;
+  Owned& outputs_;
+  std::vector<View> views_;
+  std::vector<Memory> memory_;
+};
+
+// Runs a program as PyTorch calls operators: with its address, the step's tokens and rows, and the
+// inputs. Throws what PyTorch raises in Python.
+void run(Value* stack, uint64_t num_arguments, uint64_t num_outputs) {
+  constexpr uint64_t kNumbers = 3;
+  Owned inputs, outputs;
+  for (uint64_t i = kNumbers; i < num_arguments; i++)
+    inputs.tensors.push_back(reinterpret_cast<Tensor>(stack[i]));
+  outputs.tensors.resize(num_outputs);
+  Run(*reinterpret_cast<const Program*>(stack[0]), static_cast<int64_t>(stack[1]),
+      static_cast<int64_t>(stack[2]), inputs, outputs)
+      .run();
+  for (uint64_t i = 0; i < num_outputs; i++)
+    stack[i] = reinterpret_cast<Value>(outputs.tensors[i]);
+  outputs.tensors.clear();
+}
+
+// The words of a list: "Tensor x0, Tensor x1, ...".
+std::string list(const char* each, int count) {
+  std::string words;
+  for (int i = 0; i < count; i++) {
+    words += i ? ", " : "";
+    words += each;
+    words += std::to_string(i);
+  }
+  return words;
+}
+
+}  // namespace
+
+// Returns an operator's name, and sets its signature; null past the last one.
+extern "C" const char* octavo_operator(int64_t number, const char** signature) {
+  if (number >= static_cast<int64_t>(operators().size())) return nullptr;
+  *signature = operators()[number].signature.c_str();
+  return operators()[number].name;
+}
+
+// Registers `octavo::<name>`, which runs programs of these numbers of inputs and outputs:
+// (int program, int tokens, int rows, Tensor x0, ...) -> (Tensor y0, ...).
+extern "C" Error octavo_register_run(const char* name, int inputs, int outputs) {
+  static Library definitions, kernels;
+  if (!kernels &&
+      (aoti_torch_library_init_fragment("octavo", __FILE__, __LINE__, &definitions) ||
+       aoti_torch_library_init_impl("octavo", "CPU", __FILE__, __LINE__, &kernels)))
+    return 1;
+  const std::string schema = name + ("(int program, int tokens, int rows, " +
+                             list("Tensor x", inputs)) + ") -> (" + list("Tensor y", outputs) + ")";
+  return aoti_torch_library_def(definitions, schema.c_str()) ||
+         aoti_torch_library_impl(kernels, name, run);
+}

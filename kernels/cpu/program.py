@@ -1,0 +1,197 @@
+"""Programs: calls of Octavo's operators that run without Python; see program.cpp."""
+
+import struct
+from collections.abc import Sequence
+from ctypes import (
+    CDLL,
+    POINTER,
+    Structure,
+    addressof,
+    byref,
+    c_char_p,
+    c_int,
+    c_int32,
+    c_int64,
+    c_void_p,
+)
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_DIMENSIONS = 8
+FIRST_CONSTANT = 1 << 32
+"""The number of a program's first constant; the others count from it."""
+ABSENT = -1
+VIEW, FREE = -1, -2
+DTYPES = "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"
+"""The types of constants."""
+
+
+class Linear(NamedTuple):
+    """A number that is linear in a step's numbers of tokens and rows."""
+
+    constant: int
+    tokens: int = 0
+    rows: int = 0
+
+
+class _View(Structure):
+    """A tensor's memory; the same as in operators.h."""
+
+    _fields_ = (
+        *(("data", c_void_p), ("dtype", c_int32), ("dimensions", c_int32)),
+        *(("sizes", c_int64 * MAX_DIMENSIONS), ("strides", c_int64 * MAX_DIMENSIONS)),
+    )
+
+
+class _Program(Structure):
+    """A program; the same as in program.cpp."""
+
+    _fields_ = (
+        *(("words", c_void_p), ("constants", c_void_p)),
+        *(("num_words", c_int64), ("num_tensors", c_int64)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A program that can be run, as `octavo::<name>` with `address` as its first argument.
+
+    Attributes:
+        name: Name of the operator that runs programs of as many inputs and outputs.
+        address: The program's place in memory, valid as long as this object lives.
+        kept: The memory that it points to.
+    """
+
+    name: str
+    address: int
+    kept: object = field(repr=False)
+
+
+class Programs:
+    """The operators that programs call.
+
+    Args:
+        library: The compiled kernels.
+    """
+
+    def __init__(self, library: CDLL) -> None:
+        self._register = library.octavo_register_run
+        self._register.argtypes, self._register.restype = (c_char_p, c_int, c_int), c_int
+        self._registered: set[str] = set()
+        self._dtypes = {
+            getattr(torch, name): int(getattr(library, f"aoti_torch_dtype_{name}")())
+            for name in DTYPES
+        }
+        named = library.octavo_operator
+        named.argtypes, named.restype = (c_int64, POINTER(c_char_p)), c_char_p
+        self._operators: dict[str, tuple[int, str]] = {}
+        signature = c_char_p()
+        while name := named(len(self._operators), byref(signature)):
+            number = len(self._operators)
+            self._operators[name.decode()] = number, (signature.value or b"").decode()
+
+    def new(self) -> "ProgramBuilder":
+        """Return an empty program."""
+        return ProgramBuilder(self._operators, self._dtypes, self._run)
+
+    def _run(self, inputs: int, outputs: int) -> str:
+        """Return the name of the operator that runs programs; register it the first time.
+
+        Raises:
+            RuntimeError: PyTorch refuses it; its message is on the process's stderr.
+        """
+        name = f"run_{inputs}_{outputs}"
+        if name not in self._registered:
+            if self._register(name.encode(), inputs, outputs):
+                raise RuntimeError(f"PyTorch refuses octavo::{name}")
+            self._registered.add(name)
+        return name
+
+
+class ProgramBuilder:
+    """Writes a program. Its methods return the numbers of tensors."""
+
+    def __init__(self, operators: Any, dtypes: Any, run: Any) -> None:  # noqa: ANN401
+        self._operators: dict[str, tuple[int, str]] = operators
+        self._dtypes: dict[torch.dtype, int] = dtypes
+        self._run = run
+        self._words: list[int] = []
+        self._constants: list[Tensor] = []
+        self._inputs = self._others = self._outputs = 0
+
+    def input(self) -> int:
+        """Add the next input; all come before what is made."""
+        self._inputs += 1
+        return self._next()
+
+    def constant(self, tensor: Tensor) -> int:
+        """Add a tensor that never changes, of one of `DTYPES`."""
+        self._constants.append(tensor)
+        return FIRST_CONSTANT + len(self._constants) - 1
+
+    def call(self, name: str, arguments: Sequence[Any], *, output: bool = False) -> int:
+        """Call an operator.
+
+        Args:
+            name: Its name in operators.cpp.
+            arguments: Numbers of tensors, and numbers; None for one that is absent.
+            output: Whether the result is the program's next output.
+        """
+        number, signature = self._operators[name]
+        words = [_word(*each) for each in zip(signature, arguments, strict=True)]
+        made = self._next()
+        self._words += [number, made, self._outputs if output else ABSENT, *words]
+        self._outputs += output
+        return made
+
+    def view(self, tensor: int, dtype: torch.dtype, layout: tuple[Any, Any, Linear]) -> int:
+        """Make a view of a tensor.
+
+        Args:
+            tensor: Its number.
+            dtype: Its type, and the view's.
+            layout: The view's sizes, its strides, and its offset in that tensor, in elements.
+        """
+        sizes, strides, offset = layout
+        made = self._next()
+        self._words += [VIEW, made, tensor, dtype.itemsize, len(sizes)]
+        for number in (*sizes, *strides, offset):
+            self._words += number
+        return made
+
+    def free(self, tensor: int) -> None:
+        """Give a result's memory back."""
+        self._words += [FREE, tensor]
+
+    def finish(self) -> Program:
+        """Return the program."""
+        words = (c_int64 * len(self._words))(*self._words)
+        views = (_View * len(self._constants))(*map(self._view, self._constants))
+        made = _Program(addressof(words), addressof(views), len(words), self._others)
+        name = self._run(self._inputs, self._outputs)
+        return Program(name, addressof(made), (made, words, views, self._constants))
+
+    def _next(self) -> int:
+        self._others += 1
+        return self._others - 1
+
+    def _view(self, tensor: Tensor) -> _View:
+        rest = (0,) * (MAX_DIMENSIONS - tensor.dim())
+        return _View(
+            *(tensor.data_ptr(), self._dtypes[tensor.dtype], tensor.dim()),
+            *((c_int64 * MAX_DIMENSIONS)(*each, *rest) for each in (tensor.shape, tensor.stride())),
+        )
+
+
+def _word(letter: str, value: Any) -> int:  # noqa: ANN401
+    """Return an argument's word, by its letter in the operator's signature."""
+    if letter == "f":
+        bits: int = struct.unpack("q", struct.pack("d", value or 0.0))[0]
+        return bits
+    assert letter != "t" or value is not None
+    if value is None:
+        return ABSENT if letter == "o" else 0
+    return int(value)
