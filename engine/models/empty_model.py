@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 
 from octavo.engine.models.deferred import DeferredTensor
 from octavo.engine.models.experts.expert_layer import skip_experts
@@ -32,11 +33,13 @@ def make_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
         config: The model's.
         dtype: Of its weights.
     """
-    with torch.device("meta"):
-        model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+    with torch.device("meta"), no_init_weights():
+        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
-    return model
+    model.tie_weights()
+    made: PreTrainedModel = model
+    return made
 
 
 def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -52,7 +55,9 @@ def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
             if buffer is not None:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # noqa: SLF001
         module._is_hf_initialized = False  # noqa: SLF001 - of transformers; its buffers are not
-    model.initialize_weights()  # writes to weights on the meta device take no time
+    for weight in model.parameters():
+        weight._is_hf_initialized = True  # noqa: SLF001 - likewise
+    model.initialize_weights()
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
         for name, weight in module._parameters.items():  # noqa: SLF001

@@ -51,7 +51,6 @@ from octavo.engine.models.quantization.checkpoints.reader import (
 )
 from octavo.engine.models.quantization.on_gpu import pack_checkpoint_on_gpu
 from octavo.engine.models.rope import fix_rope
-from octavo.engine.models.sharding.load_shard import load_shard
 from octavo.engine.models.sharding.plan import check_splittable, make_plan
 from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.sharding.whole_reference import whole_reference
@@ -467,6 +466,8 @@ class _Source:
                 f"{self.path} has quantized weights ({self.checkpoint.format.description}), which"
                 " are not split over ranks yet: use --tensor-parallel-size 1"
             )
+        from octavo.engine.models.sharding.load_shard import load_shard  # noqa: PLC0415 - slow
+
         plan = make_plan(self.config, world.size)
         return load_shard(self.path, self.config, self.dtype, plan, world)
 

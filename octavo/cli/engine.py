@@ -47,6 +47,11 @@ async def run_engine(
     Raises:
         StartError: the settings do not fit each other, the model or the machine.
     """
+    from octavo.engine.models.device import choose_device  # noqa: PLC0415 - torch takes seconds
+    from octavo.engine.without_compiler import keep_compiler_out  # noqa: PLC0415
+
+    if settings.tensor_parallel_size == 1 and choose_device(settings.device).type == "cpu":
+        keep_compiler_out()
     from octavo.engine.capacity import StartupError  # noqa: PLC0415
     from octavo.engine.server import serve  # noqa: PLC0415 - torch takes seconds
 

@@ -13,6 +13,7 @@ import structlog
 import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers.initialization import no_init_weights
 
 from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
 from octavo.common.models.errors import ModelError, UnsupportedModelError
@@ -263,7 +264,8 @@ def load_weights(
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False, **options
         )
-    with torch.device("meta"):  # to learn the class, which takes weights without a path
+    # To learn the class, which takes weights without a path.
+    with torch.device("meta"), no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     if (Path(path) / GENERATION_CONFIG).is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(path)
