@@ -6,6 +6,8 @@ run: their weights are most of a model's, and what they return does not matter. 
 layers takes about a second, however large they are.
 """
 
+import mmap
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.models.step import EagerStep
@@ -29,11 +29,14 @@ where a dimension is 1, PyTorch may call other operators, which are right for no
 MANY = 1 << 16, 300
 """Tokens and rows of a last run, without data, which takes no time to compute: it tells whether
 models call other operators for many tokens, and whether a size has a bound."""
+UNREAD_BYTES = 1 << 37
+"""More than a tensor of the last run has, and less than a process may map."""
 INPUTS = "token_ids", "positions", "logit_rows"
 VALUES = "values"
 """A node's tensors in all runs, in its `meta`."""
 FOLDED_BYTES = 1 << 20
 """What depends on weights alone is computed once if it has no more bytes."""
+OTHER_ARGUMENTS = "it passes other arguments for other numbers of tokens"
 MASKS = {torch.bool, torch.uint8}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
 aten = torch.ops.aten
@@ -89,7 +92,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Notes all calls within.
 
     Args:
-        known: Those of an earlier run: what reads data has the same result again.
+        known: Those of an earlier run. If they are given, no operator is run: what reads data has
+            the same result again, and all else returns tensors of the right sizes.
 
     Attributes:
         calls: In order.
@@ -99,6 +103,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[_Call] = []
         self._known = known
+        self._unread = _Unread() if known else None
 
     def __torch_dispatch__(
         self,
@@ -113,8 +118,10 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return operator(*args, **kwargs)
         if self._known and _reads_data(operator, args):
             result = self._known[min(len(self.calls), len(self._known) - 1)].result
+        elif self._unread is not None:
+            result = _without_data(operator, args, kwargs, self._unread.tensor)
         elif operator.namespace == "octavo":
-            result = _zeros(operator, *args, **kwargs)
+            result = _without_data(operator, args, kwargs, _zeros)
         else:
             result = operator(*args, **kwargs)
         self.calls.append(_Call(operator, (args, kwargs), result))
@@ -146,13 +153,75 @@ def _reads_data(operator: OpOverload, args: Sequence[Any]) -> bool:
     return not reading.isdisjoint(operator.tags)
 
 
-def _zeros(operator: OpOverload, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-    """Return zeros of the sizes that one of Octavo's operators returns."""
-    shapes = tree_map_only(Tensor, lambda x: torch.empty_like(x, device="meta"), (args, kwargs))
-    made = operator(*shapes[0], **shapes[1])
-    return tree_map_only(
-        Tensor, lambda x: torch.empty_strided(x.shape, x.stride(), dtype=x.dtype).zero_(), made
-    )
+def _without_data(
+    operator: OpOverload,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    make: Callable[[Tensor], Tensor],
+) -> Any:  # noqa: ANN401
+    """Return what an operator returns, of the right sizes.
+
+    Args:
+        operator: It is not run.
+        args: Its arguments.
+        kwargs: Likewise.
+        make: Returns a tensor like one on the meta device.
+    """
+    given: dict[int, Tensor] = {}
+
+    def on_meta(own: Tensor) -> Tensor:
+        like = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
+        given[id(like)] = own  # an operator may return its argument
+        return like
+
+    if kwargs.get("device") is not None:
+        kwargs = kwargs | {"device": torch.device("meta")}
+
+    def off_meta(made: Tensor) -> Tensor:
+        if not made.is_meta:
+            return made
+        return given[id(made)] if id(made) in given else make(made)
+
+    named = {name: _map(on_meta, own) for name, own in kwargs.items()}
+    return _map(off_meta, operator(*_map(on_meta, args), **named))
+
+
+def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401 - an argument
+    """Return an argument with each of its tensors changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, list | tuple):
+        return [_map(change, one) for one in value]
+    return value
+
+
+def _leaves(value: Any) -> Iterator[Any]:  # noqa: ANN401 - an argument
+    """Yield what is in an argument, however deep."""
+    if isinstance(value, list | tuple):
+        for one in value:
+            yield from _leaves(one)
+    else:
+        yield value
+
+
+def _zeros(like: Tensor) -> Tensor:
+    """Return zeros like a tensor on the meta device."""
+    return torch.empty_strided(like.shape, like.stride(), dtype=like.dtype).zero_()
+
+
+class _Unread:
+    """Tensors of any sizes on the CPU that take no memory, as nobody reads or writes them."""
+
+    def __init__(self) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        memory = mmap.mmap(-1, UNREAD_BYTES, flags, mmap.PROT_READ)  # for which no memory is set by
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that it cannot be written
+            self._all = torch.frombuffer(memory, dtype=torch.uint8)
+
+    def tensor(self, like: Tensor) -> Tensor:
+        """Return a tensor like one on the meta device."""
+        return self._all.view(like.dtype).as_strided(like.shape, like.stride())
 
 
 @torch.no_grad()
@@ -186,10 +255,9 @@ def trace(step: EagerStep, vocab_size: int) -> Trace:
     builder = _Builder(inputs)
     builder.add(list(zip(*calls, strict=True)))
     tokens, rows = MANY
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        ids = torch.zeros((1, tokens), dtype=torch.int64)
-        many = ids, torch.arange(tokens)[None], torch.arange(rows)
-        _, last = _run(step, many, calls[0])
+    ids = torch.zeros((1, tokens), dtype=torch.int64)
+    many = ids, torch.arange(tokens)[None], torch.arange(rows)
+    _, last = _run(step, many, calls[0])
     _check_same(calls[0], last)
     return builder.finish(results, last)
 
@@ -255,7 +323,7 @@ class _Builder:
         operator = made[0].operator
         args, kwargs = self._merge_all([call.arguments for call in made])
         values = tuple(call.result for call in made)
-        if _is_constant((args, kwargs), operator) and self._fold(values):
+        if _is_constant(args, kwargs, operator) and self._fold(values):
             return
         if _reads_data(operator, args):
             raise UntraceableError(f"it calls {operator}, whose result depends on the data")
@@ -281,7 +349,7 @@ class _Builder:
             for declared, given in zip(schema.arguments, made.arguments[0], strict=False)
             if declared.alias_info is not None and declared.alias_info.is_write
         ]
-        changed = {storage_of(one) for one in tree_leaves(written) if isinstance(one, Tensor)}
+        changed = {storage_of(one) for one in _leaves(written) if isinstance(one, Tensor)}
         if changed & self._constant_storages:
             raise UntraceableError("it changes a weight, or what is made of weights alone")
 
@@ -309,10 +377,18 @@ class _Builder:
         return node
 
     def _merge_all(self, arguments: Sequence[Any]) -> Any:  # noqa: ANN401
-        flat, specs = zip(*(tree_flatten(one) for one in arguments), strict=True)
-        if any(spec != specs[0] for spec in specs):
-            raise UntraceableError("it passes other arguments for other numbers of tokens")
-        return tree_unflatten([self._merge(values) for values in zip(*flat, strict=True)], specs[0])
+        """Return the argument, and all that is in it, that stands for those of all runs."""
+        first = arguments[0]
+        if not isinstance(first, list | tuple | dict):
+            return self._merge(arguments)
+        if any(type(one) is not type(first) or len(one) != len(first) for one in arguments):
+            raise UntraceableError(OTHER_ARGUMENTS)
+        if isinstance(first, dict):
+            if any(one.keys() != first.keys() for one in arguments):
+                raise UntraceableError(OTHER_ARGUMENTS)
+            return {name: self._merge_all([one[name] for one in arguments]) for name in first}
+        merged = [self._merge_all(column) for column in zip(*arguments, strict=True)]
+        return merged if isinstance(first, list) else tuple(merged)
 
     def _merge(self, values: Sequence[Any]) -> Any:  # noqa: ANN401
         """Return the argument that stands for those of all runs."""
@@ -358,11 +434,11 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
     return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
-def _is_constant(arguments: Any, operator: OpOverload) -> bool:  # noqa: ANN401
+def _is_constant(args: tuple[Any, ...], kwargs: dict[str, Any], operator: OpOverload) -> bool:
     """Return whether a call's result depends on constants alone."""
     if operator._schema.is_mutable or torch.Tag.nondeterministic_seeded in operator.tags:  # noqa: SLF001
         return False
-    leaves = tree_leaves(arguments)
+    leaves = _leaves([args, *kwargs.values()])
     return not any(
         isinstance(one, Size) or (isinstance(one, fx.Node) and one.op != "get_attr")
         for one in leaves
