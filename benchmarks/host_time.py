@@ -50,13 +50,13 @@ PARTS = {
     "other": "between the parts",
 }
 FIGURES = ("steps", "tokens", "thread", *(part for part in PARTS if part != "other"))
-"""What the engine's process counts, in this order."""
+"""Counters of the engine's process, in the file's order."""
 PLACES = {figure: place for place, figure in enumerate(FIGURES)}
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What steps cost.
+    """The cost of steps.
 
     Attributes:
         step: Wall time in seconds.
@@ -77,7 +77,7 @@ class Cost:
 
 
 class Counts:
-    """Figures in a file that both processes map.
+    """Counters in a file that both processes map.
 
     Args:
         path: The file; made if it is not there.
@@ -89,15 +89,15 @@ class Counts:
         self._values = np.memmap(path, np.float64, mode, shape=(len(FIGURES),)).view(np.ndarray)
 
     def add(self, figure: str, value: float) -> None:
-        """Add to a figure."""
+        """Add to a counter."""
         self._values[PLACES[figure]] += value
 
     def put(self, figure: str, value: float) -> None:
-        """Set a figure."""
+        """Set a counter."""
         self._values[PLACES[figure]] = value
 
     def read(self) -> dict[str, float]:
-        """Return all figures."""
+        """Return all counters."""
         return dict(zip(FIGURES, self._values.tolist(), strict=True))
 
 
@@ -105,7 +105,7 @@ def without_model(path: Path) -> None:
     """Make this process' engine compute nothing, and count the time of its parts.
 
     Args:
-        path: The file of the figures.
+        path: The file of the counters.
     """
     from octavo.engine.core import EngineCore  # noqa: PLC0415 - in the engine's process alone
     from octavo.engine.core.reporting import Reporter  # noqa: PLC0415
@@ -159,7 +159,7 @@ class Requests:
 
     Attributes:
         tokens: Tokens received.
-        decoding: Requests whose prompt was begun, and that go on.
+        decoding: Requests that are decoding.
     """
 
     def __init__(self, sequences: int, *, chunk: bool) -> None:
@@ -291,7 +291,7 @@ def _table(costs: dict[int, Cost]) -> str:
 
 
 def _growth(costs: dict[int, Cost]) -> str:
-    """Say what each further sequence costs."""
+    """Return a sentence on the cost of each further sequence."""
     fewest, most = min(costs), max(costs)
     if fewest == most:
         return ""

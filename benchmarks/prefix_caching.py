@@ -75,7 +75,7 @@ async def measure(
 
     Returns:
         The seconds to the first token of each round, and the number of rounds in which the prompt
-        With a cached prefix had the same output as without one.
+        with a cached prefix had the same output as without one.
     """
     draw = random.Random(0)
     times: dict[str, list[float]] = {"new": [], "seen once": [], "cached": []}

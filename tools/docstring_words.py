@@ -25,7 +25,8 @@ CLEAN = (
 )
 """Folders and files without these words; add to them, so that none come back."""
 
-SECTIONS = {"Args:", "Attributes:", "Returns:", "Yields:", "Raises:"}
+UNNAMED = {"Returns:", "Yields:"}
+SECTIONS = {"Args:", "Attributes:", "Raises:", *UNNAMED}
 ENTRY = re.compile(r" {4}(?:\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*(?: \([^)]*\))?: )?(?P<text>\S.*)")
 NO_NOUN = re.compile(r"(of|as|whose)\b", re.IGNORECASE)
 RETURN_WHAT = re.compile(r"Returns? what\b")
@@ -60,12 +61,14 @@ def _faults(docstring: str) -> Iterator[tuple[int, str]]:
 def _entries(lines: list[str]) -> Iterator[tuple[int, str]]:
     """Yield the line and the text of each entry in a docstring's sections, without its name."""
     margin = min((len(line) - len(line.lstrip()) for line in lines if line.strip()), default=0)
-    in_section = False
+    section = ""
     for offset, line in enumerate((line[margin:] for line in lines), start=1):
         if line and not line.startswith(" "):
-            in_section = line in SECTIONS
-        elif in_section and (entry := ENTRY.fullmatch(line)):
+            section = line
+        elif section in SECTIONS and (entry := ENTRY.fullmatch(line)):
             yield offset, entry["text"]
+            if section in UNNAMED:
+                section = ""  # what follows continues the only entry
 
 
 def python_files(paths: Iterable[Path]) -> Iterator[Path]:

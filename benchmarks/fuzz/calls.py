@@ -57,7 +57,7 @@ WEIGHTS = (60, 10, 8, 2, 1, 2, 2, 20, 1)
 
 
 class FaultError(Exception):
-    """A server did what none should."""
+    """A server did what none may do."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class Case:
 
 
 def make(rng: random.Random) -> Case:
-    """Draws a call."""
+    """Return a random call."""
     (method,) = rng.choices(list(METHODS), WEIGHTS)
     if method.endswith("Session"):
         count = rng.randint(1, SESSION_ORDERS)

@@ -47,7 +47,7 @@ def wild(kind: type[M], rng: random.Random, density: float | None = None) -> M:
 
 
 def disturb(message: Message, rng: random.Random) -> None:
-    """Set one field, at any depth, to anything, or clears it."""
+    """Set one field, at any depth, to anything, or clear it."""
     field = rng.choice(message.DESCRIPTOR.fields)
     if _has_parts(field) and rng.random() < 0.9:
         disturb(getattr(message, field.name), rng)
@@ -193,7 +193,7 @@ def _insert(data: bytearray, rng: random.Random) -> None:
 
 
 def _repeat(data: bytearray, rng: random.Random) -> None:
-    """Says a stretch twice: fields that may be given once, other arms of a oneof."""
+    """Repeat a stretch: fields that may be given once, other arms of a oneof."""
     start = rng.randrange(len(data) + 1)
     data.extend(data[start : start + rng.randrange(64)])
 

@@ -1,1 +1,1 @@
-"""What the GPU at hand makes of the kernels: `make gpu`, or `python -m benchmarks.gpu`."""
+"""Test and time the kernels on the GPU at hand: `make gpu`, or `python -m benchmarks.gpu`."""

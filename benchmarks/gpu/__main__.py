@@ -1,12 +1,12 @@
-"""Tests and times the kernels on the GPU at hand, in less than nine minutes.
+"""Test and time the kernels on the GPU at hand, in less than nine minutes.
 
     python -m benchmarks.gpu [--device cuda] [--parts tests decode ...] [--out DIR]
 
 It needs neither network nor weights. Every part has its time and, on a GPU, a process
 of its own: what one of them breaks is recorded, and the others go on. It prints a
 table and writes DEVICE.json and DEVICE.png, a roofline plot, to --out. `--device cpu
---tiny` tries the benchmark itself. `--tune` does something else: it searches for better
-sizes of tiles, for some minutes, and keeps them in kernels/triton/tuned.json.
+--tiny` tries the benchmark itself. `--tune` instead searches for better tile sizes, for some
+minutes, and keeps them in kernels/triton/tuned.json.
 """
 
 import argparse

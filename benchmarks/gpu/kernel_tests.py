@@ -1,4 +1,4 @@
-"""Runs the tests of the kernels, and of an engine with them, on the GPU."""
+"""Run the tests of the kernels, and of an engine with them, on the GPU."""
 
 import os
 import re
@@ -19,9 +19,9 @@ ENGINE_NEEDS = (
 
 
 def run_tests(seconds: int) -> dict[str, object]:
-    """Run the tests for at most so long: the engine's, where its libraries are, and the kernels'.
+    """Run the kernels' tests, and the engine's where its libraries are installed.
 
-    The engine's get half of the time, the kernels' what is left.
+    The engine's get half of the time, the kernels' the rest.
 
     Returns:
         `passed` and `failed`, counts; `stopped`, whether time ran out; `output`, its end.
@@ -41,7 +41,7 @@ def run_tests(seconds: int) -> dict[str, object]:
 
 
 def _run(file: Path, seconds: float) -> tuple[str, bool]:
-    """Run a file of tests; returns what was printed, and whether time ran out.
+    """Run a file of tests; return its output, and whether time ran out.
 
     The tests' own configuration is left out: it wants plugins that a machine with a GPU
     and little else may lack, and these tests need none.

@@ -85,7 +85,7 @@ def time_decode(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def time_prefill(timer: Timer, tiny: bool) -> list[Row]:
-    """Prompts: every token a query."""
+    """Time prompts: every token is a query."""
     rows = []
     for layout in (LLAMA_3_8B,) if tiny else (LLAMA_7B, LLAMA_3_8B, SMOLLM2):
         count, length = (2, 24) if tiny else (4, 4096)
@@ -118,7 +118,7 @@ def time_mixed(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def time_cache(timer: Timer, tiny: bool) -> list[Row]:
-    """Write to the cache, and copies of blocks within it."""
+    """Time writes to the cache, and copies of blocks within it."""
     rows = []
     layout = LLAMA_3_8B
     tokens = 64 if tiny else 8192
@@ -151,7 +151,7 @@ def time_cache(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
-    """Rotary embedding and write in one kernel, beside both by themselves, eager and compiled."""
+    """Time rotary embedding and write in one kernel, and both separately, eager and compiled."""
     from octavo.kernels.triton import rotate_and_write  # noqa: PLC0415 - absent without a GPU
 
     def numbers(*shape: int) -> torch.Tensor:
@@ -186,7 +186,7 @@ def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
 
 
 def time_swap(timer: Timer, tiny: bool) -> list[Row]:
-    """Blocks to host memory and back, beside one copy of as many bytes."""
+    """Time blocks to host memory and back, and one copy of as many bytes."""
     from octavo.engine.memory.pinned import pin  # noqa: PLC0415 - needs more than kernels do
     from octavo.engine.memory.swap import make_swapper  # noqa: PLC0415 - likewise
 
@@ -228,7 +228,7 @@ def _item(batch: Batch) -> int:
 def _compare(
     case: str, batch: Batch, timer: Timer, *, moved: int, flops: float, num_layers: int
 ) -> Row:
-    """Time the kernels and PyTorch's attention, and holds the one against the other.
+    """Time the kernels and PyTorch's attention, and compare their results.
 
     Raises:
         ArithmeticError: They differ by more than bfloat16 explains.
@@ -251,7 +251,7 @@ def _compare(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Attributes: what it does, and seconds after which it is stopped."""
+    """A part: its function, and the seconds after which it is stopped."""
 
     work: Work
     seconds: int

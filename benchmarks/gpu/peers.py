@@ -1,4 +1,4 @@
-"""Others' attention on the same numbers, where it can be had."""
+"""Attention of other libraries on the same numbers, where they are installed."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,14 +12,14 @@ from benchmarks.gpu.timing import Timer
 
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
 MATH_BYTES = 4 << 30
-"""Where plain products would take more, they are not tried."""
+"""Maximum bytes of plain products; larger ones are not tried."""
 
 
 def contiguous(batch: Batch) -> Callable[[], torch.Tensor]:
-    """PyTorch's own attention over K/V without pages; all sequences alike.
+    """Return PyTorch's own attention over K/V without pages; all sequences are alike.
 
     Returns:
-        What attends, and gives `[num_seqs, num_heads, queries, head_dim]`.
+        A function that returns `[num_seqs, num_heads, queries, head_dim]`.
     """
     count = len(batch.metadata.seq_lens)
     query, key, value = (
@@ -37,7 +37,7 @@ def contiguous(batch: Batch) -> Callable[[], torch.Tensor]:
 def time_contiguous(
     batch: Batch, timer: Timer
 ) -> tuple[dict[str, float], torch.Tensor | None, list[str]]:
-    """Time every backend of PyTorch's attention; returns seconds, an output and complaints."""
+    """Time every backend of PyTorch's attention; return seconds, an output and notes."""
     times: dict[str, float] = {}
     notes: list[str] = []
     output = None

@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights: what they cost is what real ones cost."""
+"""Models of real shapes with random weights; they take as long as real ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -16,8 +16,8 @@ def save_llama(layout: Layout, folder: Path, device: torch.device) -> None:
 
     Args:
         layout: Its sizes.
-        folder: Where to.
-        device: What makes the random numbers.
+        folder: Folder for the checkpoint.
+        device: Device that makes the random numbers.
     """
     config = LlamaConfig(
         vocab_size=layout.vocab_size,
@@ -41,7 +41,7 @@ def save_llama(layout: Layout, folder: Path, device: torch.device) -> None:
 
 
 def tiny_layout(layout: Layout) -> Layout:
-    """Return a layout of the same kind that says nothing of speed."""
+    """Return a small layout of the same kind, to try the benchmark itself."""
     return replace(
         layout,
         num_layers=2,

@@ -1,4 +1,4 @@
-"""Shows what was measured: a table for people, a plot of the roofline."""
+"""Show the results: a table, and a plot of the roofline."""
 
 import re
 from pathlib import Path
@@ -12,17 +12,17 @@ Report = dict[str, Any]
 
 
 def device_name(device: torch.device) -> str:
-    """For people."""
+    """Return a device's name for tables."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
 
 
 def file_stem(name: str) -> str:
-    """Return a device's name, as its results' files have it."""
+    """Return a device's name for the names of its files."""
     return re.sub(r"\W+", "-", name.lower()).strip("-")
 
 
 def ceilings(report: Report) -> tuple[float | None, float | None]:
-    """Return the device's own bytes/s of a copy and flop/s of a matrix product."""
+    """Return the device's bytes/s of a copy and flop/s of a matrix product."""
     rows = {row["case"]: row for row in report["parts"].get("device", {}).get("rows", [])}
     copy, product = rows.get("copy"), rows.get("matmul bfloat16")
     return (
@@ -75,7 +75,7 @@ def _figures(row: dict[str, Any], bandwidth: float | None, rate: float | None) -
 
 
 def plot(report: Report, path: Path) -> None:
-    """Draws attention's cases under the device's roofline."""
+    """Draw attention's cases under the device's roofline."""
     import matplotlib as mpl  # noqa: PLC0415 - of the benchmarks alone
 
     mpl.use("Agg")

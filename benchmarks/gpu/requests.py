@@ -11,7 +11,7 @@ from octavo.cli.bench.workload import draw_lengths
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Requests:
-    """Some requests.
+    """Requests of random tokens.
 
     Attributes:
         tokens: Token ids of each prompt.
@@ -30,7 +30,7 @@ class Requests:
 
 
 def make_requests(count: int, *, n: int, vocab_size: int, most: int) -> Requests:
-    """Draws requests; the same ones every time.
+    """Return random requests; the same ones every time.
 
     Args:
         count: Number of requests.

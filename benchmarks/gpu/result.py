@@ -1,20 +1,20 @@
-"""What parts of the benchmark tell."""
+"""The results of the benchmark's parts."""
 
 from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One thing that was timed.
+    """The result of one case.
 
     Attributes:
-        case: What.
+        case: Name of the case.
         seconds: The median of its runs.
-        moved: Bytes that it must move at least, or none that count.
-        flops: Floating-point operations that it must do, or none that count.
+        moved: Minimum bytes that it must move; 0 if unknown.
+        flops: Floating-point operations that it must do; 0 if unknown.
         error: Greatest difference from another implementation, relative to the
-            greatest number; none where there is no other.
-        peers: Seconds of other implementations of the same.
+            greatest number; None where there is no other.
+        peers: Seconds of other implementations by name.
         notes: Remarks, such as the peers that could not be timed.
     """
 

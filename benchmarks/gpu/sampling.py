@@ -1,4 +1,4 @@
-"""Times drawing a step's tokens beside sorting the vocabulary for it."""
+"""Time sampling a step's tokens, and sorting the vocabulary instead."""
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ CASES = {
 
 
 def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
-    """Draws from rows that all want the same.
+    """Time rows with equal sampling parameters.
 
     Raises:
         ArithmeticError: More tokens than rounding explains are not those of the sort.

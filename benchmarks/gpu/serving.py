@@ -1,11 +1,11 @@
-"""Serves a Llama beside Hugging Face's `generate`: output tokens/s through gRPC.
+"""Serve a Llama, and compare with Hugging Face's `generate`: output tokens/s through gRPC.
 
     python -m benchmarks.gpu.serving [--model LLaMA-7B] [--outputs 2000]
 
-Random weights, lengths like ShareGPT's, all requests at once; one output of each by the
-most likely tokens, and three by sampling (PagedAttention, Kwon et al. 2023, 6.2 and 6.3). Beside
-it `generate` at the static batch size that suits it best, and the least time that this
-device, whose copies and products are measured, could take. Results go to
+Weights are random, lengths are like ShareGPT's, and all requests come at once: first with one
+greedy output each, then with three sampled ones (PagedAttention, Kwon et al. 2023, 6.2 and 6.3).
+The table also has `generate` at its best static batch size, and the least time that this device
+could take, by its measured copies and products. Results go to
 `benchmarks/results/DEVICE-serving.json`, an entry for each model.
 `--device cpu --tiny` tries the benchmark itself.
 """
@@ -47,7 +47,7 @@ WARM_UP = 8
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured.
+    """The size of a measurement.
 
     Attributes:
         outputs: Outputs of all requests together.
@@ -67,7 +67,7 @@ TINY = Sizes(6, 12, static=(2, 4), max_num_seqs=4)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measures and writes."""
+    """Measure, print and write the results."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(layout: Layout, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Serve first: what `generate` leaves in memory is in nobody's way."""
+    """Measure both; serve first, because `generate` leaves memory allocated."""
     copy, product = measure_device(Timer(device, runs=20), tiny=device.type == "cpu")
     ceilings = Ceilings(
         copy.moved / copy.seconds, product.flops / product.seconds, memory_of(device).total
@@ -133,10 +133,10 @@ def _measure(layout: Layout, device: torch.device, sizes: Sizes) -> dict[str, An
 
 
 async def _serve(address: str, requests: Requests) -> float:
-    """Seconds from the first request to the last token.
+    """Return the seconds from the first request to the last token.
 
     Raises:
-        ArithmeticError: A request got other than it asked for.
+        ArithmeticError: A request got fewer or more tokens than it asked for.
     """
     sampling = {"temperature": 1.0 if requests.n > 1 else 0.0, "n": requests.n}
 

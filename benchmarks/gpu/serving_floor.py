@@ -24,7 +24,7 @@ class Ceilings:
     Attributes:
         bandwidth: bytes/s of a copy, read and written ones.
         rate: operations/s of a bfloat16 matrix product.
-        memory: Bytes that it has.
+        memory: Bytes of its memory.
     """
 
     bandwidth: float
@@ -40,14 +40,14 @@ def floor_seconds(
     n: int,
     ceilings: Ceilings,
 ) -> float:
-    """Return seconds.
+    """Return the least seconds that requests can take.
 
     Args:
-        layout: The model's.
+        layout: The model's sizes.
         prompts: `[requests]`; tokens of each prompt, computed once for all its outputs.
         outputs: `[requests]`; tokens of each output.
         n: Outputs of a request.
-        ceilings: The device's.
+        ceilings: The device's rates and memory.
     """
     decoded = n * int(outputs.sum())
     weights = layout.layer_weights + layout.head_weights

@@ -55,7 +55,7 @@ BLOCK_SIZE = 16
 MEMORY_SHARE = 0.9
 """Maximum share of a GPU's free memory for a batch and the peers' copies of a layer."""
 FP8_SCALE = 0.02
-"""Random keys and values, divided by this, fill fp8's range well."""
+"""Divisor of random keys and values, so that they fill fp8's range."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ def count_layers(layout: Layout, layer_bytes: int, device: torch.device) -> int:
 
 
 def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batch:
-    """Return the batch with a plan for the tiles that are chosen by now."""
+    """Return the batch with a new plan, for the tiles that are chosen now."""
     query_lens, seq_lens = np.array(lengths).T
     plan = ops.plan_attention(
         query_lens,

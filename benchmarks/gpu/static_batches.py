@@ -1,4 +1,4 @@
-"""transformers' `generate` on static batches: all that users of it can do."""
+"""transformers' `generate` on static batches."""
 
 import time
 from pathlib import Path
@@ -15,8 +15,8 @@ class StaticBatches:
     """A model that generates for a batch until its longest output has ended.
 
     Args:
-        folder: The model's.
-        device: Where.
+        folder: The model's folder.
+        device: The device that computes.
     """
 
     def __init__(self, folder: Path, device: torch.device) -> None:

@@ -1,4 +1,4 @@
-"""Times whole decode steps of an engine: model, draws, scheduling and all Python beside."""
+"""Time whole decode steps of an engine: model, sampling, scheduling and all other Python."""
 
 import tempfile
 import time
@@ -74,7 +74,7 @@ def _decoding(
     *,
     ahead: bool,
 ) -> Any:  # noqa: ANN401 - a Stepper
-    """Return a stepper whose sequences all decode, and will for as long as is needed."""
+    """Return a stepper whose sequences all decode until the measurement ends."""
     from tests.engine.stepper import Stepper  # noqa: PLC0415 - as in `_build`
 
     stepper = Stepper(parts, async_scheduling=ahead)
@@ -95,7 +95,7 @@ def _sequences(stepper: Any) -> Iterator[Any]:  # noqa: ANN401
 
 
 def _step_seconds(stepper: Any, device: torch.device) -> float:  # noqa: ANN401
-    """Mean seconds of a step."""
+    """Return the mean seconds of a step."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""Times work on a device: events around it, caches cold, medians."""
+"""Time work on a device: by events around it, with cold caches, as medians."""
 
 import statistics
 import time
@@ -13,10 +13,10 @@ host to have given the run's kernels to the GPU before it begins."""
 
 
 class Timer:
-    """Times functions on one device."""
+    """A timer of functions on one device."""
 
     def __init__(self, device: torch.device, *, runs: int) -> None:
-        """Take what `runs` runs of each function need."""
+        """Allocate what `runs` runs of each function need."""
         self.device = device
         self._runs = runs
         self._flush = torch.empty(FLUSH_BYTES if device.type == "cuda" else 0, dtype=torch.uint8)
@@ -34,11 +34,11 @@ class Timer:
     def time_recorded(self, work: Callable[[], object], *, calls: int = 1) -> float:
         """Return the median of seconds that a call takes the device, replayed as a CUDA graph.
 
-        Nothing of what the host takes to launch kernels is in it.
+        The host's time to launch kernels does not count.
 
         Args:
             work: Launches kernels, always on the same tensors, and waits for none.
-            calls: How many calls it is, such as layers.
+            calls: Number of calls that `work` makes, such as layers.
         """
         for _ in range(WARM_UPS):
             work()

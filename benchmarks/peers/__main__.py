@@ -126,7 +126,7 @@ def _checkout(directory: Path) -> Path:
     """Return a checkout's absolute path.
 
     Raises:
-        ValueError: It is none, or its stubs are not made.
+        ValueError: The directory is no checkout, or its stubs are not made.
     """
     if not (directory / "octavo" / "v1").is_dir():
         raise ValueError(f"--before {directory}: no checkout with octavo/v1 (make protos)")
@@ -146,7 +146,7 @@ def _machine() -> str:
 
 
 def _processor() -> str:
-    """Return the processor's name, and of its vector instructions those that matter here."""
+    """Return the processor's name and its relevant vector instructions."""
     told = Path("/proc/cpuinfo")
     if not told.exists():
         return platform.processor() or platform.machine()

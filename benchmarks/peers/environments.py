@@ -1,7 +1,6 @@
 """The peers' virtual environments, made once and kept in the cache directory.
 
-pip is asked as the user's configuration has it. What it says is kept in
-`install.log` beside each environment.
+pip uses the user's configuration. Its output is kept in `install.log` in each environment.
 """
 
 import json
@@ -18,7 +17,7 @@ from filelock import FileLock
 
 LOG = "install.log"
 DONE = ".installed.json"
-"""Holds what an environment was made from; written last."""
+"""File with the requirements of a complete environment; written last."""
 TAIL = 400
 
 LIST_NEEDS = """
@@ -31,23 +30,23 @@ for text in importlib.metadata.requires(name) or ():
         need.marker = None
         print(need)
 """
-"""Run by an environment's Python: what a package in it needs, less what it can do without."""
+"""Program for an environment's Python: prints a package's requirements without the named ones."""
 
 
 class InstallError(Exception):
-    """A peer could not be installed. The message is the end of what pip said."""
+    """A peer could not be installed. The message is the end of pip's output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Environment:
-    """What to install.
+    """The contents of a virtual environment.
 
     Attributes:
         name: Name of its directory.
         requirements: Pinned requirements for pip.
         without: Packages that the first requirement asks for but that its worker
             never imports; they are left out.
-        variables: Set while installing, for what is built from source.
+        variables: Variables for packages that are built from source.
         pip_flags: More arguments for `pip install`.
     """
 
@@ -66,9 +65,9 @@ def provide(environment: Environment, folder: Path, *, rebuild: bool = False) ->
     """Return an environment's Python; make the environment first if need be.
 
     Args:
-        environment: What it must hold.
-        folder: Where environments are kept.
-        rebuild: Make it anew although it is there.
+        environment: Its contents.
+        folder: Folder of all environments.
+        rebuild: Whether to make it again although it is there.
 
     Raises:
         InstallError: Pip failed.

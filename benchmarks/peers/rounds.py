@@ -34,12 +34,12 @@ SINGLE_REPEATS = 3
 WARM_UP = 1_000_000
 """The seed of warm-up rounds: no measured round draws the same prompts."""
 SETTLE_SECONDS = 5.0
-"""For what a peer puts off until it is idle."""
+"""Pause after the warm-up, for work that a peer puts off until it is idle."""
 PATIENCE = 1_800.0
 
 T = TypeVar("T")
 Say = Callable[[str], None]
-"""Tells the user what goes on."""
+"""Called with a line of progress."""
 
 
 class Fleet:
@@ -165,13 +165,13 @@ def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[
 
     Args:
         fleet: Runs the peers.
-        peers: Whom to measure.
-        rounds: How often.
+        peers: Peers to measure.
+        rounds: Number of rounds.
         say: Called with each line of progress.
 
     Returns:
         A result for each peer; one that failed says why in `failure`, and keeps
-        What it had done before.
+        its earlier samples.
     """
     results = {peer.name: Result(peer.name, peer.title, peer.weights) for peer in peers}
     able = []

@@ -17,7 +17,7 @@ from octavo.common.models import demo as demo_model
 
 CONTEXT = 2048
 RECIPE = "recipe.json"
-"""Holds what a directory was made from; written last."""
+"""File with the settings of a complete directory; written last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,8 +116,8 @@ def provide(name: str, folder: Path) -> Path:
     """Return the directory of a shape's model; make the model if it is not there.
 
     Args:
-        name: In `SHAPES`.
-        folder: Where models are kept.
+        name: Key of `SHAPES`.
+        folder: Folder of all models.
 
     Raises:
         ModelError: The demo model's package could not be fetched.

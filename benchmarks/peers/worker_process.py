@@ -29,7 +29,7 @@ def worker_variables(threads: int, *more: Path) -> dict[str, str]:
     """Return a worker's environment variables.
 
     Args:
-        threads: To compute with.
+        threads: Number of threads that compute.
         more: Folders to import from.
     """
     paths = os.pathsep.join(map(str, (BENCHMARKS, *more)))
@@ -44,11 +44,11 @@ class WorkerProcess:
     """A worker, which leads a session; it and its descendants end with the `with` block.
 
     Args:
-        command: To run.
-        variables: Added to the environment.
+        command: Command to run.
+        variables: Variables added to the environment.
         log: File that gets what it prints.
         patience: Seconds that each answer may take.
-        directory: To run it in, if not in this process's.
+        directory: Directory to run it in; None: this process' own.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class WorkerProcess:
         """Load the model; return the versions of the worker's packages.
 
         Raises:
-            WorkerError: It cannot.
+            WorkerError: The worker cannot load it.
         """
         return self._ask({"load": asdict(setup)}, "ready")
 
@@ -85,7 +85,7 @@ class WorkerProcess:
         """Run requests and check that each got exactly the tokens it asked for.
 
         Raises:
-            WorkerError: It failed, or did not do what it was asked.
+            WorkerError: The worker failed, or an output has another length.
         """
         asked = {"run": [asdict(request) for request in requests]}
         outcome = Outcome(**self._ask(asked, "outcome"))

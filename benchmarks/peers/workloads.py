@@ -1,4 +1,4 @@
-"""What every peer is asked: the same lengths in every round, other tokens in each."""
+"""The requests to every peer: the same lengths in every round, with other tokens."""
 
 import itertools
 import random
@@ -13,9 +13,9 @@ SHORTEST = 8
 SINGLE_PROMPT_TOKENS = 24
 SINGLE_OUTPUT_TOKENS = 128
 VOCABULARY = 49_152
-"""The demo model's."""
+"""Size of the demo model's vocabulary."""
 SPECIAL_TOKENS = 256
-"""Prompts have no token below it."""
+"""Lowest token id of prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,18 +55,18 @@ def mixed(seed: int, count: int = REQUESTS, vocabulary: int = VOCABULARY) -> Wor
 
 
 def single(seed: int, vocabulary: int = VOCABULARY) -> Workload:
-    """One short question, one answer."""
+    """Return one short question and its answer's length."""
     draw = random.Random(f"single {seed}")
     request = _request(draw, SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS, vocabulary)
     return Workload("single", "one request", (request,))
 
 
 def spread(draw: random.Random, count: int, total: int) -> list[int]:
-    """Log-normal lengths, as conversations have them, with exactly this total.
+    """Return log-normal lengths, as in conversations, with exactly this total.
 
     Args:
         draw: The source of chance.
-        count: How many lengths.
+        count: Number of lengths.
         total: Their sum; at least `count * SHORTEST`.
 
     Returns:

@@ -42,6 +42,7 @@ def test_an_attribute_begins_with_a_noun(text, fault):
         ("Read it.\n\n    Raises:\n        OSError: As of `read`.", "noun"),
         ("Read it.\n\n    Raises:\n        OSError: Nothing\n            of it can be read.", None),
         ("Return the value.\n\n    It is\n    of this kind.", None),
+        ("Return it.\n\n    Returns:\n        The larger one\n        of both.", None),
     ],
 )
 def test_a_function_says_what_it_does(docstring, fault):

@@ -1,4 +1,4 @@
-"""One file a peer: how it loads the model and answers a workload.
+"""One file for each peer: how it loads the model and answers a workload.
 
 These run in the peers' environments, where nothing of this project is installed
 (but for `octavo.py`), so they import each other alone, and relatively: there the

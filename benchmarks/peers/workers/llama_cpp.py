@@ -17,7 +17,7 @@ from .protocol import Outcome, Request, Runner, Setup, serve
 
 SLOTS = (8, 16, 48)
 SEQUENCE_TOKENS = 1_280
-"""What a slot's part of the cache holds."""
+"""Tokens of a slot's part of the cache."""
 BATCH_TOKENS = 2_048
 """llama.cpp's own default."""
 
@@ -98,7 +98,7 @@ class LlamaCpp:
         return Outcome(seconds, outputs, ranked, f"{slots} slots")
 
     def _step(self, running: dict[int, Slot]) -> list[tuple[int, Slot]]:
-        """Compute one batch, decodes first; returns the slots that have a new token."""
+        """Compute one batch, decodes first; return the slots that have a new token."""
         batch, row = self._batch, 0
         ended: list[tuple[int, int, Slot]] = []
         for sequence, slot in sorted(running.items(), key=lambda item: len(item[1].pending)):

@@ -19,7 +19,7 @@ from .protocol import Outcome, Request, Runner, Setup, serve
 BOXES = re.compile(r"[│╭╮╰╯─\s]+")
 GREEDY: GenerateOptions = {**NEUTRAL, "temperature": 0}
 HOURS = "36000"
-"""Longer than any run: a server that was stopped must not take its silence for death."""
+"""Longer than any run, so that a server that was stopped for a while does not drop its engine."""
 AWAKE_SECONDS = 30.0
 
 

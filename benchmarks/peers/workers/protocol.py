@@ -1,6 +1,6 @@
-"""What a worker and the program that measures it say to each other.
+"""The messages between a worker and the program that measures it.
 
-One JSON object a line. The program sends {"load": Setup} once, then any number of
+Each line is one JSON object. The program sends {"load": Setup} once, then any number of
 {"run": [Request, ...]}, and closes the worker's stdin to end it. Each is answered by
 one line: {"ready": {package: version}}, {"outcome": Outcome}, or {"error": text}.
 """
@@ -17,13 +17,13 @@ from typing import Any, Protocol, TextIO
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What a worker is to load, and what it may use.
+    """The model that a worker loads, and its resources.
 
     Attributes:
         model: Path of the model's directory or file.
-        threads: To compute with.
+        threads: Number of threads that compute.
         cache_gib: GiB of KV cache, for peers whose cache has a fixed size.
-        options: What tells variants of one peer apart.
+        options: Options that differ between variants of a peer.
     """
 
     model: str
@@ -34,11 +34,11 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of token ids, and how many tokens are to follow it, whatever they are.
+    """A prompt of token ids, and the length of its output.
 
     Attributes:
         prompt: The token ids.
-        output_tokens: How many are to follow.
+        output_tokens: Exact number of output tokens.
     """
 
     prompt: list[int]
@@ -47,13 +47,13 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A workload that was run.
+    """The outcome of a workload.
 
     Attributes:
-        seconds: From handing over the requests, all at once, to the last token.
+        seconds: Time from handing over all requests to the last token.
         outputs: Token ids, in the requests' order.
-        first_token_seconds: From the same start to each request's first token.
-        note: How it was run, where the peer had a choice.
+        first_token_seconds: Time from the same start to each request's first token.
+        note: The way it was run, where the peer had a choice.
     """
 
     seconds: float
@@ -66,7 +66,7 @@ class Runner(Protocol):
     """A loaded peer."""
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Run requests greedily and times them; all are there at the start."""
+        """Run requests greedily, all at once, and time them."""
 
 
 def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
@@ -96,7 +96,7 @@ def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
 
 
 def _claim_stdout() -> TextIO:
-    """Keep stdout for answers: what libraries print there goes to stderr instead."""
+    """Keep stdout for answers; send what libraries print to stderr."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     return answers

@@ -18,7 +18,7 @@ NEVER = -1
 
 
 class Continuous:
-    """A model, and a manager for each run: one that has been stopped starts no more."""
+    """A model, and a manager for each run, because a stopped manager cannot start again."""
 
     def __init__(self, setup: Setup) -> None:
         torch.set_num_threads(setup.threads)
@@ -30,7 +30,7 @@ class Continuous:
         self._blocks = int(setup.cache_gib * 2**30 / token_bytes) // PAGE_TOKENS
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Queues all requests, then gathers what comes."""
+        """Queue all requests, then gather their outputs."""
         generation = GenerationConfig(  # type: ignore[no-untyped-call]
             do_sample=False, eos_token_id=NEVER, pad_token_id=2
         )

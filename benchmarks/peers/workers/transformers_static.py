@@ -13,7 +13,7 @@ PAD = 2
 
 
 class Static:
-    """Takes requests as they come, so many at a time as is fastest.
+    """A model that takes requests in batches of the fastest size.
 
     The first run of many requests tries each of `BATCH_SIZES`; its outcome is the
     best one's, and later runs keep to that.

@@ -26,7 +26,7 @@ class Vllm:
         self._sampling = SamplingParams
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """One call of `generate` for all requests."""
+        """Call `generate` once for all requests."""
         prompts = [self._prompt(prompt_token_ids=request.prompt) for request in requests]
         sampling = [
             self._sampling(
@@ -50,7 +50,7 @@ def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
 
     Args:
         home: Its virtual environment.
-        threads: To compute with.
+        threads: Number of threads that compute.
         cache_gib: GiB of KV cache.
     """
     return {
