@@ -21,11 +21,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.common import logging
-from octavo.common.models import demo
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.common.stopping import exit_at_once
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.models.resolve import resolve
 from octavo.engine.ranks.processes import started_ranks
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
@@ -59,7 +59,7 @@ def main() -> None:
 def save_model(folder: str) -> str:
     """Save SmolLM2 with 8 query heads, 4 KV heads and random weights; return its folder."""
     heads = {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 64}
-    config = AutoConfig.from_pretrained(demo.prepare(), **heads)
+    config = AutoConfig.from_pretrained(resolve("demo"), **heads)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
     return folder

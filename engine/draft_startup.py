@@ -5,13 +5,13 @@ from pathlib import Path
 import structlog
 
 from octavo.common.models.checkpoint import check_checkpoint
-from octavo.common.models.resolve import resolve
 from octavo.engine.capacity import StartupError
 from octavo.engine.compilation.load_step import load_step
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.resolve import resolve
 from octavo.engine.running.draft_model import DraftModel
 from octavo.engine.running.executor import Executor
 from octavo.engine.settings import EngineSettings

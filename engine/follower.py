@@ -12,12 +12,12 @@ import structlog
 from octavo.common import logging
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
-from octavo.common.models.resolve import resolve
 from octavo.common.stopping import exit_at_once
 from octavo.engine.capacity import StartupError
 from octavo.engine.compilation.load_step import load_step
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
+from octavo.engine.models.resolve import resolve
 from octavo.engine.ranks.place import Place, RankError, given_place
 from octavo.engine.ranks.stop_signals import StopSignals
 from octavo.engine.running.ranks import Follower

@@ -9,7 +9,6 @@ from pathlib import Path
 
 from octavo.common.layer_groups import BlockBudget, blocks_held
 from octavo.common.models.checkpoint import check_checkpoint, check_config
-from octavo.common.models.resolve import resolve_config
 from octavo.common.models.weight_files import weight_files
 from octavo.common.resources import Memory
 from octavo.engine.capacity import (
@@ -25,6 +24,7 @@ from octavo.engine.memory.cache_tensors import memory_of
 from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.checks.model_class import check_model_class
 from octavo.engine.models.load_model import EmptyModel, load_empty
+from octavo.engine.models.resolve import resolve_config
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.settings import EngineSettings
 

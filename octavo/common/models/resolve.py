@@ -13,43 +13,38 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.][\w./-]*)
 """A model's name on the hub, and perhaps a revision."""
 
 
-def resolve(model: str, *, packed: bool = False) -> str:
-    """Return the absolute path of a model's directory.
-
-    `model` is "demo", a local directory, a GGUF file or a hub name, perhaps with @REVISION; a local
-    path wins over a hub name. "demo" and GGUF files are converted into the cache on first use;
-    models of the hub are downloaded.
+def resolve_checkpoint(model: str) -> str:
+    """Return the absolute path of a model's directory, unless it is a GGUF file's.
 
     Args:
-        model: See above.
-        packed: Whether a GGUF file's weights stay in its blocks where they can.
+        model: A local directory or a hub name, perhaps with @REVISION; a local path wins over a hub
+            name. Models of the hub are downloaded.
 
     Raises:
-        ModelError: The path holds no model, the name is invalid, the conversion failed, or the hub
-            does not have the model or cannot be reached.
-        OSError: A file cannot be opened.
+        ModelError: The path holds no model, the name is invalid, or the hub does not have the model
+            or cannot be reached.
     """
-    return str(_local_model(model, packed=packed) or hub.fetch_model(model))
+    return str(_local_model(model) or hub.fetch_model(model))
 
 
-def resolve_config(model: str, *, packed: bool = False) -> str:
+def resolve_config(model: str) -> str:
     """Return the absolute path of a directory with a model's config, and perhaps its weights.
 
-    Of a model of the hub, only the config is downloaded. The arguments are those of `resolve`.
+    Of a model of the hub, only the config is downloaded. The argument is that of
+    `resolve_checkpoint`.
 
     Raises:
-        ModelError: As `resolve`.
-        OSError: Likewise.
+        ModelError: As `resolve_checkpoint`.
     """
-    return str(_local_model(model, packed=packed) or hub.fetch_config(model))
+    return str(_local_model(model) or hub.fetch_config(model))
 
 
 def resolve_tokenizer(source: str) -> str:
     """Return the absolute path of a tokenizer's directory, which needs not hold a model.
 
     Raises:
-        ModelError: As `resolve`.
-        OSError: Likewise.
+        ModelError: There is none, or it cannot be fetched or made.
+        OSError: A file cannot be opened.
     """
     if (file := gguf_file(source)) is not None:
         from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
@@ -72,17 +67,12 @@ def gguf_file(name: str) -> Path | None:
     return path.resolve() if name and path.is_file() else None
 
 
-def _local_model(model: str, *, packed: bool) -> Path | None:
-    """Return the directory of what is on this machine, or made here; None for a hub name.
+def _local_model(model: str) -> Path | None:
+    """Return the directory of a model on this machine; None for a hub name.
 
     Raises:
-        ModelError: It is neither a path nor a hub name, holds no config, or cannot be converted.
-        OSError: A file cannot be opened.
+        ModelError: It is neither a path nor a hub name, or holds no config.
     """
-    if (file := gguf_file(model)) is not None:
-        from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
-
-        return gguf.prepare(file, packed=packed and model != DEMO)
     directory = _directory(model)
     if directory is not None and not (directory / CONFIG).is_file():
         raise ModelError(f"{directory} {why_no_model(directory)}")

@@ -54,7 +54,7 @@ def ask(hub, tmp_path):
         """Return a line for each pair of a function and a name, and log lines before it."""
         own = {"HF_ENDPOINT": hub.endpoint, "HF_HOME": str(tmp_path / "hub")} | environment
         done = subprocess.run(
-            [sys.executable, "-c", PROGRAM, *(asked or ("resolve", NAME))],
+            [sys.executable, "-c", PROGRAM, *(asked or ("resolve_checkpoint", NAME))],
             capture_output=True,
             text=True,
             check=False,
@@ -85,14 +85,16 @@ def test_a_revision_is_not_another_one(ask, hub, tmp_path):
     (tmp_path / "here").mkdir()
     hub.models[f"{NAME}@v2"] = FILES | {"config.json": other}
     names = NAME, f"{NAME}@v2", f"{NAME}@{SHA}", f"{NAME}@gone", "here@v2", "demo@v2"
-    own, second, third, *refused = ask(*(part for name in names for part in ("resolve", name)))
+    own, second, third, *refused = ask(
+        *(part for name in names for part in ("resolve_checkpoint", name))
+    )
     assert own == third
     assert (Path(own) / "config.json").read_bytes() == CONFIG
     assert (Path(second) / "config.json").read_bytes() == other
     assert "no such revision of the model: 'owner/model@gone'" in refused[0]
     assert all("--revision is for models of the hub" in line for line in refused[1:])
     assert ask("resolve_tokenizer", f"{NAME}@v2") == [second]
-    assert ask("resolve", f"{NAME}@v2", HF_HUB_OFFLINE="1")[-1] == second
+    assert ask("resolve_checkpoint", f"{NAME}@v2", HF_HUB_OFFLINE="1")[-1] == second
 
 
 def test_a_tokenizer_is_downloaded_without_the_model(ask):
@@ -110,7 +112,7 @@ def test_a_config_is_downloaded_without_the_weights(ask, hub):
 
 def test_without_a_network_one_message_says_what_to_do(ask):
     began = time.monotonic()
-    both = ("resolve", NAME, "resolve_tokenizer", NAME)
+    both = ("resolve_checkpoint", NAME, "resolve_tokenizer", NAME)
     lines = ask(*both, HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert time.monotonic() - began < SECONDS
     assert len(lines) == 2
@@ -134,7 +136,7 @@ def test_a_refusal_of_the_hub_is_told(ask, hub):
         (503, ""): r"cannot be reached \(HTTP status 503\)",
     }
     hub.refusals = {f"owner/{number}": refusal for number, refusal in enumerate(told)}
-    lines = ask(*(word for name in hub.refusals for word in ("resolve", name)))
+    lines = ask(*(word for name in hub.refusals for word in ("resolve_checkpoint", name)))
     for line, words in zip(lines, told.values(), strict=True):
         assert line.startswith("refused: ")
         assert re.search(words, line), line

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError
+from octavo.engine.models.resolve import resolve
 from octavo.router.text.detokenizer import REPLACEMENT, Detokenizer
 from octavo.router.text.tokenization import Tokenizer, Tokenizers, backend_pieces
 
@@ -56,7 +56,7 @@ def smollm() -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        directory = models.resolve("demo")
+        directory = resolve("demo")
     except ModelError as error:
         pytest.skip(f"the demo model cannot be had: {error}")
     return Tokenizer(AutoTokenizer.from_pretrained(directory))

@@ -8,7 +8,6 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from octavo.common.models.resolve import resolve
 from octavo.engine.adapters.adapted_model import adapt
 from octavo.engine.compilation.jit import JitStep
 from octavo.engine.models import load_model
@@ -19,6 +18,7 @@ from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization import SCHEMES, experts_on_gpu
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.resolve import resolve
 from octavo.engine.models.step import EagerStep
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops

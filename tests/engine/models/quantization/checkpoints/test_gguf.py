@@ -18,7 +18,6 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf_blocks import TensorLocations
-from octavo.common.models.resolve import resolve
 from octavo.engine.models.deferred import hold
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.checkpoints.block_layers import (
@@ -28,6 +27,7 @@ from octavo.engine.models.quantization.checkpoints.block_layers import (
     embedding_factor,
 )
 from octavo.engine.models.quantization.checkpoints.reader import load_weights, read_config
+from octavo.engine.models.resolve import resolve
 from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf
 from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (

@@ -13,8 +13,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from octavo.common.models import gguf as gguf_models
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.resolve import resolve, resolve_tokenizer
+from octavo.common.models.resolve import resolve_tokenizer
+from octavo.engine.models.gguf.conversion import prepare
 from octavo.engine.models.quantization.checkpoints.tensor_files import open_tensors
+from octavo.engine.models.resolve import resolve
 from tests.common.models import tiny_gguf
 
 
@@ -207,7 +209,7 @@ def test_types_that_are_not_known_are_refused_by_name(file, cache, number, messa
     content[at : at + 4] = number.to_bytes(4, "little")
     file.write_bytes(content)
     with pytest.raises(ModelError, match=message) as caught:
-        gguf_models.prepare(file, packed=packed)
+        prepare(file, packed=packed)
     assert "\n" not in str(caught.value)
     assert not _converted(cache)
 

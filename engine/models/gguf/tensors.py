@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
+import torch
+
 LEAST_DIMENSIONS = 2
 """Of a tensor with rows."""
 
@@ -75,8 +78,6 @@ class _Names:
             tensors: What it is made of.
         """
         import gguf  # noqa: PLC0415 - rarely needed
-        import numpy as np  # noqa: PLC0415
-        import torch  # noqa: PLC0415 - seconds to import, once in a model's life
 
         made: dict[str, Any] = {}
         for tensor in tensors:
@@ -120,15 +121,11 @@ def find_weights(
 
 def _sample(tensor: Any) -> Any:  # noqa: ANN401
     """Return zeros of a tensor's shape, which take no memory."""
-    import numpy as np  # noqa: PLC0415 - rarely needed
-
     return np.broadcast_to(np.float32(-1), tuple(int(size) for size in tensor.shape[::-1]))
 
 
 def _moved_rows(names: _Names, tensor: Any) -> tuple[str, Any | None] | None:  # noqa: ANN401
     """Return a weight's name and the order of its rows; None if a tensor is not moved rows."""
-    import numpy as np  # noqa: PLC0415
-
     shape = tuple(int(size) for size in tensor.shape[::-1])
     if len(shape) != LEAST_DIMENSIONS:
         return None

@@ -1,0 +1,1 @@
+"""Conversion of GGUF files into models of transformers' classes."""

@@ -1,0 +1,44 @@
+"""Resolution of an engine's `--model` to a directory."""
+
+from octavo.common.models.resolve import DEMO, gguf_file, resolve_checkpoint
+from octavo.common.models.resolve import resolve_config as resolve_checkpoint_config
+from octavo.engine.models.gguf.conversion import prepare
+
+
+def resolve(model: str, *, packed: bool = False) -> str:
+    """Return the absolute path of a model's directory.
+
+    Args:
+        model: "demo", a GGUF file, a local directory or a hub name, perhaps with @REVISION. "demo"
+            and GGUF files are converted into the cache on first use.
+        packed: Whether a GGUF file's weights stay in its blocks where they can.
+
+    Raises:
+        ModelError: The path holds no model, the name is invalid, the conversion failed, or the hub
+            does not have the model or cannot be reached.
+        OSError: A file cannot be opened.
+    """
+    return _converted(model, packed=packed) or resolve_checkpoint(model)
+
+
+def resolve_config(model: str, *, packed: bool = False) -> str:
+    """Return the absolute path of a directory with a model's config, and perhaps its weights.
+
+    Of a model of the hub, only the config is downloaded. The arguments are those of `resolve`.
+
+    Raises:
+        ModelError: See `resolve`.
+        OSError: A file cannot be opened.
+    """
+    return _converted(model, packed=packed) or resolve_checkpoint_config(model)
+
+
+def _converted(model: str, *, packed: bool) -> str | None:
+    """Return the directory that is made of a GGUF file; None if a name stands for something else.
+
+    Raises:
+        ModelError: The file cannot be fetched or converted.
+        OSError: It cannot be opened.
+    """
+    file = gguf_file(model)
+    return None if file is None else str(prepare(file, packed=packed and model != DEMO))
