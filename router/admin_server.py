@@ -19,7 +19,7 @@ async def make_admin_server(
 
     Args:
         settings: Its address, limits and TLS files.
-        service: What it serves.
+        service: The implementation of AdminService.
         guard: Authenticates its callers.
 
     Raises:

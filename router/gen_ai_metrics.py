@@ -38,7 +38,7 @@ class GenAiMetrics:
     that was refused does not look like a fast one.
 
     Args:
-        registry: Where they are registered.
+        registry: The registry to add them to.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -82,8 +82,8 @@ class GenAiMetrics:
 
         Args:
             model: Resolved name of the model.
-            message: What the client asked for.
-            code: How it ended.
+            message: The client's request.
+            code: Its status.
             seconds: Time from its arrival to its end.
             state: Its outputs; None if it was refused before it had any.
         """

@@ -59,7 +59,7 @@ class Generator:
         pool: The engines.
         admission: Decides which request goes to which engine, and when.
         tokenizers: Run the pool's tokenizers.
-        registry: Where metrics are registered.
+        registry: The registry to add metrics to.
         tracing: Makes requests' spans.
     """
 
@@ -112,7 +112,7 @@ class Generator:
         Cancelling it cancels the request on its engine.
 
         Args:
-            message: What the client asks for.
+            message: The client's request.
             write: Sends a response to the client.
             tenant: The authenticated caller.
             timeout: Seconds until the client gives up; None for never.
@@ -322,7 +322,7 @@ class Generator:
         )
 
     async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
-        """Return what Accepted will say of it; of a request that is not valid, anything."""
+        """Return the places of its schemas that are not enforced; the request need not be valid."""
         checks = (await _planned(message, partial(held_schemas, message))).checks
         return () if checks is None else checks.unenforced
 
@@ -457,7 +457,7 @@ async def _until(deadline: float | None) -> AsyncIterator[None]:
 
 
 def _progress(state: RequestState | None) -> dict[str, str | float | None]:
-    """Return what the log says of a request's progress; nothing of one that was refused."""
+    """Return the log's fields of a request's progress; none for one that was refused."""
     if state is None:
         return {}
     return {

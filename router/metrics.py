@@ -53,7 +53,7 @@ class RouterMetrics:
     """All of the router's metrics, in `registry`.
 
     Args:
-        registry: Where they are registered.
+        registry: The registry to add them to.
         in_flight: Counts the requests that have come and not ended.
         queued: Counts those of them that wait for an engine.
     """

@@ -51,7 +51,7 @@ class Router:
         settings: Its settings.
         on_serving: Called once, with the model that `engines` engines have.
         engines: See `on_serving`.
-        stats: What its HTTP server shows of the router, if this is one of several workers.
+        stats: Stats of the whole router, if this is one of several workers.
             Default: its own.
 
     Raises:
@@ -63,7 +63,7 @@ class Router:
         registry: Its metrics.
         authenticator: Tells its tenants by their keys and certificates.
         generator: Serves its requests.
-        stats: What its HTTP server shows of it.
+        stats: Stats that its HTTP server shows.
     """
 
     def __init__(
@@ -135,8 +135,8 @@ class Router:
         """Listen.
 
         Raises:
-            OSError: As `start`.
-            TlsError: Likewise.
+            OSError: An address is taken or not this machine's.
+            TlsError: Certificates or keys cannot be used.
         """
         settings = self._settings
         service = GenerationService(self.generator)
@@ -195,7 +195,7 @@ class Router:
         """Begin to connect to the engines.
 
         Args:
-            changes: What was changed in the settings' engines before this router was started.
+            changes: Changes of the settings' engines before this router was started.
         """
         settings, changes = self._settings, changes or EngineChanges()
         for address in changes.known(settings.engine):

@@ -37,7 +37,7 @@ class RequestSpan:
     Args:
         tracing: The router's tracer.
         metadata: The call's, which may name a trace to be part of.
-        arrival: When the request arrived, in seconds of the monotonic clock.
+        arrival: Time of the request's arrival, in seconds of the monotonic clock.
     """
 
     def __init__(

@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = (
     "benchmarks",
+    "octavo",
+    "router",
     "tests",
     "tools",
 )

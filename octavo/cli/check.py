@@ -105,7 +105,7 @@ def _show(found: "ModelReport") -> None:
 
 
 def _facts(found: "ModelReport") -> dict[str, str]:
-    """Return what a report says, by its name."""
+    """Return a report's facts by their names."""
     kinds = found.weights_by_quantization.items()
     others = [f"{name} {_size(size)}" for name, size in kinds if name != found.quantization]
     quantized = "" if found.quantization == "none" else f", {found.quantization}"
@@ -138,7 +138,7 @@ def merged(groups: Sequence["GroupReport"]) -> "list[GroupReport]":
 
 
 def describe(group: "GroupReport") -> str:
-    """Return what a layer group keeps, in a few words."""
+    """Return a short description of what a layer group keeps."""
     if group.kind == "state":
         return "a state"
     if group.kind == "attention":

@@ -39,12 +39,12 @@ class ChildProcess:
     """Start a server in a new process; stop it on exit.
 
     Args:
-        target: What runs there; it gets `arguments`, the pipe for `run_child` and this process' id.
-        arguments: Of `target`.
-        name: In errors, such as "the engine".
-        process_name: In lists of processes.
+        target: Function that gets `arguments`, the pipe for `run_child` and this process' id.
+        arguments: The first arguments of `target`.
+        name: The name in errors, such as "the engine".
+        process_name: The name in lists of processes.
         drain_timeout: Seconds that the server gives its requests after SIGTERM.
-        remedy: What to do if the kernel kills it for lack of memory.
+        remedy: Advice if the kernel kills it for lack of memory.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ def run_child(
     Args:
         serve: Runs the server.
         reports: The pipe to the parent.
-        failed: What the log says of an unexpected failure.
+        failed: Log event of an unexpected failure.
     """
 
     def report(kind: Literal["done", "failed"], text: str) -> None:

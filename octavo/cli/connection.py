@@ -27,7 +27,7 @@ class Server:
         """Return a client.
 
         Raises:
-            typer.Exit: the TLS files cannot be used.
+            typer.Exit: The TLS files cannot be used.
         """
         try:
             return Client(self.address, api_key=self.api_key, tls=self.tls)

@@ -45,7 +45,7 @@ async def run_engine(
     """Serve until SIGTERM, on a Unix socket if one is given.
 
     Raises:
-        StartError: the settings do not fit each other, the model or the machine.
+        StartError: The settings do not fit each other, the model or the machine.
     """
     from octavo.engine.models.device import choose_device  # noqa: PLC0415 - torch takes seconds
     from octavo.engine.without_compiler import keep_compiler_out  # noqa: PLC0415

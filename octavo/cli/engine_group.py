@@ -17,9 +17,9 @@ class EngineGroup:
     """Start engines in new processes; stop them on exit.
 
     Args:
-        settings: of each engine.
-        directory: for their Unix sockets.
-        placements: of the engines; empty: one engine that uses all that this process may use.
+        settings: Settings of each engine.
+        directory: Directory of their Unix sockets.
+        placements: Cores and memory of each engine; empty: one engine uses all of this process.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class EngineGroup:
         """Wait until all engines accept requests.
 
         Raises:
-            StartError: one failed to start.
+            StartError: One failed to start.
         """
         await asyncio.gather(*(engine.ready() for engine in self._engines))
 
@@ -57,7 +57,7 @@ class EngineGroup:
         """Check that all processes are alive.
 
         Raises:
-            StartError: one ended; the message has the exit code or signal.
+            StartError: One ended; the message has the exit code or signal.
         """
         for engine in self._engines:
             engine.check()

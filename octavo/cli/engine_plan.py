@@ -70,7 +70,7 @@ def plan_engines(choice: Words | int, machine: Machine) -> list[Placement]:
 
     Args:
         choice: The value of --engines-per-node.
-        machine: What decides.
+        machine: The machine, its model included.
 
     Raises:
         StartError: The machine does not suffice for the choice.

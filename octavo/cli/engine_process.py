@@ -19,10 +19,10 @@ class EngineProcess(ChildProcess):
     """Start an engine in a new process; stop it on exit.
 
     Args:
-        settings: of the engine.
-        socket: path of the Unix socket to listen on.
-        name: in errors, such as "the engine".
-        placement: the part of the machine to use; default: all that this process may use.
+        settings: The engine's settings.
+        socket: Path of the Unix socket to listen on.
+        name: The name in errors, such as "the engine".
+        placement: The part of the machine to use; default: all that this process may use.
     """
 
     def __init__(

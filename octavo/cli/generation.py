@@ -86,7 +86,7 @@ def describe(parameter: Parameter, default: object = None, fallback: float | Non
     Args:
         parameter: The parameter.
         default: The command's own default value, which is shown beside the help.
-        fallback: What the command uses in place of the parameter's default.
+        fallback: The command's own default, in place of the parameter's.
     """
     text = parameter.help
     if parameter.range is not None:

@@ -26,12 +26,12 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
     """Run `octavo serve` on a free port; yield its address when it is ready.
 
     Args:
-        model: the value of --model.
-        *arguments: further flags of `octavo serve`.
+        model: The value of --model.
+        *arguments: Further flags of `octavo serve`.
         like: API key and TLS of the connection.
 
     Raises:
-        typer.Exit: it does not start; the end of its log is printed.
+        typer.Exit: It does not start; the end of its log is printed.
     """
     port = free_port()
     serve = ["octavo", "serve", "--model", model, *arguments]

@@ -75,7 +75,7 @@ def load(cls: type[S], flags: Flags) -> S:
     """Return the settings `cls`, with the flags that are its fields.
 
     Raises:
-        typer.BadParameter: a value is not allowed; the message names its source.
+        typer.BadParameter: A value is not allowed; the message names its source.
     """
     try:
         return cls.load(**{n: flags[n] for n in flags if cls.field_name(n) in cls.model_fields})
@@ -100,7 +100,7 @@ def _given_once(name: str, argument: str | None, option: str | None) -> str | No
     """Return the value of a field that is an argument and an option.
 
     Raises:
-        typer.BadParameter: both are given, and differ.
+        typer.BadParameter: Both are given, and differ.
     """
     if argument is not None and option is not None and argument != option:
         raise typer.BadParameter(

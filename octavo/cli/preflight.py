@@ -22,7 +22,7 @@ def check_router(settings: RouterSettings, others: Iterable[Listener] = ()) -> N
 
     Args:
         settings: The router's.
-        others: Where else this process and its children will listen.
+        others: Other addresses on which this process and its children will listen.
 
     Raises:
         OSError: A port is taken.

@@ -49,7 +49,7 @@ class Progress:
     """A spinner and a panel on a terminal; log lines elsewhere and in JSON.
 
     Args:
-        log_format: of the settings; "json" logs lines on a terminal too.
+        log_format: The log format; "json" logs lines on a terminal too.
     """
 
     def __init__(self, log_format: str) -> None:

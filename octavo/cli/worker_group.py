@@ -27,9 +27,9 @@ class WorkerGroup:
     """The workers of one router, each in a process that is started again when it ends.
 
     Args:
-        settings: Of each worker.
-        directory: For their Unix sockets.
-        parent: What this process serves for them.
+        settings: Settings of each worker.
+        directory: Directory of their Unix sockets.
+        parent: The servers in this process.
         socket: Path of its Unix socket.
     """
 
@@ -196,7 +196,7 @@ async def _run(
     """Serve until the first signal, then drain.
 
     Raises:
-        Exception: As `run_workers`.
+        Exception: Any that `run_workers` raises.
     """
 
     async def announce() -> None:

@@ -16,8 +16,8 @@ class WorkerProcess(ChildProcess):
     """A worker: it reports when its parent may call it, and when it listens for clients.
 
     Args:
-        settings: of the worker.
-        slot: its place.
+        settings: The worker's settings.
+        slot: The worker's slot.
     """
 
     def __init__(self, settings: RouterSettings, slot: WorkerSlot) -> None:

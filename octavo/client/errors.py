@@ -71,7 +71,7 @@ class OutputError(Error):
     """An output does not fit the type that was asked for: it was cut, or a validator refuses it.
 
     Attributes:
-        completion: What the model wrote.
+        completion: The model's answer.
     """
 
     def __init__(self, message: str, completion: Completion) -> None:

@@ -159,7 +159,7 @@ class Client(BaseClient):
             model: Name of the model; needed if several are served.
             add_special_tokens: Whether the tokenizer adds its special tokens. Default: to a text.
             timeout: Maximum seconds to wait.
-            options: How the chat is laid out.
+            options: Options of the chat's template.
 
         Raises:
             Error: The call failed.

@@ -42,9 +42,9 @@ class Message:
     Attributes:
         role: "system", "developer", "user", "assistant" or "tool".
         content: The text, or the parts of it.
-        tool_calls: Of an assistant's message: the tools that it called.
-        tool_call_id: Of a tool's message: the id of the call that it answers.
-        reasoning: Of an assistant's message: the reasoning before its answer.
+        tool_calls: The tools that an assistant's message called.
+        tool_call_id: The id of the call that a tool's message answers.
+        reasoning: The reasoning before the answer in an assistant's message.
         name: The name of the tool or of the participant.
     """
 
@@ -78,12 +78,12 @@ class Usage:
     """Tokens counted for one output.
 
     Attributes:
-        prompt_tokens: Of the prompt.
-        cached_tokens: Of these, those that were in the prefix cache.
-        output_tokens: Generated.
-        reasoning_tokens: Of these, those within reasoning.
-        drafted_tokens: Drafted by engines (speculative decoding).
-        accepted_tokens: Of these, those that are the output's own.
+        prompt_tokens: Tokens of the prompt.
+        cached_tokens: Tokens of the prompt that were in the prefix cache.
+        output_tokens: Generated tokens.
+        reasoning_tokens: Generated tokens within reasoning.
+        drafted_tokens: Tokens drafted by engines (speculative decoding).
+        accepted_tokens: Drafted tokens that became part of the output.
     """
 
     prompt_tokens: int = 0

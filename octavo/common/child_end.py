@@ -12,7 +12,7 @@ def why_it_ended(code: int, before: OomKills, remedy: str) -> str:
     Args:
         code: Its exit code; negative for a signal, as subprocess has it.
         before: The kernel's counters from before the child started.
-        remedy: What to do if memory ran out.
+        remedy: Advice if memory ran out.
     """
     if code >= 0:
         return f"exit code {code}"

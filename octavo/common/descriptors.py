@@ -42,7 +42,7 @@ class Reserve:
     """Descriptors that are held, to be given back when no other is left.
 
     Args:
-        size: How many.
+        size: Number of descriptors.
     """
 
     def __init__(self, size: int) -> None:

@@ -30,7 +30,7 @@ class Pointer:
 
     Args:
         parent: The pointer that it begins with.
-        parts: What follows, not escaped.
+        parts: The parts behind the parent, not escaped.
     """
 
     __slots__ = ("parent", "parts")
@@ -124,7 +124,7 @@ def escape(name: str) -> str:
 
 
 def resolve(schema: object, reference: str) -> object:
-    """Return what a reference into the same document means; None if it is not there."""
+    """Return the value at a reference into the same document; None if it is not there."""
     found = schema
     for name in names(reference):
         found = member(found, name)
@@ -132,13 +132,13 @@ def resolve(schema: object, reference: str) -> object:
 
 
 def names(reference: str) -> list[str]:
-    """Return what a reference into the same document leads through."""
+    """Return the names on the path of a reference into the same document."""
     parts = unquote(reference).split("/")[1:]
     return [part.replace("~1", "/").replace("~0", "~") for part in parts]
 
 
 def member(value: object, name: str) -> object:
-    """Return what an object or a list has of a name; None if there is no such thing."""
+    """Return the member of an object or a list by its name; None if there is none."""
     if isinstance(value, Mapping):
         return value.get(name)
     if isinstance(value, list) and INDEX.fullmatch(name) and int(name) < len(value):

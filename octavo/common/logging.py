@@ -32,9 +32,9 @@ def configure(
     """Send all logs to stderr; call once per process, before anything logs.
 
     Args:
-        log_format: How a line looks.
+        log_format: Format of the lines.
         log_level: The lowest level that is logged.
-        **fields: What every line says of the process, such as its number.
+        **fields: Fields of every line, such as the process' number.
 
     Timestamps are UTC. Every line contains the bound `structlog.contextvars`, such as request ids.
     """

@@ -26,8 +26,8 @@ class Placement:
         cpus: The hardware threads that it runs on.
         node: The NUMA node that they are on.
         binds_memory: Whether its memory is bound to the node, as there are others.
-        engines: How many engines share this process' limits.
-        engines_on_node: How many of them share the node.
+        engines: Number of engines that share this process' limits.
+        engines_on_node: Number of them that share the node.
     """
 
     cpus: tuple[int, ...]

@@ -36,8 +36,8 @@ class Listener:
         host: A name or address of this machine; IPv6 with or without brackets.
         port: 0 for a free one.
         flag: The setting of the port.
-        action: What needs it, such as "serve metrics".
-        zero: What port 0 gives: `FREE_PORT` or `NO_PORT`.
+        action: Purpose of the port, such as "serve metrics".
+        zero: Meaning of port 0: `FREE_PORT` or `NO_PORT`.
         reason: Why it is this port, if the user did not choose it.
     """
 

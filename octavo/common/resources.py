@@ -63,7 +63,7 @@ class OomKills:
     """How many processes the kernel has killed for lack of memory.
 
     Attributes:
-        group: In this process' control group; None if unknown.
+        group: Kills in this process' control group; None if unknown.
         machine: On the machine; None if unknown.
     """
 

@@ -42,7 +42,7 @@ class Parameter:
 
     Attributes:
         path: Its field in GenerateRequest.
-        help: What it sets, with its unit.
+        help: Description, with the unit.
         range: The numbers that are allowed; None: all of its type, or checked elsewhere.
         default: The value of a request that does not set it; None: there is none.
         flags: Its flags on the command line; empty: no flag. Default: its name.

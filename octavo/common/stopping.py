@@ -33,9 +33,9 @@ class StopSignals:
     """The signals that stop a server: the first one drains it, the second ends it at once.
 
     Attributes:
-        came: Those that came.
-        first: Set by the first one.
-        second: Set by the second one.
+        came: Signals that came.
+        first: Event that the first signal sets.
+        second: Event that the second signal sets.
     """
 
     came: list[signal.Signals] = field(default_factory=list)

@@ -17,7 +17,7 @@ class Tool:
 
     Attributes:
         name: 1 to 128 letters, digits, underscores, hyphens, dots, slashes and colons.
-        description: What it does, for the model.
+        description: Description for the model.
         parameters: The JSON Schema of its arguments, an object.
         strict: Whether the arguments must keep to it even where the model chooses to call.
     """

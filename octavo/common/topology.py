@@ -181,6 +181,6 @@ def _whole_machine(cores: Iterable[Core]) -> Node:
 
 
 def _status(root: Path) -> dict[str, str]:
-    """Return what Linux says of this process."""
+    """Return Linux's status of this process, by field."""
     lines = (line.partition(":") for line in read_text(root / "proc/self/status").splitlines())
     return {name: value.strip() for name, _, value in lines}

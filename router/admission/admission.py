@@ -55,7 +55,7 @@ class Admission(Generic[E]):
             UNAVAILABLE if there are none.
         policy: Chooses among engines with room.
         limits: Limits of the queues.
-        outage_seconds: How long requests wait while no engine is up, from when
+        outage_seconds: Seconds that requests wait while no engine is up, from when
             the last one went; after that they are refused at once.
         clock: Returns the time in seconds, as requests have it.
     """
@@ -337,7 +337,7 @@ class Admission(Generic[E]):
         Args:
             queue: Its model's queue.
             claim: The request.
-            since: When it began to wait.
+            since: Time at which it began to wait.
         """
         now, deadline = self._clock(), claim.request.deadline
         due = since + self._limits.seconds

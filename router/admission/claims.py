@@ -24,20 +24,20 @@ class Claim(Generic[E]):
 
     Args:
         state: The request.
-        lengths: What is known of its model's outputs.
+        lengths: Lengths of its model's recent outputs.
         number: Decides between requests of equal arrival and priority.
 
     Attributes:
         state: The request.
-        request: What it asked for.
+        request: The request.
         sequences: Its outputs that had not ended when it asked for an engine.
         migrated: Whether it has lost an engine. It is then not refused for a full queue, nor
             for how long it has waited or will take.
         order: Its place among its tenant's requests, lowest first.
         expected: Tokens that each of its outputs was expected to have yet when
             it asked for an engine, on the safe side.
-        charged: What its tenant has been charged for it.
-        since: When it was given an engine, by the monotonic clock.
+        charged: Weighted tokens that its tenant has been charged for it.
+        since: Time at which it was given an engine, by the monotonic clock.
         granted: Resolved with the engine, while it waits.
         timer: Ends its waiting.
     """
@@ -157,7 +157,7 @@ class Claims:
         budget: The engine's blocks.
 
     Attributes:
-        sequences: That they run, together.
+        sequences: Number of sequences that they run together.
     """
 
     __slots__ = ("_budget", "_cached", "_forecast", "_load", "sequences")
@@ -190,8 +190,8 @@ class Claims:
 
         Args:
             claim: The request.
-            cached_tokens: Of its prompt, what the engine is believed to hold.
-            load: What the engine reported last: its blocks, and what waits for
+            cached_tokens: Tokens of its prompt that the engine is believed to hold.
+            load: The engine's last report: its blocks, and what waits for
                 them, other routers' requests included.
         """
         budget = self._budget

@@ -62,7 +62,7 @@ class TenantCounters:
         return all(self._served[tenant] <= self._served[name] for name in self._recent)
 
     def share(self, tenant: Tenant, now: float) -> float:
-        """Return what part of all a tenant is to have beside those active, if all want it.
+        """Return a tenant's share of all, beside the active tenants, if all want it.
 
         It need not be active itself: it may have waited since it asked last.
         """

@@ -59,7 +59,7 @@ class OutputLengths:
 
         Args:
             max_tokens: Its limit.
-            min_tokens: Its least length.
+            min_tokens: Its minimum length.
             sampled: Tokens that it has.
             quantile: The share of outputs that are to be no longer than what is
                 returned, of those that get as far as this one.

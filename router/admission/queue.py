@@ -39,7 +39,7 @@ class FairQueue(Generic[E]):
     waiting priority.
 
     Args:
-        counters: What each tenant was served.
+        counters: Service that each tenant received.
     """
 
     def __init__(self, counters: TenantCounters) -> None:

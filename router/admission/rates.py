@@ -124,7 +124,7 @@ class Pace:
         """Return how long outputs of `tokens` tokens take on an engine; None if unknown.
 
         Args:
-            tokens: Of the longest output.
+            tokens: Tokens of the longest output.
             safe: Whether it is to be more than nearly all requests take, in place
                 of the mean.
         """

@@ -19,7 +19,7 @@ class Candidate(Protocol):
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences in its running batch."""
+        """Maximum sequences in its running batch."""
 
     def cached_tokens(self, prompt: Prompt) -> int:
         """Return how many of a prompt's tokens its cache is assumed to have."""
@@ -97,5 +97,5 @@ def memory_share(candidate: Candidate) -> float:
 
 
 def occupancy(candidate: Candidate) -> float:
-    """Return what is taken of an engine's batch and its memory, each as a share."""
+    """Return the sum of the shares that are taken of an engine's batch and of its memory."""
     return batch_share(candidate) + memory_share(candidate)

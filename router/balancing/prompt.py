@@ -10,7 +10,7 @@ class Prompt:
 
     Args:
         token_ids: The tokens.
-        salt: What caches know its blocks by, beside the tokens.
+        salt: Text that tells its blocks from others of the same tokens in caches.
         adapter: Digest of the request's adapter, by which they know them too.
     """
 

@@ -43,7 +43,7 @@ class EngineChanges:
         """Return the addresses of the engines that need no DNS.
 
         Args:
-            engines: Those of the settings, DNS names among them.
+            engines: The engines of the settings, DNS names among them.
         """
         named = [each for each in engines if not each.startswith(DNS_SCHEME)]
         kept = [address for address in named if address not in self.removed]

@@ -37,10 +37,10 @@ class Discovery:
 
     Args:
         targets: Names with `DNS_SCHEME` and port.
-        pool: Where engines are added.
+        pool: The pool to add engines to.
         interval: Seconds between look-ups.
         resolve: Looks a name up; HOST:PORT for each address.
-        changes: What others changed before: engines that they removed are left out until they are
+        changes: Changes of others before: engines that they removed are left out until they are
             gone from their name, and those that they drained stay so.
     """
 

@@ -38,19 +38,19 @@ class Engine:
     """One connection to one engine, from its opening to its end.
 
     Attributes:
-        address: Where it is.
-        info: What it said it is.
+        address: Its address.
+        info: Its own description.
         tokenizer: Its model's tokenizer.
-        load: What it reported last.
+        load: Its last report.
         session: The stream.
         claims: The requests given to it that have not ended.
         budget: Its blocks, and what requests need of them.
-        prefixes: What its prefix cache is believed to hold.
-        stub: For calls besides the session.
+        prefixes: Prefixes that its cache is believed to hold.
+        stub: Stub for calls besides the session.
         adapters: The LoRA adapters that it has loaded, by name.
         up: Whether it can be used: from its core's first sign of life to the
             connection's end.
-        up_since: When it came up, by the monotonic clock.
+        up_since: Time at which it came up, by the monotonic clock.
     """
 
     address: str

@@ -26,7 +26,7 @@ class EnginePool:
 
     Args:
         settings: Timeouts.
-        tokenizers: Where engines' tokenizers are loaded.
+        tokenizers: Loads the engines' tokenizers.
         on_change: Called with a model's name whenever one of its engines comes,
             goes or starts to drain.
         on_load: Called with a model's name whenever one of its engines has
@@ -150,7 +150,7 @@ class EnginePool:
         """Return the model that a request's `model` means.
 
         Args:
-            name: What it says; empty: the only one that is no adapter, if there is one.
+            name: Name in the request; empty: the only model that is no adapter, if there is one.
             may_use: Whether a model of these names is there for who asks.
 
         Raises:
@@ -212,7 +212,7 @@ class EnginePool:
         return Defaults.of(engine.info)
 
     def limits(self, model: str) -> Limits:
-        """Return what every engine of a resolved model can take.
+        """Return the limits that hold for every engine of a resolved model.
 
         Where engines differ the smallest limit holds, so that any of them can
         have any request.
@@ -229,7 +229,7 @@ class EnginePool:
         )
 
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
-        """Return what clients are told of a model; `queued` wait in the router."""
+        """Return a model's card for clients; `queued` requests wait in the router."""
         engines = self.up(model)
         limits, defaults = self.limits(model), self.defaults(model)
         loads, infos = [engine.load for engine in engines], [engine.info for engine in engines]

@@ -26,9 +26,9 @@ class AnswerFormat(Protocol):
     """Makes the choices of one HTTP request's answer; may remember what it has shown.
 
     Attributes:
-        id_prefix: Before the answer's id.
-        object: What a whole answer is called.
-        chunk_object: What a chunk of a stream is called.
+        id_prefix: Beginning of the answer's id.
+        object: Name of a whole answer.
+        chunk_object: Name of a stream's chunk.
     """
 
     id_prefix: str
@@ -44,7 +44,7 @@ class AnswerFormat(Protocol):
         """Take what is known of a prompt; return the choices of chunks that show it, if any do.
 
         Args:
-            indices: Of the prompt's outputs.
+            indices: Indices of the prompt's outputs.
             accepted: The answer to its request.
             prompt: Its text; None: it was no plain text.
             vocabulary: The model's.
@@ -58,7 +58,7 @@ class AnswerFormat(Protocol):
         Args:
             index: The output's.
             delta: The piece.
-            logprobs: Those of its log-probabilities that are shown.
+            logprobs: The log-probabilities to show.
             vocabulary: The model's.
         """
 

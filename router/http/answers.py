@@ -32,7 +32,7 @@ Vocabularies = Callable[[str], Vocabulary]
 Generate = Callable[[GenerateRequest, Write], Coroutine[Any, Any, None]]
 """Generates the outputs of one call for the HTTP request's tenant; `Write` gets the responses."""
 FindUnenforced = Callable[[GenerateRequest], Awaitable[Sequence[str]]]
-"""Returns what is not enforced of a request's schemas."""
+"""Returns the places of a request's schemas that are not enforced."""
 Send = Callable[[bytes], Awaitable[None]]
 """Sends a part of the response's body."""
 
@@ -45,7 +45,7 @@ class Answer:
     Args:
         request: The body of the HTTP request.
         answer_format: The API's form of answers.
-        vocabularies: For log-probabilities.
+        vocabularies: Spellings of tokens, for log-probabilities.
         request_id: The id of the HTTP request.
 
     Attributes:

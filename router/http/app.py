@@ -57,7 +57,7 @@ class Api:
         authenticator: Tells tenants by their keys.
         vocabularies: Models' vocabularies.
         is_serving: Whether there is an engine to serve with.
-        stats: For GET /status and GET /metrics.
+        stats: Content of GET /status and GET /metrics.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class Api:
         return JSONResponse({"status": status}, 200 if serving else 503)
 
     def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
-        """Return what is told of each model that the caller may use, by each of its names."""
+        """Return the card of each model that the caller may use, by each of its names."""
         cards = self._list_models(request)
         return {
             name: self._card(card, name) for card in cards for name in (card.name, *card.aliases)

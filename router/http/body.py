@@ -55,7 +55,7 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return what `work` returns; cancel it when the client leaves.
+    """Return the result of `work`; cancel it when the client leaves.
 
     To be called once the body has been read.
 

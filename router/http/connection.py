@@ -56,10 +56,10 @@ class Shared:
     """The limits that a server's connections share.
 
     Attributes:
-        connections: Which of them stay open.
-        pace: How fast they may ask without a key.
-        max_header_bytes: Of a request's line and headers together.
-        max_body_bytes: Of a body; one in chunks may have as much again for their sizes.
+        connections: The server's open connections.
+        pace: Rate of requests without a key.
+        max_header_bytes: Maximum bytes of a request's line and headers together.
+        max_body_bytes: Maximum bytes of a body; chunks may have as many again for their sizes.
     """
 
     connections: OpenConnections
@@ -77,7 +77,7 @@ class Connection(HttpToolsProtocol):
         arguments: uvicorn's.
 
     Attributes:
-        opening: What makes the transport, while there is none.
+        opening: Task that makes the transport, while there is none.
         known: Whether the last request came with a valid key, where one is needed.
     """
 

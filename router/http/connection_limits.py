@@ -35,8 +35,8 @@ class OpenConnections:
     an honest client sends its request as soon as it is connected.
 
     Args:
-        most: Connections that may be open.
-        most_per_peer: Those of one address; 0 is no limit.
+        most: Maximum open connections.
+        most_per_peer: Maximum open connections of one address; 0 is no limit.
     """
 
     def __init__(self, most: int, most_per_peer: int) -> None:

@@ -21,7 +21,7 @@ class TooLongError(Exception):
 
 
 def inflate(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """Return what a body of a coding of `CODINGS` holds.
+    """Return the content of a body in a coding of `CODINGS`.
 
     Inflating stops at `max_bytes`, so that a small body cannot take more memory.
 

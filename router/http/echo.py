@@ -20,7 +20,7 @@ class Echo:
 
     Attributes:
         text: The prompt's text.
-        columns: Those of its tokens; None: not asked for.
+        columns: Log-probabilities of its tokens; None: not asked for.
     """
 
     text: str
@@ -30,7 +30,7 @@ class Echo:
     def of(
         cls, accepted: Accepted, text: str | None, vocabulary: Vocabulary, *, logprobs: bool
     ) -> Self:
-        """Return what is shown of an accepted prompt.
+        """Return the echo of an accepted prompt.
 
         Args:
             accepted: The answer to its request, with the prompt's tokens.

@@ -102,7 +102,7 @@ class ApiError(Exception):
 
 
 def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiError:
-    """Return what an HTTP client is told of an error.
+    """Return an error as HTTP clients get it.
 
     Args:
         error: The error of a call.
@@ -138,7 +138,7 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
 
 
 def from_client(error: InvalidArgumentError, params: Mapping[str, str] | None = None) -> ApiError:
-    """Return what an HTTP client is told of a value that does not fit its field of the contract."""
+    """Return the error for HTTP clients of a value that does not fit its field of the contract."""
     return from_rpc(rpc.invalid(error.violations[0].field, error.message), params)
 
 
@@ -161,14 +161,14 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def named(path: str, params: Mapping[str, str] | None = None) -> str:
-    """Return what `path`, a field of GenerateRequest, is called in the API.
+    """Return the API's name of `path`, a field of GenerateRequest.
 
     >>> named("sampling.logit_bias[5]")
     'logit_bias'
 
     Args:
         path: The field.
-        params: As for `from_rpc`.
+        params: See `from_rpc`.
     """
     for known, name in (_PARAMS | dict(params or {})).items():
         if path == known or path.startswith((f"{known}[", f"{known}.")):
@@ -177,7 +177,7 @@ def named(path: str, params: Mapping[str, str] | None = None) -> str:
 
 
 def _within(path: str) -> str:
-    """Return what a path within messages or tools is called in the API.
+    """Return the API's name of a path within messages or tools.
 
     >>> _within("messages[0].tool_calls[1].arguments")
     'messages[0].tool_calls[1].function.arguments'

@@ -77,7 +77,7 @@ class RequestIds:
     says, and errors have an id of the server's.
 
     Args:
-        app: What is asked.
+        app: The application.
     """
 
     def __init__(self, app: ASGIApp) -> None:

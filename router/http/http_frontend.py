@@ -18,12 +18,12 @@ class HttpFrontend:
     """HTTP for the clients of one router.
 
     Args:
-        settings: Where to listen, and limits.
+        settings: Address and limits.
         generator: Serves the requests.
         authenticator: Tells tenants by their keys.
         pool: The engines, for their vocabularies.
         is_serving: Whether there is an engine to serve with.
-        stats: For GET /status and GET /metrics.
+        stats: Content of GET /status and GET /metrics.
     """
 
     def __init__(

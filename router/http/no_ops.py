@@ -67,7 +67,7 @@ LAYOUT: Harmless = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
-"""Of a chat that is answered, or that `/tokenize` lays out."""
+"""Parameters of a chat that is answered, or that `/tokenize` lays out."""
 CHAT: Harmless = {
     "add_special_tokens": (False,),
     "audio": (),

@@ -12,8 +12,8 @@ class PeerLimit:
     """Refuses an address's POSTs beyond so many in progress; they are in progress till their end.
 
     Args:
-        app: What is asked if there is room.
-        most: How many.
+        app: The application, for requests within the limit.
+        most: Maximum requests of one address in progress.
     """
 
     def __init__(self, app: ASGIApp, most: int) -> None:

@@ -37,7 +37,7 @@ class HttpServer:
     """uvicorn in this event loop.
 
     Args:
-        app: What it serves.
+        app: The application.
         settings: Limits, TLS files and timeouts. A client has --write-timeout to read what
             was sent; the kernel then resets its connection, which ends its request as
             leaving does.
@@ -118,7 +118,7 @@ class HttpServer:
         """Close the socket, then the connections, when what they carry has been read.
 
         Args:
-            seconds: How long they may take.
+            seconds: Maximum seconds that they take.
         """
         if not self._tasks:
             return
@@ -170,7 +170,7 @@ class HttpServer:
 
         Args:
             accepted: Its socket.
-            address: Its client's.
+            address: Its client's address.
             crowded: Whether its descriptor is of those in reserve.
         """
         accepted.setblocking(False)

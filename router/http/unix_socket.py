@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 MODE = 0o660
-"""Of its file: the router's user and group may connect."""
+"""Mode of the socket's file: the router's user and group may connect."""
 
 
 def listen(path: Path, backlog: int) -> socket.socket:

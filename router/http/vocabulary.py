@@ -45,7 +45,7 @@ class Vocabulary:
 
     Args:
         pieces: Their texts.
-        eos_token_ids: Those that end an output and are no part of it.
+        eos_token_ids: Tokens that end an output and are no part of it.
     """
 
     def __init__(self, pieces: Pieces, eos_token_ids: frozenset[int]) -> None:

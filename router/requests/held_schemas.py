@@ -16,8 +16,8 @@ class SchemaChecks:
     """Schemas that no grammar holds outputs to as a whole.
 
     Attributes:
-        content: That of content, as JSON; None: a grammar holds it, or there is none.
-        arguments: Those of calls' arguments, by the tool's name.
+        content: The schema of content, as JSON; None: a grammar holds it, or there is none.
+        arguments: The schemas of calls' arguments, by the tool's name.
         fields: The fields that these schemas are in, and the schemas.
         unenforced: Places of what no grammar holds, such as
             `constraint.json_schema#/properties/tags/uniqueItems`.
@@ -31,14 +31,14 @@ class SchemaChecks:
 
 @dataclass(frozen=True, slots=True)
 class HeldSchemas:
-    """What a grammar holds a request's outputs to.
+    """The schemas that a grammar holds a request's outputs to.
 
     Attributes:
         content: The schema of content in place of the constraint's; None: the constraint is none,
             or must stay as it is.
         tools: The tools that outputs may call; of those, `strict` are all whose arguments a
             grammar holds.
-        checks: What is left to check; None: nothing.
+        checks: Schemas that are left to check; None: none.
     """
 
     content: Mapping[str, Any] | None

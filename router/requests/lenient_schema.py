@@ -74,7 +74,7 @@ class LenientSchema:
 
 
 def lenient(schema: Mapping[str, Any]) -> LenientSchema:
-    """Return what a grammar can hold of a JSON Schema; one too deep stays, and is refused."""
+    """Return the part of a JSON Schema that a grammar can hold; one too deep stays as it is."""
     try:
         copied: Schema = json.loads(json.dumps(schema))
     except RecursionError:

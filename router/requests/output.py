@@ -39,14 +39,14 @@ class Output:
     together, to go as one Delta.
 
     Attributes:
-        index: Which of the request's outputs.
+        index: Number of the output in its request.
         token_ids: All tokens sampled, the one that ended it included.
         reason: Why it ended; UNSPECIFIED until then.
         score: A beam search's score; None otherwise.
         drafted_tokens: Tokens that engines drafted for it.
-        accepted_tokens: Of these, those that were right.
-        first_time: When its first token came, by the monotonic clock.
-        last_time: When its last one came.
+        accepted_tokens: Drafted tokens that were right.
+        first_time: Arrival of its first token, by the monotonic clock.
+        last_time: Arrival of its last token.
     """
 
     __slots__ = (
@@ -185,7 +185,7 @@ class Output:
             self._end(reason)
 
     def take(self) -> generation_pb2.Delta | None:
-        """Return what came since the last call as one Delta; None if nothing did."""
+        """Return one Delta of all that came since the last call; None if nothing did."""
         self._taken = len(self.token_ids)
         delta = self._delta
         if self._text:

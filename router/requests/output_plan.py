@@ -32,9 +32,9 @@ class OutputPlan:
     """How a request's outputs are read.
 
     Attributes:
-        context: What the outputs go on with.
-        tools: How they call tools; None: they call none.
-        reasoning: How they mark reasoning; None: they have none.
+        context: The prompt's end, with which the outputs go on.
+        tools: Form of calls; None: they call no tools.
+        reasoning: Form of reasoning; None: they have none.
         answers: Whether they are calls alone, or an answer in the form that the client wants.
         constraint: The form of whole outputs, reasoning and calls included; None: any.
         checks: Schemas that outputs are checked by at their end; None: a grammar holds them to all.
@@ -51,7 +51,7 @@ class OutputPlan:
     checks: SchemaChecks | None = None
 
     def parser(self) -> Parser | None:
-        """Return what reads one output; None: all of it is content."""
+        """Return a parser of one output; None: all of it is content."""
         parser = None if self.tools is None else self.tools.parser(self.context)
         if parser is not None and self.tools is not None and self.answers:
             starts = self.tools.starts(self.context.tools)
@@ -256,7 +256,7 @@ class _OutputGrammar:
         return self._chat.parallel_tool_calls or not self._chat.HasField("parallel_tool_calls")
 
     def _calls(self) -> str | None:
-        """Return what matches an answer with calls; None: they are not constrained."""
+        """Return the grammar of an answer with calls; None: they are not constrained."""
         tools, form = self._tools, self._format
         if form is None:
             return None
@@ -278,7 +278,7 @@ class _OutputGrammar:
 
 
 def _form(lark: Lark, constraint: OutputConstraint) -> str:
-    """Return what matches an answer that a client's constraint allows."""
+    """Return the grammar of an answer that a client's constraint allows."""
     match constraint.WhichOneof("kind"):
         case "json_schema":
             return lark.document(read_schema("constraint.json_schema", constraint.json_schema))

@@ -26,9 +26,9 @@ TOOL_FORMAT_NAMES = (
     "llama3",
     "hermes",
 )
-"""Of `TOOL_FORMATS` in `parsers`, in its order."""
+"""Names of `TOOL_FORMATS` in `parsers`, in its order."""
 REASONING_FORMAT_NAMES = ("response_template", "gpt_oss", "think", "mistral", "seed")
-"""Of `REASONING_FORMATS`, likewise."""
+"""Names of `REASONING_FORMATS` in `parsers`, in its order."""
 
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
     ToolParserName = str

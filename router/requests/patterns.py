@@ -54,7 +54,7 @@ class _Token:
         kind: The name of its group in `_TOKEN`.
         text: The part.
         group: The place of the parenthesis that opens the group which it is in; -1: none.
-        pair: Of a parenthesis, the place of the other one.
+        pair: The place of the other parenthesis, if it is one.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class _Token:
 
 
 def held(pattern: str) -> Held | None:
-    """Return what a grammar can hold of an expression; None: nothing, or nothing for sure."""
+    """Return the part of an expression that a grammar can hold; None: none, or none for sure."""
     tokens = _tokens(pattern) if len(pattern) <= MAX_PATTERN else None
     if tokens is None:
         return None

@@ -22,9 +22,9 @@ class Request:
         message: The client's message, with the model's defaults for what it did not set.
         prompt: The prompt's tokens.
         max_tokens: Maximum tokens per output.
-        arrival: When it arrived, in seconds of the monotonic clock.
-        deadline: When the client gives up, by the same clock; None for never.
-        plan: How its outputs are read and constrained; None: they are any text.
+        arrival: Time of its arrival, in seconds of the monotonic clock.
+        deadline: Time at which the client gives up, by the same clock; None for never.
+        plan: Plan by which its outputs are read and constrained; None: they are any text.
         seed: The client's seed or a random one: either way another engine can draw the same tokens.
         adapter: The LoRA adapter that `model` names; empty if it is a model of its own.
     """
@@ -80,7 +80,7 @@ class Request:
         return self.message.HasField("beam") or self.message.output.final_only
 
     def submit(self) -> engine_pb2.Submit:
-        """Return what starts the request on an engine: all but what needs text."""
+        """Return the message that starts the request on an engine, without what needs text."""
         message = self.message
         submit = engine_pb2.Submit(
             request_id=self.request_id,

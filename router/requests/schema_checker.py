@@ -27,7 +27,7 @@ class SchemaCheck:
     """A part of an output that is to be checked.
 
     Attributes:
-        name: What it is of the output.
+        name: Name of the output's part that it is for.
         schema: The JSON Schema, as JSON.
         text: The part.
     """
@@ -56,7 +56,7 @@ class SchemaChecker:
                 raise rpc.invalid(field, f"{field} cannot be used: {why}")
 
     async def errors(self, checks: Iterable[SchemaCheck]) -> list[str]:
-        """Return what in an output breaks its schemas, with the places."""
+        """Return the errors of an output against its schemas, with their places."""
         found: list[str] = []
         for check in checks:
             outcome = await self._ask(check.schema, check.text)

@@ -12,7 +12,7 @@ class SpelledMarkers:
     """Breaks texts that are spelt like markers, so that a parser does not take them for any.
 
     Args:
-        markers: How the tokens that are markers are spelt.
+        markers: Spellings of the tokens that are markers.
     """
 
     __slots__ = ("_held", "_markers")
@@ -34,7 +34,7 @@ class SpelledMarkers:
         return self._broken(text)
 
     def flush(self) -> str:
-        """Return what was held back: no ordinary text follows."""
+        """Return the text that was held back: no ordinary text follows."""
         text, self._held = self._held, ""
         return text
 

@@ -26,7 +26,7 @@ class RequestState:
     `fail`; these must not block.
 
     Args:
-        request: What was asked.
+        request: The request.
         pieces: The model's vocabulary.
         usage: Counts the tenant's tokens.
         metrics: The model's metrics.
@@ -34,12 +34,12 @@ class RequestState:
         max_unread_tokens: Maximum tokens per output that wait for a client to read.
 
     Attributes:
-        request: What was asked.
+        request: The request.
         outputs: One for each output, in order of index.
         cached_tokens: Prompt tokens that the first engine found in its cache.
         engine: Address of the newest engine; empty before the first.
         queue_time: Seconds from arrival to the first engine; None until then.
-        migrations: How often the request went on at another engine.
+        migrations: Number of migrations to another engine.
         failed_on: The engine on which a step failed, or None.
     """
 
@@ -142,7 +142,7 @@ class RequestState:
         return generation_pb2.GenerateResponse(accepted=self._accepted)
 
     def begin_attempt(self, engine: str, trace_context: Mapping[str, str]) -> engine_pb2.Submit:
-        """Return what to send to an engine: the request and the tokens sampled for it so far.
+        """Return the message to an engine: the request and the tokens sampled for it so far.
 
         Args:
             engine: The engine's address.

@@ -8,7 +8,7 @@ from octavo.router.requests.output_plan import read_schema
 from octavo.v1 import generation_pb2
 
 NAME = re.compile(rf"[A-Za-z0-9_./:-]{{1,{limits.MAX_TOOL_NAME}}}")
-"""As the Model Context Protocol names tools, whose servers are told apart by slashes and colons."""
+"""Names of tools as in the Model Context Protocol, where slashes and colons name the server."""
 
 
 def check_tools(chat: generation_pb2.ChatPrompt) -> None:

@@ -107,7 +107,7 @@ def output_length(
     Args:
         request: The request.
         prompt_tokens: Its prompt's tokens.
-        limits: Those of the model.
+        limits: The model's limits.
         default: The model's own default of max_tokens, if it has one.
 
     Returns:

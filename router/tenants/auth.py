@@ -50,7 +50,7 @@ class Authenticator:
 
     Args:
         path: The tenants' file, if there is one.
-        registry: Where metrics are registered.
+        registry: The registry to add metrics to.
         api_key: The one key of all callers, without tenants.
         workers: The router's processes; see `read_tenants`.
 
@@ -105,7 +105,7 @@ class Authenticator:
             authorization: "Bearer KEY", if anything was sent.
             certificate: Names in the client's verified certificate, as `Tenant` has them.
             peer: The client's address, for the log.
-            method: What was called, for the log.
+            method: Name of the called method, for the log.
 
         Raises:
             rpc.RpcError: UNAUTHENTICATED; the message says what is missing or wrong.

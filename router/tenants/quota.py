@@ -173,7 +173,7 @@ class Usage:
     """The tokens of one request: reserved when it is admitted, settled when it ends.
 
     Args:
-        account: Its tenant's.
+        account: Its tenant's account.
     """
 
     def __init__(self, account: Account) -> None:
@@ -229,7 +229,7 @@ class Accounts:
     """Every tenant's account, by name: a tenant with new limits keeps what it used.
 
     Args:
-        metrics: Where use is shown.
+        metrics: The metrics that show use.
         clock: Seconds, monotonic.
     """
 

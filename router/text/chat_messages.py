@@ -42,11 +42,11 @@ class Arguments(enum.Enum):
     """How a template gets the arguments of calls."""
 
     OBJECTS = enum.auto()
-    """As objects, as most templates want them; as text where they are no JSON object."""
+    """Objects, as most templates want them; texts where they are no JSON object."""
     TEXTS = enum.auto()
-    """As text."""
+    """Texts."""
     ONLY_OBJECTS = enum.auto()
-    """As objects; those that are none are the text in one."""
+    """Objects; those that are none are the text in one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class Form:
     """One of the forms in which a template may take a chat.
 
     Attributes:
-        arguments: Of calls.
+        arguments: Form of calls' arguments.
         joined: Whether what an assistant says before its calls is the end of its reasoning:
             gpt-oss's template takes only one of both.
     """

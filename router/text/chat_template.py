@@ -37,7 +37,7 @@ class ServerTemplate:
 
     Attributes:
         text: The template, in place of the model's own; None: the model's.
-        variables: Of the template, for chats that do not set them.
+        variables: Variables of the template, for chats that do not set them.
     """
 
     text: str | None = None
@@ -45,7 +45,7 @@ class ServerTemplate:
 
     @classmethod
     def read(cls, path: Path | None, variables: Mapping[str, Any]) -> Self:
-        """Return what --chat-template and --chat-template-kwargs say.
+        """Return the template of --chat-template and --chat-template-kwargs.
 
         Raises:
             SettingsError: The file is no template, or one of the variables is not free to be set.

@@ -116,7 +116,7 @@ class ControlTokens:
         )
 
     def _marking(self, marks: Marks) -> Change:
-        """Return what puts marks around what spells a control token, or ends as one begins.
+        """Return a function that marks texts which spell a control token, or end as one begins.
 
         Letters of either case count, as a template may change it.
         """

@@ -48,7 +48,7 @@ class Lark:
         return None
 
     def marker(self, text: str) -> str:
-        """Return what matches a text, in which markers are."""
+        """Return the grammar of a text, in which markers are."""
         return sequence(*map(self._piece, self.parts(text)))
 
     def _piece(self, part: str) -> str:
@@ -56,7 +56,7 @@ class Lark:
         return self.text(part) if token_id is None else f"<[{token_id}]>"
 
     def text(self, text: str) -> str:
-        """Return what matches a text."""
+        """Return the grammar of a text."""
         return json.dumps(text)
 
     def parts(self, text: str) -> list[str]:
@@ -73,7 +73,7 @@ class Lark:
         return [part for part in re.split(f"({'|'.join(map(re.escape, longest))})", text) if part]
 
     def filled(self, text: str, name: str) -> str:
-        """Return what matches a text with markers and `{}`, in place of which a name is."""
+        """Return the grammar of a text with markers and `{}`, in place of which a name is."""
         return sequence(*(self._piece(part.replace("{}", name)) for part in self.parts(text)))
 
     def rule(self, name: str, body: str) -> str:
@@ -108,7 +108,7 @@ class Lark:
         return name
 
     def tokens_but(self, *markers: str) -> str | None:
-        """Return what matches any token that is not one of some markers, and ends no output.
+        """Return the grammar of any token that is not one of some markers, and ends no output.
 
         None if a marker is no token.
         """
@@ -119,7 +119,7 @@ class Lark:
         return f"<[^{','.join(map(str, excluded))}]>" if excluded else "<[*]>"
 
     def head(self, marker: str) -> tuple[str, str]:
-        """Return what a terminal in front of a marker must end with, and what matches the rest.
+        """Return the end that a terminal in front of a marker needs, and the grammar of the rest.
 
         A terminal takes all the text it can, so what is text in the marker must be in it.
         """
@@ -129,7 +129,7 @@ class Lark:
         return self.text(first), sequence(*map(self._piece, others))
 
     def until(self, marker: str, *others: str) -> str:
-        """Return what matches any text up to and with a marker, that has none of some others."""
+        """Return the grammar of any text up to and with a marker, that has none of some others."""
         plain = self._plain([marker, *others])
         head, rest = self.head(marker)
         last = self.rule("TEXT", f"({plain}) {head}" if head else plain)
@@ -138,7 +138,7 @@ class Lark:
         return sequence(before, last, rest)
 
     def without(self, *markers: str, first: str = "") -> str:
-        """Return what matches any text, perhaps none, that has none of some markers.
+        """Return the grammar of any text, perhaps none, that has none of some markers.
 
         It has none in any spelling: what reads outputs sees text, not tokens.
 
@@ -181,12 +181,12 @@ class Lark:
 
 
 def sequence(*parts: str) -> str:
-    """Return what matches some parts, one after the other."""
+    """Return the grammar of some parts, one after the other."""
     return " ".join(filter(None, parts))
 
 
 def either(*parts: str) -> str:
-    """Return what matches one of some parts."""
+    """Return the grammar of one of some parts."""
     return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
 

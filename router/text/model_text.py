@@ -21,7 +21,7 @@ class ModelText:
         template: The chat template; with tools where the model has one for that. May be empty.
         has_tools: Whether the template has a place for tools.
         tokens: Ids of the added tokens by how they are spelt.
-        special: Those that decoding leaves out.
+        special: Tokens that decoding leaves out.
         response_template: transformers' description of the model's outputs, if it has one.
     """
 
@@ -43,7 +43,7 @@ class ModelText:
 
 
 def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
-    """Return what a tokenizer says of its model."""
+    """Return a tokenizer's facts about its model."""
     templates = tokenizer.chat_template or ""
     if isinstance(templates, dict):
         templates = templates.get("tool_use") or templates.get("default") or ""

@@ -53,8 +53,8 @@ def may_fit(text: str, most: int, count: Callable[[str], int]) -> bool:
     """Return whether a text may have at most `most` tokens; False only if it has more.
 
     Args:
-        text: Of any length.
-        most: Tokens.
+        text: A text of any length.
+        most: Maximum tokens.
         count: Returns the tokens of a piece of a text.
     """
     if len(text) <= CHARACTERS_PER_TOKEN * most:

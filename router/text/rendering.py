@@ -19,7 +19,7 @@ class ChatRenderer:
     Args:
         tokenizer: The model's.
         model: Its template.
-        variables: Of the template, for chats that do not set them.
+        variables: Variables of the template, for chats that do not set them.
     """
 
     def __init__(

@@ -18,7 +18,7 @@ class Respelt:
     Args:
         backend: The model's `tokenizers.Tokenizer`.
         added: Its added tokens by their spellings.
-        control: Those that are control tokens.
+        control: Added tokens that are control tokens.
 
     Attributes:
         spellings: The secret spellings by the model's.

@@ -14,7 +14,7 @@ class StopStrings:
     complete before the others.
 
     Args:
-        strings: What to look for; none is empty.
+        strings: The stop strings; none is empty.
         include: Whether the string found is part of the text.
 
     Attributes:
@@ -35,7 +35,7 @@ class StopStrings:
         """Take more text and return what can be shown of all that came.
 
         Args:
-            text: What follows the text fed before.
+            text: The text behind what was fed before.
             armed: If False, strings that end in `text` are passed over. Those
                 that only begin in it count, if they end in armed text.
         """
@@ -53,6 +53,6 @@ class StopStrings:
         return text[:end]
 
     def flush(self) -> str:
-        """Return what was held back: the output ended for another reason."""
+        """Return the text that was held back: the output ended for another reason."""
         held, self._held, self.hidden = self._held, "", 0
         return held

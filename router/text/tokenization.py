@@ -48,7 +48,7 @@ class Tokenizer:
 
     Args:
         tokenizer: transformers'.
-        template: What the server sets of its chat template.
+        template: The server's settings of its chat template.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class Tokenizer:
 
         Args:
             request: One with a prompt that is not in tokens.
-            max_tokens: What it may have; None: any number.
+            max_tokens: Maximum tokens; None: any number.
             allow_special_tokens: Whether a chat's own texts may spell special tokens.
 
         Raises:
-            rpc.RpcError: As `ChatRenderer.render` and `ControlTokens.encode`;
+            rpc.RpcError: See `ChatRenderer.render` and `ControlTokens.encode`;
                 INVALID_ARGUMENT if it is clear that they are more than `max_tokens`, before
                 all are counted.
         """
@@ -209,7 +209,7 @@ class Tokenizers:
 
         Args:
             allow_special_tokens: Whether texts of chats may spell control tokens.
-            template: What the server sets of chat templates.
+            template: The server's settings of chat templates.
         """
         self._allow_special_tokens = allow_special_tokens
         self._template = template
@@ -246,12 +246,12 @@ class Tokenizers:
         Args:
             tokenizer: The model's.
             request: One with a prompt that is not in tokens.
-            tenant: Whose it is.
-            max_tokens: What it may have; a text that has clearly more is not looked at to
+            tenant: The request's tenant.
+            max_tokens: Maximum tokens; a text that has clearly more is not looked at to
                 its end. None: any number.
 
         Raises:
-            rpc.RpcError: As `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED: the
+            rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED: the
                 tenant may not have texts spell control tokens.
         """
         allowed = self._allows_special_tokens(request.chat, tenant)

@@ -16,8 +16,8 @@ class Member:
     """A worker, from when it can be called until its process has ended.
 
     Attributes:
-        number: Its own.
-        channel: Where it is called.
+        number: Its number.
+        channel: The channel to it.
         admin: Its AdminService.
     """
 

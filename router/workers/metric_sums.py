@@ -75,7 +75,7 @@ def merged(pages: Mapping[str, Iterable[Metric]], ended: Iterable[Metric] = ()) 
 
     Args:
         pages: The metrics of each process, by its label; the parent's is `PARENT`.
-        ended: What workers that have ended had counted, see `counted`.
+        ended: Counts of workers that have ended, see `counted`.
     """
     workers = sum(label != PARENT for label in pages)
     families: dict[str, _Family] = {}

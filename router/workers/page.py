@@ -23,7 +23,7 @@ class WorkerMetrics:
     """Metrics that only a router with several workers has.
 
     Args:
-        registry: Where they are registered.
+        registry: The registry to add them to.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -47,8 +47,8 @@ class Page:
         members: The workers.
 
     Attributes:
-        own: What the parent process counts.
-        metrics: Of that, what is of the workers.
+        own: The parent process' metrics.
+        metrics: Those of the parent's metrics that are about workers.
         registry: All metrics.
     """
 

@@ -101,7 +101,7 @@ class ParentServer:
         """Forget a worker whose process has ended, and keep what it counted.
 
         Args:
-            number: Its own.
+            number: The worker's number.
             served: Whether `serves` counted it.
         """
         await self._members.remove(number)

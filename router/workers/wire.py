@@ -31,7 +31,7 @@ async def make_server(
 
     Args:
         socket: Its path, in a directory of this user alone.
-        methods: What `call` calls, by name.
+        methods: The methods for `call`, by name.
         services: Others, as `create_server` has them.
     """
 

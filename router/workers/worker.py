@@ -30,7 +30,7 @@ class Control:
 
     Args:
         router: The worker's router.
-        slot: Its place.
+        slot: The worker's slot.
     """
 
     def __init__(self, router: Router, slot: WorkerSlot) -> None:
@@ -78,7 +78,7 @@ async def serve(
 
     Args:
         settings: The worker's, see `settings_of_worker`.
-        slot: Its place.
+        slot: The worker's slot.
         on_reachable: Called when its parent may call it.
         on_ready: Called with HOST:PORT when it listens for clients.
 

@@ -14,7 +14,7 @@ class WorkerSlot:
     """A worker's place.
 
     Attributes:
-        number: From 0; a worker that is started again keeps it.
+        number: Number from 0; a worker that is started again keeps it.
         socket: Path of the Unix socket on which it serves its parent.
         parent: Path of the Unix socket on which its parent serves it.
         restarted: Whether it takes the place of one that ended.

@@ -253,7 +253,7 @@ def _workload(
     """Return the workload that the flags set; `prompt` and `output` are (mean, spread).
 
     Raises:
-        typer.BadParameter: flags exclude each other.
+        typer.BadParameter: Flags exclude each other.
     """
     if dataset is None:
         shapes = choose_lengths(lengths or Shape.FIXED, prompt, output)
@@ -286,7 +286,7 @@ def _measure(
     """Check the flags and the installed extras, then measure.
 
     Raises:
-        typer.BadParameter: server flags without --serve, --url with what is for gRPC, or an output
+        typer.BadParameter: Server flags without --serve, --url with what is for gRPC, or an output
             that cannot be written.
     """
     if target.url is not None:
@@ -307,7 +307,7 @@ def _check_url(url: str, server: Server, target: Target) -> None:
     """Refuse a malformed URL, and options that mean nothing beside one.
 
     Raises:
-        typer.BadParameter: the URL is none, or another option excludes it.
+        typer.BadParameter: The URL is none, or another option excludes it.
     """
     try:
         openai_base_url(url)

@@ -14,7 +14,7 @@ class Piece:
     """A message with tokens.
 
     Attributes:
-        tokens: how many; None if the server does not say.
+        tokens: How many; None if the server does not say.
     """
 
     tokens: int | None
@@ -24,8 +24,8 @@ class RequestError(Exception):
     """A request failed.
 
     Attributes:
-        code: name of the failure; requests that failed are counted by it.
-        message: what the server or the connection said.
+        code: Name of the failure; requests that failed are counted by it.
+        message: What the server or the connection said.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -41,7 +41,7 @@ class Endpoint(Protocol):
         """Return the model of that name, the first one for None.
 
         Raises:
-            octavo.client.Error, typer.Exit: the server has no such model or does not answer.
+            octavo.client.Error, typer.Exit: The server has no such model or does not answer.
         """
 
     def stream(
@@ -50,13 +50,13 @@ class Endpoint(Protocol):
         """Send a request; yield its messages with tokens, then how many tokens it had.
 
         Args:
-            request: the prompt, and how many tokens to generate.
-            model: name of the model.
-            salt: requests with different salts share nothing in a prefix cache.
-            timeout: deadline in seconds.
+            request: The prompt, and how many tokens to generate.
+            model: Name of the model.
+            salt: Requests with different salts share nothing in a prefix cache.
+            timeout: Deadline in seconds.
 
         Raises:
-            RequestError: it failed.
+            RequestError: It failed.
         """
 
 

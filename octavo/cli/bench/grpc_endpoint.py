@@ -38,8 +38,8 @@ class GrpcEndpoint:
     """A router's gRPC port. See `Endpoint`.
 
     Args:
-        client: connected to the router.
-        address: of the router, for messages.
+        client: Connected to the router.
+        address: The router's address, for messages.
     """
 
     def __init__(self, client: AsyncClient, address: str = "") -> None:
@@ -50,8 +50,8 @@ class GrpcEndpoint:
         """Return the named model, else the first.
 
         Raises:
-            typer.Exit: no server answers.
-            NotFoundError: the model is not served.
+            typer.Exit: No server answers.
+            NotFoundError: The model is not served.
         """
         try:
             models = await self._client.list_models(timeout=LOOKUP_SECONDS)
@@ -77,7 +77,7 @@ class GrpcEndpoint:
         """Send a request; yield its messages with tokens, then each output's usage.
 
         Raises:
-            RequestError: it failed; the code is the gRPC status.
+            RequestError: It failed; the code is the gRPC status.
         """
         options: GenerateOptions = {
             **OPTIONS,

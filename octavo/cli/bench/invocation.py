@@ -59,17 +59,17 @@ def measure(
     """Run the plans one after the other, with the same requests.
 
     Args:
-        command: the sub-command's name.
-        workload: the requests.
-        plans: one per run: the rate or the concurrency.
-        server: the server to measure, unless one is started.
-        target: the model, and the server to start if any.
-        objectives: latency limits for goodput.
-        outputs: the files to write.
+        command: The sub-command's name.
+        workload: The requests.
+        plans: One per run: the rate or the concurrency.
+        server: The server to measure, unless one is started.
+        target: The model, and the server to start if any.
+        objectives: Latency limits for goodput.
+        outputs: The files to write.
 
     Raises:
-        typer.BadParameter: the flags do not fit the model or the dataset.
-        typer.Exit: with code 1, no server answers or a request failed with an
+        typer.BadParameter: The flags do not fit the model or the dataset.
+        typer.Exit: With code 1, no server answers or a request failed with an
             unexpected status; with code 130, ctrl-C.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
@@ -225,7 +225,7 @@ def _check_concurrency(plans: Sequence[Plan], count: int) -> None:
     """Check that no concurrency exceeds the number of requests.
 
     Raises:
-        typer.BadParameter: one does.
+        typer.BadParameter: One does.
     """
     for plan in plans:
         if isinstance(plan, Closed) and (plan.concurrency or 1) > count:
@@ -258,7 +258,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file and print its path.
 
     Raises:
-        typer.Exit: it cannot be written.
+        typer.Exit: It cannot be written.
     """
     try:
         write(path)

@@ -18,15 +18,15 @@ class Load:
     """Send requests in a closed or an open loop.
 
     Args:
-        endpoint: the server.
-        model: the model's name.
-        salt: prefix-cache salt, so that runs share no cached blocks.
-        timeout: deadline per request in seconds.
-        on_end: called when a request ends.
+        endpoint: The server.
+        model: The model's name.
+        salt: Prefix-cache salt, so that runs share no cached blocks.
+        timeout: Deadline per request in seconds.
+        on_end: Called when a request ends.
 
     Attributes:
-        records: one per ended request, in order of ending.
-        sent: requests sent so far.
+        records: One per ended request, in order of ending.
+        sent: Requests sent so far.
     """
 
     def __init__(

@@ -22,17 +22,17 @@ class Record:
     """The outcome of one request.
 
     Attributes:
-        index: position in the workload.
-        due: scheduled sending time; latencies count from it.
-        sent: actual sending time.
-        ended: end of the stream.
-        message_times: arrival of each message with tokens.
-        message_tokens: number of tokens in each of these messages; empty if unknown.
-        prompt_tokens: counted by the server, as are the next two.
-        cached_tokens: prompt tokens found in the prefix cache.
-        output_tokens: tokens of all outputs.
-        code: name of the gRPC status, or of the failure over HTTP; see `openai_endpoint`.
-        error: the server's message; empty for success.
+        index: Position in the workload.
+        due: Scheduled sending time; latencies count from it.
+        sent: Actual sending time.
+        ended: End of the stream.
+        message_times: Arrival of each message with tokens.
+        message_tokens: Number of tokens in each of these messages; empty if unknown.
+        prompt_tokens: Counted by the server, as are the next two.
+        cached_tokens: Prompt tokens found in the prefix cache.
+        output_tokens: Tokens of all outputs.
+        code: Name of the gRPC status, or of the failure over HTTP; see `openai_endpoint`.
+        error: The server's message; empty for success.
     """
 
     index: int
@@ -103,16 +103,16 @@ class RunFigures:
     """Metrics of one run.
 
     Attributes:
-        seconds: from the first sending to the last end.
-        requests: successful requests; all fields but `errors` are about them.
-        unfinished: requests interrupted by ctrl-C.
-        errors: failed requests by code.
-        tokens_per_message: mean; above 1 if the router joined tokens.
-        goodput: requests per second within the objectives; None without any.
-        lag: delay of sending after the due time.
-        client_cpu_share: share of one core used by the load generator.
-        client_cpu_us_per_token: its CPU time per token read, in microseconds.
-        normalized: latency per output token; its mean is what the PagedAttention paper plots.
+        seconds: From the first sending to the last end.
+        requests: Successful requests; all fields but `errors` are about them.
+        unfinished: Requests interrupted by ctrl-C.
+        errors: Failed requests by code.
+        tokens_per_message: Mean; above 1 if the router joined tokens.
+        goodput: Requests per second within the objectives; None without any.
+        lag: Delay of sending after the due time.
+        client_cpu_share: Share of one core used by the load generator.
+        client_cpu_us_per_token: Its CPU time per token read, in microseconds.
+        normalized: Latency per output token; its mean is what the PagedAttention paper plots.
     """
 
     seconds: float
@@ -148,11 +148,11 @@ def compute_figures(
     """Return the metrics of a run.
 
     Args:
-        records: the ended requests.
-        seconds: duration of the run.
+        records: The ended requests.
+        seconds: Duration of the run.
         cpu_seconds: CPU time of this process in the run.
-        unfinished: number of sent requests without a record.
-        objectives: latency limits for goodput.
+        unfinished: Number of sent requests without a record.
+        objectives: Latency limits for goodput.
     """
     done = [record for record in records if record.code == OK]
     per_second = 1 / seconds if seconds else 0.0

@@ -65,8 +65,8 @@ class OpenAIEndpoint:
     A prompt of tokens or text goes to `/completions`, one of messages to `/chat/completions`.
 
     Args:
-        client: sends the requests.
-        url: what comes before these paths.
+        client: Sends the requests.
+        url: What comes before these paths.
     """
 
     def __init__(self, client: httpx2.AsyncClient, url: str) -> None:
@@ -79,7 +79,7 @@ class OpenAIEndpoint:
         A server without `/models` is asked for the named model unseen.
 
         Raises:
-            typer.Exit: no server answers, it refuses to list its models, or has no such model.
+            typer.Exit: No server answers, it refuses to list its models, or has no such model.
         """
         try:
             response = await self._client.get(f"{self._url}/models", timeout=LOOKUP_SECONDS)
@@ -112,14 +112,14 @@ class OpenAIEndpoint:
         """Send a request; yield each message with text, then the usage that the server counted.
 
         Args:
-            request: the prompt, and how many tokens to generate.
-            model: name of the model.
-            salt: sets the first token of a prompt of tokens, so that prompts with different
+            request: The prompt, and how many tokens to generate.
+            model: Name of the model.
+            salt: Sets the first token of a prompt of tokens, so that prompts with different
                 salts share no prefix; a prompt of text or messages stays as it is.
-            timeout: deadline in seconds.
+            timeout: Deadline in seconds.
 
         Raises:
-            RequestError: it failed. The code is the HTTP status and its name, or one of
+            RequestError: It failed. The code is the HTTP status and its name, or one of
                 CONNECTION_FAILED, DEADLINE_EXCEEDED, STREAM_ERROR (the server sent an error within
                 the stream), STREAM_BROKEN (the stream has no end, or is none), or NO_USAGE (the
                 server did not count tokens).
@@ -184,7 +184,7 @@ def _parse(data: str) -> dict[str, Any]:
     """Return the object of an event.
 
     Raises:
-        RequestError: it is none, or an error.
+        RequestError: It is none, or an error.
     """
     try:
         chunk = json.loads(data)

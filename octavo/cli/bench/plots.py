@@ -20,7 +20,7 @@ def save(report: Report, path: Path) -> None:
     """Plot the report to a file; its suffix sets the format.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: It cannot be written.
     """
     figure = Figure(figsize=(11, 7), layout="constrained")
     figure.suptitle(f"octavo bench {report.command}, {report.model}")

@@ -34,17 +34,17 @@ class Report:
     """The results of one invocation.
 
     Attributes:
-        format: name and version of this layout.
+        format: Name and version of this layout.
         version: octavo's version on the client.
         command: "throughput", "latency" or "serve".
-        date: start time, ISO 8601 in UTC.
-        client: the load generator's machine.
-        model: the model's name.
-        workload: the requests.
-        target: the server.
-        objectives: latency limits for goodput.
-        runs: in order of execution.
-        interrupted: whether ctrl-C ended it; the last run is then incomplete.
+        date: Start time, ISO 8601 in UTC.
+        client: The load generator's machine.
+        model: The model's name.
+        workload: The requests.
+        target: The server.
+        objectives: Latency limits for goodput.
+        runs: In order of execution.
+        interrupted: Whether ctrl-C ended it; the last run is then incomplete.
     """
 
     version: str
@@ -72,6 +72,6 @@ def from_json(text: str) -> Report:
     """Return the report in the JSON of `to_json`.
 
     Raises:
-        pydantic.ValidationError: the JSON is not a report.
+        pydantic.ValidationError: The JSON is not a report.
     """
     return _ADAPTER.validate_json(text)

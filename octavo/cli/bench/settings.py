@@ -30,8 +30,8 @@ class Lengths:
 
     Attributes:
         shape: FIXED, NORMAL or LOGNORMAL.
-        mean: before rounding and clipping to the model's context.
-        spread: standard deviation, in tokens; 0 if fixed.
+        mean: Before rounding and clipping to the model's context.
+        spread: Standard deviation, in tokens; 0 if fixed.
     """
 
     shape: Shape
@@ -56,7 +56,7 @@ def choose_lengths(
     """Return the distributions of prompt and output lengths from (mean, spread) flags.
 
     Raises:
-        typer.BadParameter: a fixed length was given a spread.
+        typer.BadParameter: A fixed length was given a spread.
     """
     chosen = []
     presets = DATA_SETS.get(shape, (None, None))
@@ -81,7 +81,7 @@ class Synthetic:
     """Requests of random tokens.
 
     Attributes:
-        prefix: tokens of a prefix that all prompts share.
+        prefix: Tokens of a prefix that all prompts share.
     """
 
     prompt: Lengths
@@ -94,7 +94,7 @@ class Dataset:
     """Requests from a JSON-lines file.
 
     Attributes:
-        max_tokens: default for lines without it.
+        max_tokens: Default for lines without it.
     """
 
     path: Path
@@ -106,9 +106,9 @@ class Workload:
     """The requests of a run.
 
     Attributes:
-        count: number of requests; None: DEFAULT_REQUESTS, or all lines of a file.
-        seed: of prompts, lengths and arrival times.
-        ignore_eos: generate the full output length.
+        count: Number of requests; None: DEFAULT_REQUESTS, or all lines of a file.
+        seed: Seed of prompts, lengths and arrival times.
+        ignore_eos: Generate the full output length.
     """
 
     source: Synthetic | Dataset
@@ -129,8 +129,8 @@ class Open:
     """Open loop: send requests at random times, independent of earlier ones.
 
     Attributes:
-        rate: requests per second, on average.
-        burstiness: shape of the gamma distribution of gaps. 1: a Poisson process;
+        rate: Requests per second, on average.
+        burstiness: Shape of the gamma distribution of gaps. 1: a Poisson process;
             less: bursts; more: evenly spaced.
     """
 
@@ -146,13 +146,13 @@ class Target:
     """The server and model to measure.
 
     Attributes:
-        address: of a running router; unused if `serve` or `url` is set.
-        model: the model's name; None: the first one served.
-        serve: model of the server to start; None: use `address`.
-        server_flags: flags of that server.
-        timeout: deadline per request in seconds.
-        warmup: requests sent before each run, not measured.
-        url: of a running server with OpenAI's API; None: use gRPC.
+        address: Address of a running router; unused if `serve` or `url` is set.
+        model: The model's name; None: the first one served.
+        serve: Model of the server to start; None: use `address`.
+        server_flags: Flags of that server.
+        timeout: Deadline per request in seconds.
+        warmup: Requests sent before each run, not measured.
+        url: URL of a running server with OpenAI's API; None: use gRPC.
     """
 
     address: str
@@ -168,7 +168,7 @@ def openai_base_url(url: str) -> str:
     """Return the URL before `/completions`: "http://host:8000" becomes "http://host:8000/v1".
 
     Raises:
-        ValueError: it is no http or https URL of a host.
+        ValueError: It is no http or https URL of a host.
     """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
@@ -192,7 +192,7 @@ def parse_objectives(texts: Sequence[str]) -> Objectives | None:
     """Return the objectives of texts like "ttft:500"; None if there are none.
 
     Raises:
-        typer.BadParameter: a text is not NAME:MS, or repeats a name.
+        typer.BadParameter: A text is not NAME:MS, or repeats a name.
     """
     found: dict[str, float] = {}
     for text in texts:
@@ -216,8 +216,8 @@ class Outputs:
     """Files of the results.
 
     Attributes:
-        json: the JSON file; "-" is stdout, and tables then go to stderr.
-        plot: the PNG, SVG or PDF file.
+        json: The JSON file; "-" is stdout, and tables then go to stderr.
+        plot: The PNG, SVG or PDF file.
     """
 
     json: str | None = None
@@ -227,7 +227,7 @@ class Outputs:
         """Check before the measurement that the files can be written.
 
         Raises:
-            typer.BadParameter: a folder is missing, the plot's suffix is unknown or
+            typer.BadParameter: A folder is missing, the plot's suffix is unknown or
                 matplotlib is not installed.
         """
         for flag, path in (("--json", self.json), ("--plot", self.plot)):

@@ -46,8 +46,8 @@ class ServedModel:
     """A model as its server describes it.
 
     Attributes:
-        max_model_len: maximum tokens of prompt and output together; None if unknown.
-        vocab_size: random prompts have token ids below it.
+        max_model_len: Maximum tokens of prompt and output together; None if unknown.
+        vocab_size: Random prompts have token ids below it.
     """
 
     name: str
@@ -59,7 +59,7 @@ def make_requests(workload: Workload, model: ServedModel) -> list[BenchRequest]:
     """Return the requests, which depend on workload and model only.
 
     Raises:
-        typer.BadParameter: fixed lengths exceed the model's context, or the dataset
+        typer.BadParameter: Fixed lengths exceed the model's context, or the dataset
             is malformed.
     """
     if isinstance(workload.source, Dataset):

@@ -62,9 +62,9 @@ def check_config(directory: Path) -> None:
     """Refuse a model's directory by what its JSON files say; its weights may be absent.
 
     Raises:
-        UnsupportedModelError: As `check_checkpoint`.
-        ModelError: Likewise.
-        OSError: Likewise.
+        UnsupportedModelError: Octavo cannot serve the model.
+        ModelError: A file is missing or damaged.
+        OSError: A file cannot be opened.
     """
     config = read_json(directory / CONFIG)
     if (directory / GENERATION_CONFIG).is_file():
@@ -147,7 +147,7 @@ def _check_task(directory: Path, config: Config) -> None:
 
 
 def _task(architecture: str) -> str | None:
-    """Return what a model of that class does, unless it may generate text."""
+    """Return the task of a class of models that do not generate text; None for others."""
     return next((task for end, task in OTHER_TASKS.items() if architecture.endswith(end)), None)
 
 

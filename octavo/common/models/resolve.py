@@ -34,7 +34,7 @@ def resolve_config(model: str) -> str:
     `resolve_checkpoint`.
 
     Raises:
-        ModelError: As `resolve_checkpoint`.
+        ModelError: See `resolve_checkpoint`.
     """
     return str(_local_model(model) or hub.fetch_config(model))
 

@@ -139,9 +139,9 @@ def check_same(file: Path, texts: Sequence[str], found: Texts, expected: Texts) 
 
     Args:
         file: The tokenizer.json.
-        texts: What was encoded.
-        found: What the tokenizer that will be used makes of them.
-        expected: What the file makes of them.
+        texts: The texts that were encoded.
+        found: Their tokens by the tokenizer that will be used.
+        expected: Their tokens by the file.
 
     Raises:
         ModelError: The first difference, with both lists of tokens or both texts.

@@ -124,7 +124,7 @@ def names_in_index(index: Path) -> list[str]:
     """Return the names of the files that an index lists.
 
     Raises:
-        ModelError: As `read_index`.
+        ModelError: See `read_index`.
     """
     return sorted(set(read_index(index).values()))
 
@@ -178,7 +178,7 @@ def tensor_locations(file: Path) -> dict[str, TensorLocation]:
     """Return where a safetensors file's tensors are, by its header.
 
     Raises:
-        ModelError: As `check_file`.
+        ModelError: See `check_file`.
     """
     check_no_pointer(file)
     size, needed = file.stat().st_size, LENGTH_BYTES

@@ -11,7 +11,7 @@ from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-unty
 from grpc_status import rpc_status
 
 DOMAIN = "octavo"
-"""Whose reasons they are, in google.rpc.ErrorInfo."""
+"""Domain of the reasons in google.rpc.ErrorInfo."""
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
 """The reason of prompts that the model or its cache cannot hold."""
 
@@ -23,10 +23,10 @@ class RpcError(Exception):
 
     Attributes:
         code: The gRPC status.
-        message: What was wrong, what is allowed, and what to do; for people.
+        message: Text for people: what was wrong, what is allowed, and what to do.
         field: The path of the invalid field in the request.
         retry_after: Seconds until a retry makes sense.
-        reason: What programs tell this failure from others of the same status by.
+        reason: Name by which programs tell this failure from others of the same status.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) ->
     """End the call with `error` and its details.
 
     Raises:
-        grpc.aio.AbortError: gRPC ends the handler with it.
+        grpc.aio.AbortError: GRPC ends the handler with it.
         asyncio.CancelledError: The client has left, so the call is over.
     """
     with _cancelled_if_over():

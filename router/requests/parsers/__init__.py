@@ -72,7 +72,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         Think("seed", "<seed:think>", "</seed:think>"),
     )
 }
-"""Likewise."""
+"""The forms of reasoning, by name."""
 
 assert tuple(TOOL_FORMATS) == TOOL_FORMAT_NAMES
 assert tuple(REASONING_FORMATS) == REASONING_FORMAT_NAMES

@@ -11,7 +11,7 @@ class AnswerOrCalls(Parser):
     So an answer may hold the texts of markers, a JSON string for example.
 
     Args:
-        starts: What calls begin with.
+        starts: Beginnings of calls.
         calls: Reads them.
     """
 
@@ -44,7 +44,7 @@ class AnswerOrCalls(Parser):
         return [Piece(PieceKind.CONTENT, text)] if text else []
 
     def flush(self) -> list[Piece]:
-        """Return what was held back: the output has ended."""
+        """Return the pieces that were held back: the output has ended."""
         if self._called:
             return self._calls.flush()
         return [Piece(PieceKind.CONTENT, self._held)] if self._held else []

@@ -20,7 +20,7 @@ class Channels(Parser):
     """Reasoning, content and calls by the channels and recipients of messages.
 
     Args:
-        begun: What the prompt has of the message that the output goes on with, from behind its
+        begun: The prompt's part of the message that the output goes on with, from behind its
             last `<|start|>`.
     """
 
@@ -63,7 +63,7 @@ class Channels(Parser):
                 self._close(pieces)
 
     def flush(self) -> list[Piece]:
-        """Return what was held back: the output has ended."""
+        """Return the pieces that were held back: the output has ended."""
         pieces: list[Piece] = []
         if self._kind is not None:
             self._give(self._buffer.rest(), pieces)

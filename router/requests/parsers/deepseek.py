@@ -32,13 +32,13 @@ class DeepSeek(ToolFormat):
         return OPENING in model.template
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         call = partial(NamedCall, _name, (CALL_CLOSING, CLOSING))
         fenced = (f"\n{FENCE}{CALL_CLOSING}", f"{FENCE}{CALL_CLOSING}")
         return MarkedCalls({CALL_OPENING: call}, (*fenced, OPENING, CLOSING, CALL_CLOSING))
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         if f"{FENCE}json" in lark.template:
             opening = [CALL_OPENING, "function", SEPARATOR, f"{{name}}\n{FENCE}json\n"]
             closing = [f"\n{FENCE}", CALL_CLOSING]

@@ -75,10 +75,10 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def parser(self, context: Context) -> Parser:
-        """Return what reads one output."""
+        """Return a parser of one output."""
 
     def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return what an output of `forced` begins with; empty: its reader tells it from text."""
+        """Return the beginnings of `forced` outputs; empty: their parser tells calls from text."""
         return (self.trigger,) if self.trigger else ()
 
     @property
@@ -87,10 +87,10 @@ class ToolFormat(ABC):
         return self
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the trigger, with arguments valid by `Tool.allowed`.
+        """Return the grammar of calls behind the trigger, with arguments valid by `Tool.allowed`.
 
         Args:
-            lark: Where to add rules.
+            lark: The grammar to add rules to.
             tools: At least one.
             parallel: Whether there may be several calls, if `between` is None.
 
@@ -100,14 +100,14 @@ class ToolFormat(ABC):
         raise NotImplementedError
 
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches an output that must call tools."""
+        """Return the grammar of an output that must call tools."""
         call = self._call(lark, tools, parallel=parallel)
         if self.between is None or not parallel:
             return call
         return sequence(call, f"({sequence(lark.text(self.between), call)})*")
 
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches an output that may call tools, with any text around the calls."""
+        """Return the grammar of an output that may call tools, with any text around the calls."""
         section = self.section(lark, tools, parallel=parallel)
         call = sequence(lark.until(self.trigger, *self.openers), section)
         rest = lark.without(self.trigger, *self.openers)
@@ -135,20 +135,20 @@ class ReasoningFormat(ABC):
 
     @abstractmethod
     def parser(self, context: Context, then: Parser | None) -> Parser:
-        """Return what reads one output.
+        """Return a parser of one output.
 
         Args:
-            context: What the output goes on with.
-            then: What reads the answer, for calls; None: it has none.
+            context: The prompt's end, with which the output goes on.
+            then: Parser of calls in the answer; None: it has none.
         """
 
     @abstractmethod
     def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
-        """Return what matches an output up to its answer; empty if the answer begins at once.
+        """Return the grammar of an output up to its answer; empty if the answer begins at once.
 
         Args:
-            lark: Where to add rules.
-            context: What the output goes on with.
+            lark: The grammar to add rules to.
+            context: The prompt's end, with which the output goes on.
             limit: Maximum tokens of reasoning; None: any number.
 
         Raises:
@@ -156,18 +156,18 @@ class ReasoningFormat(ABC):
         """
 
     def answer(self, lark: Lark, context: Context, form: str) -> str:  # noqa: ARG002
-        """Return what matches an answer of a form, behind the lead."""
+        """Return the grammar of an answer of a form, behind the lead."""
         return form
 
     def rest(self, lark: Lark, context: Context) -> str:  # noqa: ARG002
-        """Return what matches any answer behind the lead."""
+        """Return the grammar of any answer behind the lead."""
         return f"{lark.tokens_but()}*"
 
 
 def json_call(
     lark: Lark, tools: Sequence[Tool], opening: str = "", closing: str = "", key: str = "arguments"
 ) -> str:
-    """Return what matches a call that is a JSON object, with text around it."""
+    """Return the grammar of a call that is a JSON object, with text around it."""
     return either(
         *(
             lark.rule(
@@ -184,13 +184,13 @@ def json_call(
 
 
 def json_section(lark: Lark, tools: Sequence[Tool], closing: str) -> str:
-    """Return what matches a JSON object on a line of its own, and a closing marker."""
+    """Return the grammar of a JSON object on a line of its own, and a closing marker."""
     newline = lark.text("\n")
     return sequence(newline, json_call(lark, tools), newline, lark.marker(closing))
 
 
 def json_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Return what matches a JSON list of calls."""
+    """Return the grammar of a JSON list of calls."""
     call = json_call(lark, tools)
     more = f"({sequence(lark.text(', '), call)})*" if parallel else ""
     return sequence(lark.text("["), call, more, lark.text("]"))
@@ -199,13 +199,13 @@ def json_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
 def named_call(
     lark: Lark, tools: Sequence[Tool], opening: Sequence[str], closing: Sequence[str]
 ) -> str:
-    """Return what matches a call that is a name and then a JSON object.
+    """Return the grammar of a call that is a name and then a JSON object.
 
     Args:
-        lark: Where to add rules.
+        lark: The grammar to add rules to.
         tools: The tools.
         opening: Markers and texts in front of the arguments, with `{name}` for the name.
-        closing: Those behind them.
+        closing: Markers behind them.
     """
     return either(
         *(

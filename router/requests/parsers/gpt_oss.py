@@ -32,7 +32,7 @@ def _parser(context: Context) -> Parser:
 
 
 def _begun(context: Context) -> str:
-    """Return what the prompt has of the message that the output goes on with."""
+    """Return the prompt's part of the message that the output goes on with."""
     return context.tail.rpartition(START)[2] if START in context.tail else "assistant"
 
 
@@ -46,16 +46,16 @@ class GptOssTools(ToolFormat):
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
     def parser(self, context: Context) -> Parser:
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return _parser(context)
 
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
-        """Return what matches a call: an output has one."""
+        """Return the grammar of a call: an output has one."""
         opening = [CHANNEL, "commentary to=functions.{name} ", CONSTRAIN, "json", MESSAGE]
         return named_call(lark, tools, opening, [])
 
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches a call, or a message in the final channel."""
+        """Return the grammar of a call, or a message in the final channel."""
         call = self.forced(lark, tools, parallel=parallel)
         return either(call, sequence(_final(lark), lark.without(*Channels.markers)))
 
@@ -70,11 +70,11 @@ class GptOssReasoning(ReasoningFormat):
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
     def parser(self, context: Context, then: Parser | None) -> Parser:  # noqa: ARG002
-        """Return what reads one output, calls included."""
+        """Return a parser of one output, calls included."""
         return _parser(context)
 
     def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
-        """Return what matches an output up to the header of its answer."""
+        """Return the grammar of an output up to the header of its answer."""
         if MESSAGE in _begun(context):
             return ""
         if lark.token(END) is None or lark.token(CHANNEL) is None:
@@ -89,11 +89,11 @@ class GptOssReasoning(ReasoningFormat):
         return f"({sequence(analysis, f'{word}{{0,{limit}}}', turn)})?" if limit else ""
 
     def answer(self, lark: Lark, context: Context, form: str) -> str:
-        """Return what matches a final message of a form."""
+        """Return the grammar of a final message of a form."""
         return form if MESSAGE in _begun(context) else sequence(_final(lark), form)
 
     def rest(self, lark: Lark, context: Context) -> str:
-        """Return what matches messages in other channels than the analysis."""
+        """Return the grammar of messages in other channels than the analysis."""
         if MESSAGE in _begun(context):
             return super().rest(lark, context)
         channel = f'{lark.marker(CHANNEL)} ("final" | "commentary")'

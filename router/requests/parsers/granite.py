@@ -27,9 +27,9 @@ class Granite(ToolFormat):
         return OPENING in model.template
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCalls, OTHER: JsonCalls})
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         return json_list(lark, tools, parallel=parallel)

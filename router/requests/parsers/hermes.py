@@ -32,9 +32,9 @@ class Hermes(ToolFormat):
         return OPENING in model.template or not model.has_tools
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCall}, (CLOSING,))
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
-        """Return what matches a call behind the marker."""
+        """Return the grammar of a call behind the marker."""
         return json_section(lark, tools, CLOSING)

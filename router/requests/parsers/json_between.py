@@ -24,8 +24,8 @@ class JsonBetween(ToolFormat):
         opening: The marker that begins it.
         closing: The marker that ends it.
         listed: Whether it is a list.
-        space: What is between the markers and the JSON.
-        key: What the arguments are called.
+        space: Text between the markers and the JSON.
+        key: Name of the arguments.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class JsonBetween(ToolFormat):
         return self.trigger in model.template
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return MarkedCalls({self.trigger: JsonCalls}, (self._closing,))
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         calls = (
             json_list(lark, tools, parallel=parallel)
             if self._listed

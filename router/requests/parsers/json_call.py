@@ -207,7 +207,7 @@ class JsonCalls(Call):
 
     Args:
         separator: A character between calls that are not in a list; empty: there is only one.
-        bare: As `JsonCall`.
+        bare: See `JsonCall`.
     """
 
     def __init__(self, separator: str = "", *, bare: bool = False) -> None:
@@ -252,7 +252,7 @@ class JsonCalls(Call):
             self._call.flush(pieces)
 
     def _give_up(self, text: str, pieces: list[Piece]) -> str:
-        """Return what is no call."""
+        """Return the text, as it is no call."""
         if self._first and self._before:
             pieces.append(Piece(PieceKind.CONTENT, self._before))
         return text

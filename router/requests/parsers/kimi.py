@@ -33,12 +33,12 @@ class Kimi(ToolFormat):
         return OPENING in model.template
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         call = partial(NamedCall, _name, (CALL_CLOSING, CLOSING))
         return MarkedCalls({CALL_OPENING: call}, (OPENING, CLOSING, CALL_CLOSING, ARGUMENTS))
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         number = lark.rule("NUMBER", "/[0-9]{1,3}/")
         opening = lark.marker(CALL_OPENING)
         calls = [

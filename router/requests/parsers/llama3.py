@@ -27,20 +27,20 @@ class Llama3(ToolFormat):
         return PYTHON_TAG in model.template or '"parameters": dictionary' in model.template
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         calls = partial(JsonCalls, SEPARATOR)
         return MarkedCalls({PYTHON_TAG: calls}, bare={"{": partial(calls, bare=True)})
 
     def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Return what calls begin with: an answer may be an object too, with a name in it."""
+        """Return the beginnings of calls: an answer may be an object too, with a name in it."""
         return tuple(f'{{"name": "{tool.name}", "parameters": ' for tool in tools)
 
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches an output that must call tools."""
+        """Return the grammar of an output that must call tools."""
         call = json_call(lark, tools, key="parameters")
         return sequence(call, f"({lark.text(f'{SEPARATOR} ')} {call})*") if parallel else call
 
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls, or a text that does not begin as they do."""
+        """Return the grammar of calls, or a text that does not begin as they do."""
         calls = self.forced(lark, tools, parallel=parallel)
         return either(calls, lark.without(PYTHON_TAG, first="{"))

@@ -14,8 +14,8 @@ class Call(ABC):
         """Take text, and append what is known of it.
 
         Args:
-            text: What follows the text fed before.
-            pieces: Where to append.
+            text: The text behind what was fed before.
+            pieces: The list to append to.
 
         Returns:
             What is behind the call, once it is complete; None until then.
@@ -30,9 +30,9 @@ class MarkedCalls(Parser):
     """Content with calls in it; white space around calls is no content.
 
     Args:
-        opens: What makes the reader of what follows each marker.
+        opens: Makes the parser of the text behind each marker.
         ignored: Other markers, such as those that end a call.
-        bare: By the character with which an output begins that consists of calls without a
+        bare: Makers by the character with which an output begins that consists of calls without a
             marker, what makes their reader.
         shown: Special tokens that the readers of calls must see.
     """
@@ -87,7 +87,7 @@ class MarkedCalls(Parser):
                 self._after_call = pieces[-1:] == [] or pieces[-1].kind != PieceKind.CONTENT
 
     def flush(self) -> list[Piece]:
-        """Return what was held back: the output has ended."""
+        """Return the pieces that were held back: the output has ended."""
         pieces: list[Piece] = []
         if self._call is not None:
             self._call.flush(pieces)

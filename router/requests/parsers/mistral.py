@@ -34,11 +34,11 @@ class Mistral(ToolFormat):
         return OPENING in model.template
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return MarkedCalls({OPENING: _ListOrName}, (ARGUMENTS, CALL_ID))
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         if lark.token(ARGUMENTS) is None:
             return json_list(lark, tools, parallel=parallel)
         call = lark.rule("calls", named_call(lark, tools, ["{name}", ARGUMENTS], []))

@@ -41,7 +41,7 @@ class Parser(ABC):
 
     @abstractmethod
     def flush(self) -> list[Piece]:
-        """Return what was held back: the output has ended."""
+        """Return the pieces that were held back: the output has ended."""
 
     @property
     def reasons(self) -> bool:

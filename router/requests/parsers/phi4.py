@@ -29,11 +29,11 @@ class Phi4(ToolFormat):
         return model.mentions(OPENING) and model.mentions(CLOSING)
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCalls, f"{WORD}[": _listed}, (CLOSING,))
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         return sequence(json_list(lark, tools, parallel=parallel), lark.marker(CLOSING))
 
 

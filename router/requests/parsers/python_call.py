@@ -62,7 +62,7 @@ class _Scanner:
     """Follows brackets and quotes.
 
     Attributes:
-        depth: How many brackets are open.
+        depth: Number of open brackets.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class _Scanner:
 
 
 def _split(text: str) -> list[str]:
-    """Return what commas separate that are in no brackets and no strings."""
+    """Return the parts between commas that are in no brackets and no strings."""
     scanner, parts, start = _Scanner(), [], 0
     for i, character in enumerate(text):
         if scanner.take(character) and character == "," and not scanner.depth:

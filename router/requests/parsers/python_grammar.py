@@ -19,14 +19,14 @@ _WORDS = {"boolean": ("True", "False"), "null": ("None",)}
 
 
 def python_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-    """Return what matches a list of calls."""
+    """Return the grammar of a list of calls."""
     call = either(*(_call(lark, tool) for tool in tools))
     more = f"({lark.text(', ')} {call})*" if parallel else ""
     return sequence(lark.text("["), call, more, lark.text("]"))
 
 
 def _call(lark: Lark, tool: Tool) -> str:
-    """Return what matches a call.
+    """Return the grammar of a call.
 
     Where names cannot say what the schema does, the arguments are a mapping: f(**{"a": 1}).
     """
@@ -46,7 +46,7 @@ def _call(lark: Lark, tool: Tool) -> str:
 
 
 def _arguments(lark: Lark, arguments: Sequence[Argument], root: Schema) -> str:
-    """Return what matches arguments in order, of which some may be left out."""
+    """Return the grammar of arguments in order, of which some may be left out."""
     comma, first, others = lark.text(", "), "", ""
     for one in reversed(arguments):
         written = lark.rule(
@@ -63,7 +63,7 @@ def _arguments(lark: Lark, arguments: Sequence[Argument], root: Schema) -> str:
 
 
 def _value(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return what matches a value: Python's own words, or JSON, most of which Python writes too."""
+    """Return the grammar of a value: Python's own words or JSON, most of which is Python, too."""
     plain = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     types = plain.get("type")
     if set(plain) == {"type"} and isinstance(types, str) and types in _WORDS:

@@ -28,24 +28,24 @@ class Pythonic(ToolFormat):
         return model.mentions(*MARKERS)
 
     def parser(self, context: Context) -> Parser:  # noqa: ARG002
-        """Return what reads one output."""
+        """Return a parser of one output."""
         opens = dict.fromkeys(MARKERS, PythonCalls)
         bare = {"[": partial(PythonCalls, bare=True)}
         return MarkedCalls(opens, tuple(MARKERS.values()), bare)
 
     def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:
-        """Return what calls begin with: an answer may be a list too."""
+        """Return the beginnings of calls: an answer may be a list too."""
         return LFM2, *(f"[{tool.name}(" for tool in tools)
 
     def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches an output that must call tools."""
+        """Return the grammar of an output that must call tools."""
         calls = python_list(lark, tools, parallel=parallel)
         if not _marks(lark):
             return calls
         return sequence(lark.marker(LFM2), calls, lark.marker(MARKERS[LFM2]))
 
     def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls, perhaps behind text, or a text that has none."""
+        """Return the grammar of calls, perhaps behind text, or a text that has none."""
         text = lark.without(*MARKERS, first="[")
         calls = self.forced(lark, tools, parallel=parallel)
         return sequence(f"({text})?", f"({calls})?") if _marks(lark) else either(calls, text)

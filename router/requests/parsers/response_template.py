@@ -24,7 +24,7 @@ class ResponseReader(Parser):
     """Reads an output by transformers' parser; calls are given when they are complete.
 
     Args:
-        context: What the output goes on with; its model has a `response_template`.
+        context: The prompt's end; its model has a `response_template`.
     """
 
     def __init__(self, context: Context) -> None:
@@ -65,7 +65,7 @@ class ResponseReader(Parser):
             return []
 
     def flush(self) -> list[Piece]:
-        """Return what was held back: the output has ended."""
+        """Return the pieces that were held back: the output has ended."""
         if self._failed:
             return []
         try:
@@ -114,7 +114,7 @@ class ResponseTemplateTools(ToolFormat):
         return model.response_template is not None
 
     def parser(self, context: Context) -> Parser:
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return ResponseReader(context)
 
 
@@ -128,14 +128,14 @@ class ResponseTemplateReasoning(ReasoningFormat):
         return model.response_template is not None
 
     def parser(self, context: Context, then: Parser | None) -> Parser:
-        """Return what reads one output, calls included if the template describes them."""
+        """Return a parser of one output, calls included if the template describes them."""
         if then is None or isinstance(then, ResponseReader):
             return ResponseReader(context)
         think = _think(context.model)
         return then if think is None else think.parser(context, then)
 
     def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
-        """Return what matches reasoning, if the template has fixed markers of it."""
+        """Return the grammar of reasoning, if the template has fixed markers of it."""
         think = _think(context.model)
         if think is not None:
             return think.lead(lark, context, limit)

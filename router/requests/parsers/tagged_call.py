@@ -23,12 +23,12 @@ class Tags:
     """The tags of a family.
 
     Attributes:
-        name_end: What ends the name; empty: the first argument or the end does.
-        key_open: What begins an argument, and its name.
-        key_close: What ends the argument's name.
-        value_open: What begins the value; empty: it follows the name at once.
-        value_close: What ends the value.
-        end: What ends the call.
+        name_end: Tag behind the name; empty: the first argument or the end ends it.
+        key_open: Tag in front of an argument's name.
+        key_close: Tag behind the argument's name.
+        value_open: Tag in front of the value; empty: it follows the name at once.
+        value_close: Tag behind the value.
+        end: Tag at the end of the call.
         trim: Whether a line end at either side of a value is not part of it.
         attributes: Behind the argument's name in its tag, before `value_open`, what says that
             the value is a string ("yes") or JSON ("no"); None: the schema alone does.
@@ -50,7 +50,7 @@ class TaggedCall(Call):
     Arguments that are strings by the schema are given as they come, others when they are complete.
 
     Args:
-        tags: Those of the family.
+        tags: The family's tags.
         schemas: The tools' schemas.
         held: Names of the tools to whose schemas a grammar holds the output: their values that
             are objects or lists are JSON for sure, and may have the closing tag in a string.

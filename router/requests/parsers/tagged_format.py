@@ -22,12 +22,12 @@ class TaggedFormat(ToolFormat):
 
     Attributes:
         closing: The marker that ends a section of calls.
-        begin: What begins a call, in front of its name; empty: the trigger does.
-        lead: What is between the trigger and the first call.
+        begin: Tag in front of a call's name; empty: the trigger begins a call.
+        lead: Text between the trigger and the first call.
         shown: Tokens in tags.
         ignored: Further markers around calls, which some of the models write.
-        tags: How calls are read.
-        layout: How they are written.
+        tags: Tags by which calls are read.
+        layout: Layout in which calls are written.
     """
 
     between: ClassVar[str | None] = "\n"
@@ -46,7 +46,7 @@ class TaggedFormat(ToolFormat):
         ) in model.template and self.tags.key_open in model.template
 
     def parser(self, context: Context) -> Parser:
-        """Return what reads one output."""
+        """Return a parser of one output."""
         call = partial(TaggedCall, self.tags, context.schemas, context.held)
         opens: dict[str, Callable[[], Call]] = {self.trigger: partial(JsonOr, call)}
         if self.begin:
@@ -54,7 +54,7 @@ class TaggedFormat(ToolFormat):
         return MarkedCalls(opens, (self.closing, *self.ignored), shown=self.shown)
 
     def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return what matches calls behind the marker."""
+        """Return the grammar of calls behind the marker."""
         grammar = TaggedGrammar(lark, self.tags, self.written(lark))
         tagged = {tool.name: grammar.call(tool) for tool in tools}
         others = [tool for tool in tools if tagged[tool.name] is None]

@@ -54,12 +54,12 @@ class CallLayout:
     """How a family lays out a call, with `{}` in place of a name.
 
     Attributes:
-        call: From the marker, or the call before, to the first argument, with the tool's name.
-        text: In front of a string, with the argument's name.
-        json: In front of any other value; None: the same.
-        close: Behind a value.
-        between: Behind `close`.
-        end: What ends the call.
+        call: Text from the marker, or the call before, to the first argument, with the tool's name.
+        text: Text in front of a string, with the argument's name.
+        json: Text in front of any other value; None: the same.
+        close: Text behind a value.
+        between: Text behind `close`.
+        end: Text at the end of the call.
     """
 
     call: str
@@ -74,9 +74,9 @@ class TaggedGrammar:
     """Makes the grammar of a family's calls.
 
     Args:
-        lark: Where to add rules.
+        lark: The grammar to add rules to.
         tags: The family's tags, as calls are read.
-        layout: Likewise, as they are written.
+        layout: The family's layout, as calls are written.
     """
 
     def __init__(self, lark: Lark, tags: Tags, layout: CallLayout) -> None:
@@ -87,7 +87,7 @@ class TaggedGrammar:
         self._pads = layout.close != tags.value_close
 
     def call(self, tool: Tool) -> str | None:
-        """Return what matches a call of a tool, from `CallLayout.call` to `CallLayout.end`.
+        """Return the grammar of a call of a tool, from `CallLayout.call` to `CallLayout.end`.
 
         None if the form cannot say what the tool's schema does.
         """
@@ -116,7 +116,7 @@ class TaggedGrammar:
         return self._written(argument.schema, root, lambda text: self._lark.filled(text, name))
 
     def _any_argument(self, schema: Schema, root: Schema) -> str | None:
-        """Return what matches an argument of any name."""
+        """Return the grammar of an argument of any name."""
         return self._written(schema, root, self._with_any_name)
 
     def _with_any_name(self, text: str) -> str:
@@ -126,7 +126,7 @@ class TaggedGrammar:
         )
 
     def _written(self, schema: Schema, root: Schema, named: Callable[[str], str]) -> str | None:
-        """Return what matches an argument, its tags included."""
+        """Return the grammar of an argument, its tags included."""
         values = values_of(schema, root)
         if values is None:
             return None
@@ -157,7 +157,7 @@ class TaggedGrammar:
         return sequence(self._head, self._rest)
 
     def _texts(self, values: Values, types: frozenset[str]) -> list[str] | None:
-        """Return what matches each kind of text that is a string, and the closing tag."""
+        """Return the grammar of each kind of text that is a string, and the closing tag."""
         forms = []
         if values.free:
             forms.append(self._text([]))
@@ -182,7 +182,7 @@ class TaggedGrammar:
         return not any(re.fullmatch(one, word) for one in read_otherwise(types))
 
     def _text(self, conditions: Sequence[str]) -> str:
-        """Return what matches a text under some conditions, and the closing tag."""
+        """Return the grammar of a text under some conditions, and the closing tag."""
         parts = [ANY_TEXT, *conditions, f"~/(?s:.*){escaped(self._tags.value_close)}(?s:.*)/"]
         if self._tags.trim and not self._pads:
             parts += [r"~/\n(?s:.*)/", r"~/(?s:.*)\n/"]
@@ -214,7 +214,7 @@ def string_conditions(schema: Schema) -> list[str] | None:
 
 
 def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
-    """Return what matches the whole of a text in which an expression is found.
+    """Return the grammar of the whole of a text in which an expression is found.
 
     None for anchors elsewhere than at its ends.
     """

@@ -26,11 +26,11 @@ class Think(ReasoningFormat):
         return model.mentions(self._closing)
 
     def parser(self, context: Context, then: Parser | None) -> Parser:
-        """Return what reads one output."""
+        """Return a parser of one output."""
         return Thinking(self._opening, self._closing, then, opened=self._opened(context))
 
     def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
-        """Return what matches reasoning, which the model may leave out unless it has begun."""
+        """Return the grammar of reasoning, which the model may leave out unless it has begun."""
         opened = self._opened(context)
         if not opened and (self._closed(context) or limit == 0):
             return ""
@@ -47,7 +47,7 @@ class Think(ReasoningFormat):
         return reasoning if opened else f"({sequence(lark.marker(self._opening), reasoning)})?"
 
     def rest(self, lark: Lark, context: Context) -> str:
-        """Return what matches any answer, in which reasoning does not begin again."""
+        """Return the grammar of any answer, in which reasoning does not begin again."""
         word = lark.tokens_but(self._opening)
         return super().rest(lark, context) if word is None else f"{word}*"
 

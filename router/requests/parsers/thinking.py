@@ -62,7 +62,7 @@ class Thinking(Parser):
         return pieces
 
     def flush(self) -> list[Piece]:
-        """Return what was held back: the output has ended."""
+        """Return the pieces that were held back: the output has ended."""
         pieces: list[Piece] = []
         if self._in_reasoning:
             self._give(self._buffer.rest(), pieces)

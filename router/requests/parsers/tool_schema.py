@@ -27,7 +27,7 @@ class Argument:
 
     Attributes:
         name: Its name.
-        schema: What its value must be.
+        schema: The schema of its value.
         required: Whether a call must have it.
     """
 
@@ -41,8 +41,8 @@ class Arguments:
     """The arguments of a tool.
 
     Attributes:
-        named: Those that its schema names.
-        others: What the values of all others must be; None: a call needs no others.
+        named: Arguments that its schema names.
+        others: Schema of all others' values; None: a call needs no others.
     """
 
     named: tuple[Argument, ...]
@@ -118,7 +118,7 @@ def types_of(schema: Schema, root: Schema) -> frozenset[str]:
     """Return the JSON types that a value may have; empty: any, or unknown.
 
     Args:
-        schema: What the value must be.
+        schema: The schema of the value.
         root: The schema that has the definitions.
     """
     return _Reader(root).types(schema)
@@ -142,10 +142,10 @@ def with_definitions(schema: Schema, root: Schema) -> Schema:
 
 
 def values_of(schema: Schema, root: Schema) -> Values | None:
-    """Return what an argument may be; None if strings cannot be told from the rest.
+    """Return an argument's possible values; None if strings cannot be told from the rest.
 
     Args:
-        schema: What its value must be.
+        schema: The schema of its value.
         root: The schema that has the definitions.
     """
     return _Reader(root).values(schema)
@@ -199,7 +199,7 @@ class _Reader:
         return next(filter(None, map(self.types, _parts(schema, self._root))), frozenset())
 
     def values(self, schema: Schema) -> Values | None:
-        """Return what an argument may be; None if strings cannot be told from the rest."""
+        """Return an argument's possible values; None if strings cannot be told from the rest."""
         if id(schema) not in self._values:
             self._values[id(schema)] = None
             with self._deeper() as read:
