@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from octavo.engine.models.deferred import in_float32, own_tensors
 
 NARROW = {torch.bfloat16, torch.float16}
-SMALL = 250_000_000
+SMALL = 50_000_000
 """Most weights of a model that is converted at once, for all of its runs."""
 
 
