@@ -3,7 +3,7 @@
     python -m benchmarks.attacks [--seconds 4] [--rounds 8] [--attack NAME ...]
 
 A tenant with a key sends short completions over HTTP, each on a connection of its own and from the
-attacker's address, in turns without and with an attack. The engine is paced, so the figures are the
+attacker's address, in turns without and with an attack. The engine is paced, so the results are the
 router's; the attacker is a process of its own at the lowest priority, and its rates are bounded.
 For each attack a line says whether
 
@@ -58,7 +58,7 @@ class Outcome:
         before: Seconds of each of the neighbour's requests without an attack.
         during: Seconds of each during the attack.
         failed: Errors of the neighbour's other requests.
-        grown: Most bytes by which the router's memory grew.
+        grown: Maximum growth of the router's memory in bytes.
     """
 
     before: list[float] = field(default_factory=list)

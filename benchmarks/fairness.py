@@ -2,7 +2,7 @@
 
     python -m benchmarks.fairness [--seconds 150] [--flood 20]
 
-The engine is paced, so its capacity is known and the figures are the router's. First a tenant
+The engine is paced, so its capacity is known and the results are the router's. First a tenant
 sends a quarter of what the engine can serve and another one as much; then the other one sends
 `--flood` times that. The first one's time to first token, 99th percentile, may rise by a quarter.
 Then both keep the engine busy with requests of different sizes: the weighted tokens of each may

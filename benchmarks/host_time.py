@@ -8,7 +8,7 @@ each other as fast as the host can make them. Each number of sequences is measur
 decode, and decodes beside a chunk of a prompt in every step.
 
 Parts are of the core's thread, in wall time, so a part includes what it waits for the interpreter.
-CPU time is told apart by thread: the core's, and all others', which carry the messages.
+CPU time is split by thread: the core's, and all others', which carry the messages.
 """
 
 import argparse
@@ -220,10 +220,10 @@ class Requests:
 
 
 @asynccontextmanager
-async def _engine(model: str, figures: Path, sequences: int, chunk: int) -> AsyncIterator[Node]:
+async def _engine(model: str, counters: Path, sequences: int, chunk: int) -> AsyncIterator[Node]:
     node = engine(
         model,
-        sabotage=partial(without_model, figures),
+        sabotage=partial(without_model, counters),
         max_num_seqs=sequences + 2,
         max_num_batched_tokens=sequences + max(chunk, PROMPT),
         num_blocks=(sequences + 4) * (CONTEXT // BLOCK_SIZE),
@@ -244,9 +244,9 @@ async def measure(sequences: int, chunk: int, seconds: float) -> Cost:
         seconds: Duration of the measurement.
     """
     with tempfile.TemporaryDirectory() as directory:
-        figures = Path(directory) / "figures"
-        counts = Counts(figures)
-        async with _engine(make_model(Path(directory)), figures, sequences, chunk) as node:
+        counters = Path(directory) / "counters"
+        counts = Counts(counters)
+        async with _engine(make_model(Path(directory)), counters, sequences, chunk) as node:
             pid = node.pid
             assert pid is not None
             requests = Requests(sequences, chunk=chunk > 0)

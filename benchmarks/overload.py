@@ -5,9 +5,9 @@
 First, streams that keep the engine busy send request after request without deadline: that rate
 is the peak. Then requests come at random times, `--load` times the peak, each with a deadline of
 `--deadline` times what one took at the peak. Then the peak is measured again, as other work on the
-machine may have changed it. The default model is tiny and real: its tokens are so many that on few
-cores router and clients take what the engine needs. `--model` serves another one, traced, on all
-cores. With `--paced` the engine's steps take a fixed time, so the figures are the router's. The
+machine may have changed it. The default model is tiny and real: it makes so many tokens that on few
+cores router and clients slow the engine down. `--model` serves another one, traced, on all
+cores. With `--paced` the engine's steps take a fixed time, so the results are the router's. The
 lines say whether
 
     goodput     tokens of requests complete by their deadlines are within 5% of the peak

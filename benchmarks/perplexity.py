@@ -17,8 +17,8 @@ of all other tokens, each with 1 to 1,023 tokens before it.
 Each file of `--gguf` is a variant too, named as the file. It is served in bfloat16; on a CPU its
 weights stay in GGUF's blocks. Its tokenizer must give the same tokens as the model's.
 
-A variant whose server does not start, say because it lacks a flag, is left out
-and said to be. The first windows also go through transformers' own forward pass
+A variant whose server does not start, say because it lacks a flag, is left out,
+and the page lists it. The first windows also go through transformers' own forward pass
 in the same type (in float32 for a GGUF file, with weights dequantized), and the
 two perplexities of these windows are printed side by side. Results go to
 `benchmarks/results/perplexity.md`.
@@ -260,8 +260,8 @@ def markdown(model: str, scores: dict[str, Score | None], notes: Sequence[str]) 
         f" of {WINDOW:,} tokens that do not overlap; a window's first token is not scored."
     )
     listed = "\n".join(f"- {note}" for note in notes)
-    figures = table(COLUMNS, rows(scores))
-    return f"# Perplexity of a served model\n\n{made}\n\n{figures}\n\n{listed}\n"
+    scored_rows = table(COLUMNS, rows(scores))
+    return f"# Perplexity of a served model\n\n{made}\n\n{scored_rows}\n\n{listed}\n"
 
 
 def main() -> None:
@@ -270,7 +270,7 @@ def main() -> None:
     parser.add_argument("--model", default=models.DEMO)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files of the model")
-    parser.add_argument("--windows", type=int, help="only so many; nothing is written then")
+    parser.add_argument("--windows", type=int, help="only the first ones; nothing is written then")
     parser.add_argument("--reference-windows", type=int, default=4, help="0: no reference")
     arguments = parser.parse_args()
 

@@ -5,10 +5,10 @@
 
 A paced engine gives every stream `--rate` tokens a second, and the streams come over `--channels`
 connections to a router of `--workers` processes. CPU time depends less on the machine's other work
-than wall time does. The engine's figure is that of its gRPC side: it computes nothing. Clients and
-engine have the same cores, so what several workers can carry is told by their CPU accounts: a
-core's second, divided by the time of the busiest process for a token. The gaps between the messages
-of a stream say what the router's coalescing costs its clients.
+than wall time does. The engine computes nothing, so its CPU time is that of its gRPC side. Clients
+and engine have the same cores, so the rate that several workers can carry follows from their CPU
+time: a core's second, divided by the time of the busiest process for a token. The gaps between the
+messages of a stream show what the router's coalescing costs its clients.
 """
 
 import argparse

@@ -4,7 +4,7 @@
 
 One client reads a stream as fast as it comes: alone, beside others that read theirs as fast, and
 beside as many that send a request, keep their connection open and read nothing. A paced engine
-gives every stream a token a step, so the figures are the router's. The router may hold
+gives every stream a token a step, so the results are the router's. The router may hold
 `--max-unread-tokens` tokens for a client, and then cancels the request.
 """
 
@@ -42,7 +42,7 @@ class Outcome:
     Attributes:
         gaps: Seconds between messages of the client that reads.
         tokens: Tokens that it read.
-        grown: Most bytes by which the router's memory grew.
+        grown: Maximum growth of the router's memory in bytes.
         running: The others' requests that still run on the engine at the end.
     """
 

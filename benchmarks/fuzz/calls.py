@@ -36,9 +36,9 @@ PATIENCE = 5.0
 SLACK = 20.0
 """Seconds past its deadline after which a call hangs."""
 SHOWN = 400
-"""Most characters of a request that are printed."""
+"""Maximum characters of a request that are printed."""
 UNHEARD = "Internal error from Core"
-"""What grpc.aio's client says by itself where a call had ended as it sent, and how is lost."""
+"""Message of grpc.aio's client for a call that ended while it was sending; the status is lost."""
 SESSION_ORDERS = 25
 
 METHODS: dict[str, type[Message]] = {

@@ -65,8 +65,8 @@ def _run_part_apart(name: str) -> dict[str, Any]:
     lines = done.stdout.splitlines()
     if done.returncode or not lines:
         return failed | {"failure": done.stderr[-4000:] or f"exit status {done.returncode}"}
-    told: dict[str, Any] = json.loads(lines[-1])
-    return told
+    outcome: dict[str, Any] = json.loads(lines[-1])
+    return outcome
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -110,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
         if name in wanted:
             console.print(f"{name} (at most {PARTS[name].seconds} s) ...")
             alone = device.type == "cuda"
-            told = _run_part_apart(name) if alone else _run_part(name, device, tiny=args.tiny)
-            report["parts"][name] = told
+            outcome = _run_part_apart(name) if alone else _run_part(name, device, tiny=args.tiny)
+            report["parts"][name] = outcome
     show(report, console)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / (file_stem(report["device"]) + ".json")
@@ -123,7 +123,7 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(f"written: {path}")
     tests = report["tests"]
     failed = tests is not None and (tests["failed"] or not tests["passed"])
-    return int(bool(failed) or any(told["failure"] for told in report["parts"].values()))
+    return int(bool(failed) or any(outcome["failure"] for outcome in report["parts"].values()))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def run_tests(seconds: int) -> dict[str, object]:
     has_engine = all(find_spec(name) for name in ENGINE_NEEDS)
     output, stopped = "" if has_engine else "an engine's libraries are not here\n", False
     for file in (ENGINE, KERNELS) if has_engine else (KERNELS,):
-        told, timed_out = _run(file, until - time.monotonic() - (file is ENGINE) * seconds / 2)
-        output, stopped = output + told, stopped or timed_out
+        printed, timed_out = _run(file, until - time.monotonic() - (file is ENGINE) * seconds / 2)
+        output, stopped = output + printed, stopped or timed_out
     return {
         "passed": len(re.findall(r"\bPASSED\b", output)),
         "failed": len(re.findall(r"::\S+ (?:FAILED|ERROR)\b", output)),

@@ -41,25 +41,25 @@ def show(report: Report, console: Console) -> None:
     table = Table("", "case", title=report["device"])
     for name in ("time", "GB/s", "of copy", "TFLOP/s", "of matmul", "beside", "error"):
         table.add_column(name, justify="right")
-    for part, told in report["parts"].items():
-        for row in told["rows"]:
+    for part, outcome in report["parts"].items():
+        for row in outcome["rows"]:
             table.add_row(
-                part, row["case"], *_figures(row, None if part == "swap" else bandwidth, rate)
+                part, row["case"], *_cells(row, None if part == "swap" else bandwidth, rate)
             )
-        if told["failure"]:
-            table.add_row(part, f"[red]{told['failure'].splitlines()[-1]}[/red]")
+        if outcome["failure"]:
+            table.add_row(part, f"[red]{outcome['failure'].splitlines()[-1]}[/red]")
         table.add_section()
     console.print(table)
     console.print(
         "GB/s counts each byte that must move once; `of copy` and `of matmul` are shares of what"
         " this device's own copies and products reach; `beside` is others' time over ours."
     )
-    rows = [row for told in report["parts"].values() for row in told["rows"]]
+    rows = [row for outcome in report["parts"].values() for row in outcome["rows"]]
     for note in sorted({note for row in rows for note in row["notes"]}):
         console.print(f"[dim]{note}[/dim]")
 
 
-def _figures(row: dict[str, Any], bandwidth: float | None, rate: float | None) -> list[str]:
+def _cells(row: dict[str, Any], bandwidth: float | None, rate: float | None) -> list[str]:
     seconds = row["seconds"]
     moved, flops = row["moved"] / seconds, row["flops"] / seconds
     peers = [f"{name} {other / seconds:.2f}x" for name, other in row["peers"].items()]

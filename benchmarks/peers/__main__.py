@@ -147,11 +147,11 @@ def _machine() -> str:
 
 def _processor() -> str:
     """Return the processor's name and its relevant vector instructions."""
-    told = Path("/proc/cpuinfo")
-    if not told.exists():
+    source = Path("/proc/cpuinfo")
+    if not source.exists():
         return platform.processor() or platform.machine()
     facts: dict[str, str] = {}
-    for line in told.read_text().splitlines():
+    for line in source.read_text().splitlines():
         name, _, value = line.partition(":")
         facts[name.strip()] = value.strip()
     wanted = ("avx2", "avx512f", "avx512_vnni", "avx512_bf16", "amx_tile")

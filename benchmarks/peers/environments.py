@@ -111,5 +111,5 @@ def _run(command: list[str], environment: Environment, home: Path) -> None:
         variables = {**os.environ, **environment.variables}
         done = subprocess.run(command, stdout=log, stderr=log, env=variables, check=False)
     if done.returncode:
-        said = " ".join(path.read_text(errors="replace").split())
-        raise InstallError(f"pip ended with {done.returncode}: ...{said[-TAIL:]}")
+        output = " ".join(path.read_text(errors="replace").split())
+        raise InstallError(f"pip ended with {done.returncode}: ...{output[-TAIL:]}")

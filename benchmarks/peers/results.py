@@ -140,7 +140,7 @@ def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
         Shares in 0 to 1 by the peer's name, without peers that have no samples.
     """
     votes: dict[tuple[int, int, int], Counter[int]] = {}
-    told: dict[str, list[tuple[tuple[int, int, int], int]]] = {}
+    first: dict[str, list[tuple[tuple[int, int, int], int]]] = {}
     for result in results:
         seen: Counter[int] = Counter()
         for sample in result.of(workload):
@@ -149,8 +149,8 @@ def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
             for number, token in enumerate(sample.first_tokens):
                 key = (sample.round, repeat, number)
                 votes.setdefault(key, Counter())[token] += 1
-                told.setdefault(result.name, []).append((key, token))
+                first.setdefault(result.name, []).append((key, token))
     return {
         name: statistics.fmean(votes[key].most_common(1)[0][0] == token for key, token in tokens)
-        for name, tokens in told.items()
+        for name, tokens in first.items()
     }

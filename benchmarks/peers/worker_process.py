@@ -37,7 +37,7 @@ def worker_variables(threads: int, *more: Path) -> dict[str, str]:
 
 
 class WorkerError(Exception):
-    """A worker failed. The message says why, in its own words if it had any."""
+    """A worker failed. The message is the reason that it gave, if it gave one."""
 
 
 class WorkerProcess:

@@ -34,12 +34,12 @@ class Octavo:
             flags += [f"--{name}", value]
         stack = contextlib.ExitStack()
         atexit.register(stack.close)
-        said = io.StringIO()
+        errors = io.StringIO()
         try:
-            with contextlib.redirect_stderr(said):
+            with contextlib.redirect_stderr(errors):
                 self._address = stack.enter_context(local_server(setup.model, *flags))
         except typer.Exit:
-            raise RuntimeError(BOXES.sub(" ", said.getvalue()).strip()[-300:]) from None
+            raise RuntimeError(BOXES.sub(" ", errors.getvalue()).strip()[-300:]) from None
 
     def run(self, requests: Sequence[Request]) -> Outcome:
         """Send all requests at once."""
