@@ -130,7 +130,7 @@ async def measure(minutes: float, streams: int, engines: int) -> bool:
         model = make_model(directory / "model")
         outcome, events, over = Outcome(), Counter[str](), asyncio.Event()
         async with service(model, directory, engines) as served:
-            asks = await settle(served.client, make_asks(2 * streams, tokens=200), model)
+            asks = await settle(served.client, make_asks(2 * streams, tokens=200))
             print(f"{len(asks)} requests, {streams} streams, {engines} engines", flush=True)
             rewriting = asyncio.create_task(rewrite_tenants(served.tenants, events))
             await asyncio.gather(

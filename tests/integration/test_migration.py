@@ -22,7 +22,7 @@ async def test_outputs_are_those_of_an_undisturbed_run(troubles, tmp_path):
     model = migration.make_model(tmp_path)
     async with migration.cluster(model, 3) as cluster:
         async with AsyncClient(cluster.router.address) as client:
-            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=60), model)
+            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=60))
         assert {ask.kind for ask in asks} == migration.KINDS.keys()
         for name in troubles:
             trouble = migration.TROUBLES[name]
