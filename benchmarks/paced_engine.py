@@ -27,8 +27,8 @@ from octavo.engine.events import (
     Started,
 )
 from octavo.engine.kv_cache import CacheStats
+from octavo.engine.rpc.session import Session, to_load
 from octavo.engine.scheduling.request import FinishReason
-from octavo.engine.session import Session, to_load
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name

@@ -26,10 +26,10 @@ from octavo.common.stopping import exit_at_once
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.models.resolve import resolve
-from octavo.engine.ranks.processes import started_ranks
+from octavo.engine.parallel.processes import started_ranks
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from octavo.kernels import cpu
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 64

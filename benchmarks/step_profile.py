@@ -85,7 +85,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     """Return the mean seconds of each part of a decode step."""
     from octavo.engine.running import executor  # noqa: PLC0415
     from octavo.engine.settings import EngineSettings  # noqa: PLC0415 - the child's alone
-    from octavo.engine.startup import build  # noqa: PLC0415
+    from octavo.engine.startup.build import build  # noqa: PLC0415
     from octavo.kernels import cpu  # noqa: PLC0415
     from tests.engine.stepper import Stepper  # noqa: PLC0415
 

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from octavo.engine.constraints.compiler import CompileCounters
 from octavo.engine.events import Load
 from octavo.engine.kv_cache import CacheCounters
-from octavo.engine.ranks.times import Times
+from octavo.engine.parallel.times import Times
 from octavo.engine.scheduling.batch import Batch
 from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.scheduler import Scheduler

@@ -20,16 +20,16 @@ from octavo.common.rpc import create_server, set_serving, until_terminated
 from octavo.common.stopping import StoppedWhileStartingError
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
-from octavo.engine.capacity import StartupError
 from octavo.engine.core import EngineCore
-from octavo.engine.heartbeat import watch
-from octavo.engine.loading_service import LoadingEngineService
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.ranks.place import Place, RankError
-from octavo.engine.ranks.processes import RankProcesses, started_ranks
-from octavo.engine.service import EngineService
+from octavo.engine.parallel.place import Place, RankError
+from octavo.engine.parallel.processes import RankProcesses, started_ranks
+from octavo.engine.rpc.heartbeat import watch
+from octavo.engine.rpc.loading_service import LoadingEngineService
+from octavo.engine.rpc.service import EngineService
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import Parts, build
+from octavo.engine.startup.build import Parts, build
+from octavo.engine.startup.capacity import StartupError
 from octavo.kernels import cpu
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 

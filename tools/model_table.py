@@ -7,8 +7,8 @@ from pathlib import Path
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.memory.cache_layout import plan_layout
-from octavo.engine.model_report import group_reports, load_checked
 from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.model_report import group_reports, load_checked
 from tests.architectures.entries import VARIANTS, Entry, entries
 from tests.architectures.tiny import CONTEXT, tiny_config
 from tools.generated_part import MadePart

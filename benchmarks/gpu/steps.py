@@ -51,7 +51,7 @@ def _build(folder: str, device: torch.device, sequences: int, prompt: int) -> An
     """Return an engine's parts."""
     # Not above: these want more libraries than a machine may have that times the kernels.
     from octavo.engine.settings import EngineSettings  # noqa: PLC0415
-    from octavo.engine.startup import build  # noqa: PLC0415
+    from octavo.engine.startup.build import build  # noqa: PLC0415
 
     settings = EngineSettings(
         model=folder,

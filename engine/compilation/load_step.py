@@ -16,13 +16,13 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.step import EagerStep, Step
-from octavo.engine.ranks.collectives import add_up
-from octavo.engine.ranks.world import World
+from octavo.engine.parallel.collectives import add_up
+from octavo.engine.parallel.world import World
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.ops import device_warning
 
 if TYPE_CHECKING:
-    from octavo.engine.adapters.targets import Targets
+    from octavo.engine.lora.targets import Targets
     from octavo.engine.models.checks.routing import Routing
     from octavo.engine.models.checks.self_check import SelfCheck
     from octavo.engine.models.load_model import LoadedModel
@@ -81,7 +81,7 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         OSError: There is no such model.
     """
     # Imported here because transformers is slow to import.
-    from octavo.engine.adapters.adapted_model import adapt_loaded  # noqa: PLC0415
+    from octavo.engine.lora.adapted_model import adapt_loaded  # noqa: PLC0415
     from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415
     from octavo.engine.models.checks.model_class import check_model_class  # noqa: PLC0415
     from octavo.engine.models.load_model import as_unsupported, load_unchecked  # noqa: PLC0415
@@ -184,7 +184,7 @@ class _Steps:
 
     def _check(self, step: Step, routing: "Routing | None" = None) -> None:
         """Check a step, and that it applies adapters if it takes any."""
-        from octavo.engine.adapters.trial import TrialStep, check_adapters  # noqa: PLC0415
+        from octavo.engine.lora.trial import TrialStep, check_adapters  # noqa: PLC0415
 
         loaded = self._loaded
         loaded.pass_check(self._of_all_ranks(step, everywhere=True), routing)

@@ -22,7 +22,7 @@ from octavo.engine.compilation.trace import GETITEM, VALUES, Size, Trace, storag
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
-from octavo.engine.ranks import collectives
+from octavo.engine.parallel import collectives
 from octavo.kernels.cpu.program import Program
 
 NATIVE = {

@@ -56,7 +56,7 @@ from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.models.sharding.whole_reference import whole_reference
 from octavo.engine.models.step import EagerStep, Step
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
-from octavo.engine.ranks.world import World
+from octavo.engine.parallel.world import World
 from octavo.kernels.gpu import e4m3_dtype
 from octavo.kernels.ops import check_supported
 

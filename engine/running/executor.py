@@ -8,13 +8,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from octavo.engine.adapters.adapter import Adapter
-from octavo.engine.adapters.device_adapters import DeviceAdapters
-from octavo.engine.adapters.weights import blank_weights
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation.load_step import LoadedStep
 from octavo.engine.compilation.traced_step import TracedStep
 from octavo.engine.kv_cache import Transfers
+from octavo.engine.lora.adapter import Adapter
+from octavo.engine.lora.device_adapters import DeviceAdapters
+from octavo.engine.lora.weights import blank_weights
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
 from octavo.engine.models.linear.adapted_layers import applying
@@ -22,8 +22,8 @@ from octavo.engine.models.sharding.rank_step import RankStep
 from octavo.engine.running.cuda_graphs import Record, StepGraphs, graph_memory
 from octavo.engine.running.graph_sizes import GraphSize, graph_sizes, mixed_sizes
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
+from octavo.engine.running.leader import Leader
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.running.ranks import Leader
 from octavo.engine.sampling.sampler import (
     PendingTokens,
     Report,

@@ -18,7 +18,7 @@ from octavo.common.models.errors import ModelError
 from octavo.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
-    from octavo.engine.model_report import GroupReport, ModelReport
+    from octavo.engine.startup.model_report import GroupReport, ModelReport
 
 SHOWN = frozenset(
     {
@@ -59,8 +59,8 @@ def check(
     settings = load(EngineSettings, flags)
     size = None if memory is None else parse_bytes(memory)
     logging.configure(settings.log_format, "warning")
-    from octavo.engine.capacity import StartupError  # noqa: PLC0415 - torch takes seconds
-    from octavo.engine.model_report import report  # noqa: PLC0415
+    from octavo.engine.startup.capacity import StartupError  # noqa: PLC0415 - torch takes seconds
+    from octavo.engine.startup.model_report import report  # noqa: PLC0415
 
     try:
         found = report(settings, size)

@@ -19,7 +19,7 @@ def engine(flags: Flags) -> None:
     settings = load(EngineSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
     if settings.tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
-        from octavo.engine.follower import run  # noqa: PLC0415 - torch takes seconds
+        from octavo.engine.startup.follower import run  # noqa: PLC0415 - torch takes seconds
 
         run(settings)
     running.run(lambda progress: _engine(settings, progress), settings.log_format)
@@ -52,8 +52,8 @@ async def run_engine(
 
     if settings.tensor_parallel_size == 1 and choose_device(settings.device).type == "cpu":
         keep_compiler_out()
-    from octavo.engine.capacity import StartupError  # noqa: PLC0415
     from octavo.engine.server import serve  # noqa: PLC0415 - torch takes seconds
+    from octavo.engine.startup.capacity import StartupError  # noqa: PLC0415
 
     try:
         await serve(settings, on_ready=on_ready, socket=socket)

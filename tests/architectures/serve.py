@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import save_file
 
 from octavo.common.models.errors import ModelError
-from octavo.engine.capacity import StartupError
 from octavo.engine.scheduling.request import BeamSearch, Resumption
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
+from octavo.engine.startup.capacity import StartupError
 from tests.architectures.eager import CLOSE, TOLERANCE, Eager, is_drawn
 from tests.architectures.entries import Entry
 from tests.architectures.tiny import (

@@ -11,7 +11,7 @@ from octavo.cli.bench.grpc_endpoint import OPTIONS
 from octavo.cli.generation import FLAGS
 from octavo.client.requests import generate_request
 from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES, SamplingParams
-from octavo.engine.validation import _sampling
+from octavo.engine.rpc.validation import _sampling
 from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.v1 import generation_pb2, sampling_pb2
 from tools import parameter_table

@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from octavo.kernels import ops
 from tests.engine.random_model import TINY
 from tests.engine.stepper import Stepper

@@ -13,7 +13,7 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import LaunchedModel
 from octavo.engine.scheduling.batch import SampledToken
 from octavo.engine.scheduling.request import Request
-from octavo.engine.startup import Parts
+from octavo.engine.startup.build import Parts
 
 
 class StandIn:

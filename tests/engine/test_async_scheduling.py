@@ -5,7 +5,7 @@ import pytest
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.request import BeamSearch, FinishReason
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.stepper import Stepper
 
 WAYS = (

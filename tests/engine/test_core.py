@@ -16,7 +16,7 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.server import _drain
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 
 PATIENCE = 30.0
 

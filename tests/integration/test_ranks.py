@@ -42,7 +42,7 @@ async def outputs(streams):
 
 def other_rank(engine):
     """Return the process of an engine's rank 1, which is the child that computes."""
-    (rank,) = [p for p in engine.children() if "octavo.engine.follower" in p.cmdline()]
+    (rank,) = [p for p in engine.children() if "octavo.engine.startup.follower" in p.cmdline()]
     return rank
 
 

@@ -39,7 +39,7 @@ from octavo.engine.models.sharding.sharded_layers import (
     VocabularyEmbedding,
     sum_experts,
 )
-from octavo.engine.ranks.world import World
+from octavo.engine.parallel.world import World
 
 PLACEMENTS: dict[str, Callable[[str, Tensor], Placement]] = {
     COLUMNS: lambda _, weight: Shard(max(0, weight.dim() - 2)),

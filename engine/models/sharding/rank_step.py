@@ -4,7 +4,7 @@ import torch
 from torch import Tensor
 
 from octavo.engine.models.step import EagerStep, Step
-from octavo.engine.ranks.world import World
+from octavo.engine.parallel.world import World
 from octavo.kernels.ops import argmax
 
 

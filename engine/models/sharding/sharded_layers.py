@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from octavo.engine.ranks.collectives import sum_over_ranks
-from octavo.engine.ranks.world import World
+from octavo.engine.parallel.collectives import sum_over_ranks
+from octavo.engine.parallel.world import World
 
 
 class SummedLinear(nn.Module):

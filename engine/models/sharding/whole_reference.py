@@ -17,7 +17,7 @@ from octavo.engine.models.checks.reference import Reference, reference, with_rou
 from octavo.engine.models.checks.routing import Choice
 from octavo.engine.models.checks.widened import is_narrow, is_small
 from octavo.engine.models.quantization.checkpoints.reader import load_weights
-from octavo.engine.ranks.world import World
+from octavo.engine.parallel.world import World
 
 CPU = torch.device("cpu")
 

@@ -1,7 +1,7 @@
 """Engines whose steps are traced or eager, and what they say."""
 
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.stepper import Stepper
 
 LENGTHS = (1, 2, 3, 17, 40)

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from transformers import LlamaConfig
 
-from octavo.engine.adapters import adapted_model
+from octavo.engine.lora import adapted_model
 from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.kernels import cpu
 from tests.engine.compilation import engines

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 

@@ -21,7 +21,7 @@ from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
 from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.models.test_architectures import SMALL, save
 from tests.engine.one_prompt import logits
 from tests.engine.stepper import Stepper
@@ -57,7 +57,7 @@ def as_on_a_gpu(monkeypatch, never_again, unpacked):
         step = JitStep(EagerStep(loaded.model), loaded.device)
         return LoadedStep(loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, step)
 
-    monkeypatch.setattr("octavo.engine.startup.load_step", load_step)
+    monkeypatch.setattr("octavo.engine.startup.load.load_step", load_step)
     # It has one token run alone, which is what runs uncompiled.
     monkeypatch.setattr("octavo.engine.running.executor.Executor.warm_up", lambda *_: None)
 

@@ -14,7 +14,7 @@ from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.engine.models.load_model import load
 from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from octavo.kernels import cpu
 from tests.architectures.entries import entries
 from tests.architectures.serve import save

@@ -20,7 +20,7 @@ from octavo.engine.events import Event, Failure, Load, OutputEvent
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import Parts, build
+from octavo.engine.startup.build import Parts, build
 
 SMALL = {"dtype": "float32", "num_blocks": 512, "max_model_len": 1024, "swap_space": 0.1}
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.stepper import Stepper
 
 PROMPTS = [[3 + i] * 5 + list(range(7, 7 + 11 * i)) for i in range(4)]

@@ -21,7 +21,7 @@ from transformers import (
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.random_model import TINY, save_random_model
 from tests.engine.stepper import Stepper
 

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"

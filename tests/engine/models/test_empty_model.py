@@ -9,14 +9,14 @@ import torch
 
 from octavo.common.models.errors import ModelError
 from octavo.common.resources import Memory
-from octavo.engine.capacity import StartupError
 from octavo.engine.compilation.load_step import _size
-from octavo.engine.model_report import report
 from octavo.engine.models import load_model
 from octavo.engine.models.load_model import load, load_empty
 from octavo.engine.models.weights_size import sizes_by_quantization
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
+from octavo.engine.startup.capacity import StartupError
+from octavo.engine.startup.model_report import report
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.architectures.tiny import make_model, tiny_config

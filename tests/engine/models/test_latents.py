@@ -11,11 +11,11 @@ from octavo.engine.attention.latent import AbsorbedProducts, Expansion, absorbed
 from octavo.engine.attention.packed_latents import PackedProducts
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
-from octavo.engine.model_report import report
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.load_model import load, load_empty
 from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.model_report import report
 from octavo.kernels import cpu
 from tests.architectures.entries import entries
 from tests.architectures.serve import save

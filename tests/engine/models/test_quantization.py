@@ -18,7 +18,6 @@ from transformers.integrations.bitnet import AutoBitLinear
 from transformers.pytorch_utils import Conv1D
 
 from octavo.common.models.errors import ModelError
-from octavo.engine.model_report import report
 from octavo.engine.models.linear.packed_linear import PackedLayer
 from octavo.engine.models.linear.plain_linears import (
     check_quantizable,
@@ -31,7 +30,8 @@ from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import calibration_tokens, run_alone
 from octavo.engine.models.quantization.int8 import OneDnnInt8Linear
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
+from octavo.engine.startup.model_report import report
 from tests.engine.random_model import save_random_model
 from tests.plain import shape
 

@@ -5,18 +5,19 @@ import gc
 import itertools
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from octavo.engine import capacity, startup
 from octavo.engine.attention.operator import current_step
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.graph_sizes import MAX_ROWS, GraphSize, graph_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
-from octavo.engine.startup import build
+from octavo.engine.startup import cache_plan, capacity
+from octavo.engine.startup.build import build
 from octavo.kernels.metadata import AttentionPlan
 from tests.engine.oracle import Oracle
 from tests.engine.running.conftest import LONGEST
@@ -277,20 +278,13 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 27 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: (16 + 2 + 8) * GIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(startup, "cuda_recorder", lambda: "records")
+    monkeypatch.setattr(cache_plan, "cuda_recorder", lambda: "records")
 
 
 def blocks(settings, loaded=Loaded):
     block_bytes = 2 * MIB
-    taken = startup._memory_taken(
-        Probe(gpu),
-        loaded,
-        settings,
-        block_bytes,
-        max_num_seqs=256,
-        max_num_batched_tokens=8192,
-        num_drafted=8,
-    )
+    plan = cache_plan.CachePlan(None, block_bytes, 256, 8192, SimpleNamespace(num_tokens=8))
+    taken = cache_plan._memory_taken(Probe(gpu), loaded, settings, plan)
     return capacity.count_blocks(settings, loaded.device, block_bytes, 0, taken=taken)
 
 

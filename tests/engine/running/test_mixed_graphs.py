@@ -21,7 +21,7 @@ from octavo.engine.running.graph_sizes import (
 )
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from octavo.kernels.metadata import AttentionPlan
 from tests.architectures.entries import entries
 from tests.architectures.serve import save

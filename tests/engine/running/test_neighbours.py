@@ -5,7 +5,7 @@ import random
 import pytest
 
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.stepper import Stepper
 
 OUTPUT_TOKENS = 16

@@ -8,13 +8,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
-from octavo.engine import startup
 from octavo.engine.models import load_model
 from octavo.engine.models.quantization.gpu_weight import round_to_fp8, round_to_int4, round_to_int8
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from octavo.kernels.quantized import dequantize
 from tests.engine.models.quantization.checkpoints import packers
 from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
@@ -23,6 +22,7 @@ from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 from tests.kernels.triton_device import INTERPRETED, MARKS
 
+BUILD = "octavo.engine.startup.build"
 OUTPUT_TOKENS = 5
 LENGTHS = (1, 7, 16, 40)
 
@@ -148,7 +148,7 @@ def test_so_they_are_when_it_is_compiled(engine, expected, async_scheduling):
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
 def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypatch):
-    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine()
     assert recorded.parts.executor._graphs is not None
     gc.collect()
@@ -163,7 +163,7 @@ def again(work):
 
 
 def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
-    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine(speculation="ngram", num_speculative_tokens=3)
     executor = recorded.parts.executor
     if INTERPRETED:  # the kernels of a graph, launched one by one
@@ -183,7 +183,7 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
 
 
 def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
-    monkeypatch.setattr(startup, "cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine()
     executor = recorded.parts.executor
     if INTERPRETED:

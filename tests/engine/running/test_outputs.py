@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.stepper import Stepper
 
 

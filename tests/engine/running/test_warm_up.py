@@ -9,7 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.engine.models.checks.self_check import SelfCheck
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build, largest_batch
+from octavo.engine.startup.build import build
+from octavo.engine.startup.cache_plan import largest_batch
 from tests.engine.stepper import Stepper
 
 triton = pytest.importorskip("triton")

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
 from tests.engine.conftest import STOPPING
 from tests.engine.stepper import Stepper
 

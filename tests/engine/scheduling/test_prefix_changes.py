@@ -6,7 +6,7 @@ from octavo.common.layer_groups import LayerGroup
 from octavo.common.prefix import block_key, reusable_keys, root_key, short_key
 from octavo.engine.events import PrefixChange
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
-from octavo.engine.session import Session
+from octavo.engine.rpc.session import Session
 from octavo.v1 import engine_pb2
 
 

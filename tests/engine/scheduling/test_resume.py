@@ -8,9 +8,9 @@ from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Failure, OutputEvent
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.rpc.validation import to_request
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
-from octavo.engine.validation import to_request
+from octavo.engine.startup.build import build
 from octavo.v1 import engine_pb2
 
 PATIENCE = 30.0

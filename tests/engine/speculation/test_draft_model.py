@@ -5,9 +5,9 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
-from octavo.engine.capacity import StartupError
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
+from octavo.engine.startup.capacity import StartupError
 from tests.engine.random_model import save_random_model
 from tests.engine.speculation.test_exactness import AMPLE, SCARCE, given, requests
 from tests.engine.stepper import Stepper

@@ -5,13 +5,13 @@ import random
 import pytest
 from transformers import MambaConfig
 
-from octavo.engine.capacity import StartupError
 from octavo.engine.scheduling.request import BeamSearch, Resumption
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.method import Method
 from octavo.engine.speculation.methods import make_speculation
 from octavo.engine.speculation.speculation import Speculation
-from octavo.engine.startup import build
+from octavo.engine.startup.build import build
+from octavo.engine.startup.capacity import StartupError
 from tests.engine.conftest import STOPPING
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper

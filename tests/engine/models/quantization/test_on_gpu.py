@@ -8,8 +8,8 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from octavo.engine.adapters.adapted_model import adapt
 from octavo.engine.compilation.jit import JitStep
+from octavo.engine.lora.adapted_model import adapt
 from octavo.engine.models import load_model
 from octavo.engine.models.experts.quantized_experts import QuantizedExperts
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear

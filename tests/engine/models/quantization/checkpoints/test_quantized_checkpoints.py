@@ -13,7 +13,6 @@ from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.quantized import METHODS
 from octavo.engine.attention.operator import attending
-from octavo.engine.model_report import report
 from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.linear.packed_linear import PackedLinear
@@ -24,6 +23,7 @@ from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlo
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.model_report import report
 from tests.engine.models.quantization.checkpoints import packers
 from tests.engine.models.quantization.checkpoints.quantize import (
     change_json,

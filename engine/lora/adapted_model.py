@@ -1,0 +1,223 @@
+"""Lets the linear layers of a loaded model take adapters.
+
+Packed layers add the products of low rank in their kernels: each has a number, by which it finds
+what the step's adapters add to it. Layers that are not packed have a hook that adds them to the
+outputs. Layers keep their names when they are fused or packed, so that they are found by name: a
+part of a fused layer has its own slice of the outputs.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from octavo.engine.attention.operator import DryRun, attending
+from octavo.engine.lora.targets import Targets
+from octavo.engine.models.empty_model import make_empty
+from octavo.engine.models.linear.adapted_layers import Placement, Target, add_adapters
+from octavo.engine.models.linear.fuse_linears import FusedPart
+from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
+from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.quantization.checkpoints.reader import read_config
+from octavo.engine.models.step import EagerStep
+from octavo.kernels import cpu
+
+if TYPE_CHECKING:
+    from octavo.engine.models.load_model import LoadedModel
+
+PROBE_TOKENS, PROBE_ROWS = 3, 2
+"""Tokens, and rows of logits, of the run that shows which layers run for every token."""
+
+
+def adapt_loaded(loaded: "LoadedModel", path: str) -> Targets:
+    """Make a loaded model apply LoRA adapters.
+
+    Args:
+        loaded: The model, loaded to take adapters.
+        path: Its directory.
+
+    Returns:
+        The layers that adapters may adapt.
+    """
+    config = read_config(path, quantized=find_format(Path(path)) is not None)
+    return adapt(loaded.model, config, loaded.dtype)
+
+
+def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> Targets:
+    """Make a loaded model's linear layers apply LoRA adapters; see `applying`.
+
+    Layers that it does not call for every token, such as those of experts, are left out, as are
+    layers whose weights became part of something else.
+
+    Args:
+        model: The model as it runs, fused and packed; changed in place.
+        config: The model's, from which its layers' names and sizes come.
+        dtype: Of its activations.
+
+    Returns:
+        The layers that adapters may adapt.
+    """
+    located = {
+        name: _Located(target, *found)
+        for name, target in linear_layers(make_empty(config, dtype)).items()
+        if (found := _find(model, name)) is not None
+    }
+    calls = _CountedCalls()
+    token_ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
+    with torch.inference_mode(), attending(DryRun()), calls.counting(located):
+        EagerStep(model)(token_ids, token_ids, torch.arange(PROBE_ROWS, device=model.device))
+    adaptable = {name: own for name, own in located.items() if calls.is_adaptable(name)}
+    placing = _Placing()
+    layers = {name: placing.place(own) for name, own in adaptable.items()}
+    pinned = model.device.type == "cuda"
+    return Targets(layers, dtype, pinned=pinned, orders=tuple(placing.orders))
+
+
+def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
+    """Return the linear layers of a model as transformers makes it, by name."""
+    head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    found: dict[str, Target] = {}
+    for name, layer in model.named_modules():
+        if type(layer) is nn.Linear:
+            sizes = layer.in_features, layer.out_features
+        elif isinstance(layer, Conv1D):
+            sizes = layer.nx, layer.nf
+        else:
+            continue
+        found[name] = Target(len(found), *sizes, is_head=layer is head)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Located:
+    """A linear layer of the model as it runs.
+
+    Attributes:
+        target: The layer.
+        module: What computes it, perhaps with others.
+        half: Which half of a SwiGLU's panels are its: 0 or 1; None if it has whole panels.
+    """
+
+    target: Target
+    module: nn.Module
+    half: int | None = None
+
+    @property
+    def packed(self) -> PackedLayer | None:
+        """The packed layer that computes it, if one does."""
+        module = self.module.shared.layer if isinstance(self.module, FusedPart) else self.module
+        return module if isinstance(module, PackedLayer) else None
+
+    @property
+    def start(self) -> int:
+        """Its first output among those of the packed layer."""
+        return self.module.start if isinstance(self.module, FusedPart) else 0
+
+
+@dataclass(slots=True)
+class _CountedCalls:
+    """Counts the calls of each layer, and those with all of its rows."""
+
+    all: Counter[str] = field(default_factory=Counter)
+    whole: Counter[str] = field(default_factory=Counter)
+
+    @contextmanager
+    def counting(self, located: dict[str, _Located]) -> Iterator[None]:
+        """Count within."""
+        hooks = [
+            own.module.register_forward_hook(partial(self._count, name, own))
+            for name, own in located.items()
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _count(
+        self, name: str, own: _Located, _: nn.Module, given: tuple[Tensor, ...], out: Tensor
+    ) -> None:
+        target, x = own.target, given[0]
+        self.all[name] += 1
+        rows = PROBE_ROWS if target.is_head else PROBE_TOKENS
+        fits = x.shape[-1] == target.inputs and out.shape[-1] == target.outputs
+        if fits and x.numel() == rows * target.inputs and out.numel() == rows * target.outputs:
+            self.whole[name] += 1
+
+    def is_adaptable(self, name: str) -> bool:
+        """Return whether a layer was called, and always with all rows."""
+        return 0 < self.all[name] == self.whole[name]
+
+
+class _Placing:
+    """Lets layers take adapters.
+
+    Attributes:
+        orders: The orders of inputs of packed layers so far.
+    """
+
+    def __init__(self) -> None:
+        self.orders: list[tuple[int, ...]] = []
+        self._numbers: dict[PackedLayer, tuple[int, int]] = {}
+
+    def place(self, own: _Located) -> Target:
+        """Let a layer take adapters, and return it with its place."""
+        packed, target = own.packed, own.target
+        if packed is None:
+            own.module.register_forward_hook(_hook(target))
+            return target
+        assert cpu.linear is not None
+        panel = cpu.linear.panel
+        number, order = self._number(packed)
+        if own.half is not None:
+            lanes = panel // 2
+            placement = Placement(number, 0, own.half * lanes, lanes, order=order)
+        else:
+            first, shift = divmod(own.start, panel)
+            placement = Placement(number, first, 0, panel, shift, order)
+        return replace(target, placement=placement)
+
+    def _number(self, packed: PackedLayer) -> tuple[int, int]:
+        """Return a packed layer's number, and that of its order of inputs."""
+        if packed not in self._numbers:
+            number, order = len(self._numbers), -1
+            if packed.order is not None:
+                order = len(self.orders)
+                self.orders.append(tuple(packed.order.tolist()))
+            packed.adapted = number
+            self._numbers[packed] = number, order
+        return self._numbers[packed]
+
+
+def _find(model: nn.Module, name: str) -> tuple[nn.Module, int | None] | None:
+    """Return the module that computes a layer, and its half of that; None if there is none."""
+    owner: Any = model
+    *parents, last = name.split(".")
+    for parent in parents:
+        owner = _child(owner, parent)
+    if isinstance(owner, GatedMLP) and last in {"gate_proj", "up_proj"}:
+        return owner.gated, int(last == "up_proj")
+    module = _child(owner, last)
+    return (module, None) if isinstance(module, nn.Module) else None
+
+
+def _child(owner: object, name: str) -> object:
+    """Return what has a name in a module, also in a SwiGLU that was replaced; None if nothing."""
+    if isinstance(owner, GatedMLP) and name == "down_proj":
+        owner = owner.mlp
+    return getattr(owner, name, None)
+
+
+def _hook(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
+    def add(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return add_adapters(target, given[0], out)
+
+    return add

@@ -1,0 +1,111 @@
+"""The adapters on the device: the least recently used give way to those of the next batch."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from octavo.engine.lora.adapter import Adapter
+from octavo.kernels.host import to_device
+from octavo.kernels.low_rank import LowRankLayer, StepAdapters, sort_rows
+
+
+@dataclass(frozen=True, slots=True)
+class _OnDevice:
+    """An adapter's matrices on the device, and the records of where they lie."""
+
+    matrices: torch.Tensor
+    records: np.ndarray
+
+
+class DeviceAdapters:
+    """Copies adapters to the device when a batch needs them, within a limit.
+
+    All lie in the CPU's memory, pinned if the device is a GPU. A copy to the device is in the order
+    of its stream, and memory that is given back is used in that order, so a step that was launched
+    keeps its adapters. On a CPU nothing is copied. An adapter that nobody holds any more leaves by
+    itself.
+
+    Attributes:
+        copies: Copies to the device so far.
+
+    Args:
+        device: Where the model is.
+        limit: Bytes on the device, which the adapters of a batch must fit; None: nothing is copied,
+            as the model is on a CPU.
+        packed: The model's packed layers that adapters adapt.
+    """
+
+    def __init__(
+        self, device: torch.device, limit: int | None, packed: Sequence[LowRankLayer] = ()
+    ) -> None:
+        self._device = device
+        self._limit = limit
+        self._packed = packed
+        self.copies = 0
+        # The least recently used first.
+        self._held: WeakKeyDictionary[Adapter, _OnDevice] = WeakKeyDictionary()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the adapters on the device."""
+        return sum(held.matrices.nbytes for held in self._held.values())
+
+    def lay_out(
+        self, spans: Sequence[tuple[object, int]], logit_rows: np.ndarray
+    ) -> StepAdapters | None:
+        """Return the adapters of a batch; None if no sequence has one.
+
+        Args:
+            spans: Each sequence's adapter and its tokens in the batch, in their order.
+            logit_rows: `[num_rows]` int64, the tokens whose logits are wanted.
+        """
+        numbers: dict[Adapter, int] = {}
+        for adapter, _ in spans:
+            if isinstance(adapter, Adapter):
+                numbers.setdefault(adapter, len(numbers))
+        if not numbers:
+            return None
+        held = self._hold(numbers)
+        of_spans = [
+            numbers[adapter] if isinstance(adapter, Adapter) else -1 for adapter, _ in spans
+        ]
+        of_tokens = np.repeat(of_spans, [count for _, count in spans])
+        records = np.stack([own.records for own in held], axis=1)
+        on_device = to_device(records, self._device)
+        owners = [own.matrices for own in held]
+        most = max(adapter.weights.max_rank for adapter in numbers)
+        tokens, logits = (
+            sort_rows(rows, on_device, most, owners) for rows in (of_tokens, of_tokens[logit_rows])
+        )
+        return StepAdapters(tokens, logits, self._packed)
+
+    def _hold(self, wanted: Mapping[Adapter, int]) -> list[_OnDevice]:
+        """Return adapters on the device, after others have made room for them."""
+        held = []
+        for adapter in wanted:
+            if (own := self._held.pop(adapter, None)) is None:
+                self._make_room(adapter.nbytes, wanted)
+                own = self._copy(adapter)
+            self._held[adapter] = own
+            held.append(own)
+        return held
+
+    def _make_room(self, nbytes: int, wanted: Mapping[Adapter, int]) -> None:
+        if self._limit is None:
+            return
+        for adapter in list(self._held):
+            if self.nbytes + nbytes <= self._limit:
+                return
+            if adapter not in wanted:
+                del self._held[adapter]
+
+    def _copy(self, adapter: Adapter) -> _OnDevice:
+        weights = adapter.weights
+        matrices = weights.matrices
+        if self._limit is not None:
+            matrices = matrices.to(self._device, non_blocking=True, copy=True)
+            self.copies += 1
+        return _OnDevice(matrices, weights.records_at(matrices.data_ptr()))

@@ -1,0 +1,76 @@
+"""Checks that a step applies adapters, with one that is made for it; see `trial_adapter.py`."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from octavo.engine.lora.adapter import Adapter
+from octavo.engine.lora.device_adapters import DeviceAdapters
+from octavo.engine.lora.targets import Targets
+from octavo.engine.lora.weights import Matrices, lay_out
+from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
+from octavo.engine.models.checks.trial_matrices import trial_matrices
+from octavo.engine.models.linear.adapted_layers import applying
+from octavo.engine.models.step import Step
+
+
+class TrialStep:
+    """A step that applies the trial adapter to all tokens.
+
+    Args:
+        step: A step that applies adapters.
+        targets: The model's layers that adapters may adapt.
+        scales: The adapter's layers and their scales.
+        device: Where the model is.
+
+    Raises:
+        SelfCheckError: The adapter has a layer that adapters may not adapt.
+    """
+
+    def __init__(
+        self, step: Step, targets: Targets, scales: Mapping[str, float], device: torch.device
+    ) -> None:
+        if unknown := sorted(set(scales) - set(targets.layers)):
+            raise SelfCheckError(
+                f"self-check failed: {unknown[0]} runs for every token, but takes no adapters"
+            )
+        self._step = step
+        matrices = {
+            name: trial_matrices(name, targets.layers[name].inputs, targets.layers[name].outputs)
+            for name in scales
+        }
+        layers = [
+            Matrices(name, targets.layers[name], len(down), scales[name])
+            for name, (down, _) in matrices.items()
+        ]
+        weights = lay_out(
+            layers, lambda name, part: matrices[name][part == "B"].numpy(), targets, digest=""
+        )
+        self._adapter = Adapter("", Path(), weights)
+        limit = None if device.type == "cpu" else self._adapter.nbytes
+        self._held = DeviceAdapters(device, limit, targets.packed)
+
+    def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Run the model within `attending`; see `octavo.engine.models.step`."""
+        rows: np.ndarray = logit_rows.cpu().numpy()
+        with applying(self._held.lay_out([(self._adapter, token_ids.shape[1])], rows)):
+            return self._step(token_ids, positions, logit_rows)
+
+
+def check_adapters(check: SelfCheck, step: TrialStep) -> None:
+    """Run the self-check with the trial adapter.
+
+    Args:
+        check: Against what transformers' forward pass computes with it.
+        step: The step.
+
+    Raises:
+        SelfCheckError: Its logits are not those.
+    """
+    try:
+        check(step)
+    except SelfCheckError as error:
+        raise SelfCheckError(f"with an adapter, {error}") from error

@@ -1,0 +1,297 @@
+"""Read `adapter_model.safetensors`, as peft writes it, and check it against the model.
+
+Nothing here computes with PyTorch: it runs beside the steps, and PyTorch would keep a pool of
+threads for the thread that it runs in.
+"""
+
+import hashlib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, deserialize, safe_open
+
+from octavo.common.models.checkpoint import ADAPTER_CONFIG
+from octavo.common.models.errors import ModelError
+from octavo.common.models.weight_files import PICKLED, check_file
+from octavo.engine.lora.config import MAX_RANK, AdapterConfig, read_config
+from octavo.engine.lora.errors import AdapterError
+from octavo.engine.lora.targets import Targets
+from octavo.engine.models.linear.adapted_layers import Target
+from octavo.kernels.low_rank import make_record
+
+WEIGHTS = "adapter_model.safetensors"
+NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
+"""The name of a matrix: A maps a layer's inputs to `rank` numbers, B these to its outputs."""
+DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+ALIGNMENT = 32
+"""Elements; a matrix begins at a multiple of it."""
+BLANK_RANK = 16
+SHOWN = 5
+"""Names that a message lists."""
+
+
+class Matrices(NamedTuple):
+    """An adapter's part of a layer, as its file has it.
+
+    Attributes:
+        layer: The layer's name.
+        target: The layer.
+        rank: Rows of A and columns of B.
+        scale: Of the product.
+    """
+
+    layer: str
+    target: Target
+    rank: int
+    scale: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdapterWeights:
+    """An adapter's matrices in memory.
+
+    Attributes:
+        matrices: `[elements]` of the targets' dtype: of each layer A, `[rank, inputs]`, and B
+            transposed, `[rank, outputs]`, or as its packed layer takes it: see
+            `octavo.kernels.low_rank.LowRankPart`.
+        records: `[indices of targets, RECORD]` int64, as for
+            `octavo.kernels.low_rank.LowRankBatch`, with the offsets of A and B in bytes in place
+            of their addresses.
+        max_rank: The highest rank.
+        digest: Of the adapter's files.
+    """
+
+    matrices: torch.Tensor
+    records: np.ndarray
+    max_rank: int
+    digest: str
+
+    def records_at(self, address: int) -> np.ndarray:
+        """Return the records of matrices that lie at an address."""
+        placed = self.records.copy()
+        placed[placed[:, 2] > 0, :2] += address
+        return placed
+
+
+def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
+    """Read an adapter and check it.
+
+    Args:
+        directory: As peft's `save_pretrained` writes it.
+        targets: The model's layers.
+
+    Raises:
+        AdapterError: It cannot be read, is not applied by Octavo, or does not fit the model.
+    """
+    config = read_config(directory)
+    file = directory / WEIGHTS
+    if not file.is_file():
+        raise AdapterError(_absent(directory))
+    try:
+        check_file(file)
+        with safe_open(file, framework="np") as opened:
+            parts = [opened.get_slice(name) for name in opened.keys()]  # noqa: SIM118
+            names = list(opened.keys())
+            shapes = {
+                name: (part.get_dtype(), tuple(part.get_shape()))
+                for name, part in zip(names, parts, strict=True)
+            }
+        layers = _check(file, config, shapes, targets)
+        content = file.read_bytes()
+        tensors = dict(deserialize(content))  # type: ignore[no-untyped-call]
+    except ModelError as error:
+        raise AdapterError(str(error)) from error
+    except (SafetensorError, OSError, MemoryError, RecursionError, ArithmeticError) as error:
+        raise AdapterError(f"{file} cannot be read: {error}") from error
+    stated = (directory / ADAPTER_CONFIG).read_bytes()
+    digest = hashlib.blake2b(stated + hashlib.blake2b(content).digest(), digest_size=16)
+
+    def values(layer: str, part: str) -> np.ndarray:
+        name = f"base_model.model.{layer}.lora_{part}.weight"
+        return _values(file, name, tensors[name], targets.dtype)
+
+    return lay_out(layers, values, targets, digest.hexdigest())
+
+
+def blank_weights(targets: Targets) -> AdapterWeights:
+    """Return the weights of an adapter of every layer that changes no output."""
+    records = targets.make_records()
+    widest = max((max(own.inputs, _width(own)) for own in targets.layers.values()), default=0)
+    matrix = torch.zeros(BLANK_RANK * widest, dtype=targets.dtype, pin_memory=targets.pinned)
+    for target in targets.layers.values():
+        records[target.index] = make_record(0, 0, BLANK_RANK, 1.0)  # all lie at the same place
+    return AdapterWeights(matrix, records, BLANK_RANK, digest="")
+
+
+def _absent(directory: Path) -> str:
+    """Return the reason why the weights of a directory cannot be read."""
+    held = sorted(file.name for file in directory.iterdir()) if directory.is_dir() else []
+    if pickled := [name for name in held if name.endswith(PICKLED)]:
+        return (
+            f"{directory} has no {WEIGHTS}; {pickled[0]} is a pickle, which can run code when"
+            " loaded, and is not read: save the adapter again with a current peft"
+        )
+    return f"{directory} has no {WEIGHTS}: it is not an adapter in peft's format"
+
+
+def _check(
+    file: Path,
+    config: AdapterConfig,
+    shapes: Mapping[str, tuple[str, tuple[int, ...]]],
+    targets: Targets,
+) -> list[Matrices]:
+    """Return an adapter's matrices, by the targets' order, once names and shapes are right."""
+    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    for name, (dtype, shape) in shapes.items():
+        named = NAME.fullmatch(name)
+        if named is None:
+            raise AdapterError(f"{file}: {name} is not a matrix of LoRA, {_hint(name)}")
+        if dtype not in DTYPES:
+            raise AdapterError(f"{file}: {name} is {dtype}; it must be {', '.join(DTYPES)}")
+        if len(shape) != 2:
+            raise AdapterError(f"{file}: {name} has shape {list(shape)}, and is no matrix")
+        found.setdefault(named["layer"], {})[named["part"]] = shape
+    if not found:
+        raise AdapterError(f"{file} has no tensors")
+    base = f"; the adapter was made for {config.base!r}" if config.base else ""
+    if unknown := sorted(set(found) - set(targets.layers)):
+        raise AdapterError(
+            f"{file} adapts {', '.join(unknown[:SHOWN])}{' ...' if len(unknown) > SHOWN else ''},"
+            f" which is no linear layer of the model that adapters may adapt{base}"
+        )
+    try:
+        layers = [
+            _check_layer(config, layer, parts, targets.layers[layer])
+            for layer, parts in found.items()
+        ]
+    except AdapterError as error:
+        raise AdapterError(f"{file}: {error}{base}") from error
+    return sorted(layers, key=lambda own: own.target.index)
+
+
+def _hint(name: str) -> str:
+    """Return what to do about a tensor that is no matrix of LoRA."""
+    if name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
+        return (
+            "but the base model's, and Octavo keeps one base for all: save the adapter with"
+            " peft's save_pretrained(save_embedding_layers=False)"
+        )
+    return "and Octavo applies these alone"
+
+
+def _check_layer(
+    config: AdapterConfig, layer: str, shapes: Mapping[str, tuple[int, ...]], target: Target
+) -> Matrices:
+    """Return a layer's matrices.
+
+    Raises:
+        AdapterError: One is absent, or has another shape than the model and the config need.
+    """
+    rank = config.rank_of(layer)
+    expected = {"A": (rank, target.inputs), "B": (target.outputs, rank)}
+    for part, needed in expected.items():
+        if part not in shapes:
+            raise AdapterError(f"lora_{part} of {layer} is missing")
+        if shapes[part] != needed:
+            raise AdapterError(
+                f"lora_{part} of {layer} has shape {list(shapes[part])}; the model and rank {rank}"
+                f" of the adapter's config need {list(needed)}"
+            )
+    assert rank <= MAX_RANK
+    return Matrices(layer, target, rank, config.scale_of(layer))
+
+
+def lay_out(
+    layers: Sequence[Matrices],
+    values: Callable[[str, str], np.ndarray],
+    targets: Targets,
+    digest: str,
+) -> AdapterWeights:
+    """Put all matrices of an adapter into one tensor, as the kernels take them.
+
+    Args:
+        layers: Its layers.
+        values: Returns a layer's matrix in float32, by the layer's name and the matrix's, A or B.
+        targets: The model's layers.
+        digest: Of the adapter's files.
+    """
+    size = sum(
+        _aligned(own.rank * own.target.inputs) + _aligned(own.rank * _width(own.target))
+        for own in layers
+    )
+    matrices = torch.empty(size, dtype=targets.dtype, pin_memory=targets.pinned)
+    whole = _as_array(matrices)
+    records = targets.make_records()
+    offset = 0
+    for layer, target, rank, scale in layers:
+        down, up = _in_order(values(layer, "A"), target, targets), values(layer, "B").T
+        places = []
+        for matrix in (down, _in_panels(up, target)):
+            places.append(offset * matrices.itemsize)
+            whole[offset : offset + matrix.size] = _convert(matrix, targets.dtype).reshape(-1)
+            offset += _aligned(matrix.size)
+        records[target.index] = make_record(places[0], places[1], rank, scale)
+    return AdapterWeights(matrices, records, max(own.rank for own in layers), digest)
+
+
+def _width(target: Target) -> int:
+    """Return the outputs of a layer with those that its packed layer's panels have beside them."""
+    own = target.placement
+    return target.outputs if own is None else own.panels(target.outputs) * own.lanes
+
+
+def _in_order(down: np.ndarray, target: Target, targets: Targets) -> np.ndarray:
+    """Return A, `[rank, inputs]`, with its columns in the packed layer's order."""
+    own = target.placement
+    return down if own is None or own.order < 0 else down[:, list(targets.orders[own.order])]
+
+
+def _in_panels(up: np.ndarray, target: Target) -> np.ndarray:
+    """Return B transposed, `[rank, outputs]`, in the packed layer's panels if it has one."""
+    own = target.placement
+    if own is None:
+        return up
+    after = _width(target) - own.shift - target.outputs
+    padded = np.pad(up, ((0, 0), (own.shift, after)))
+    return padded.reshape(len(up), -1, own.lanes).transpose(1, 0, 2)
+
+
+def _aligned(elements: int) -> int:
+    return -(-elements // ALIGNMENT) * ALIGNMENT
+
+
+def _values(file: Path, name: str, stored: Mapping[str, Any], dtype: torch.dtype) -> np.ndarray:
+    """Return a tensor in float32.
+
+    Raises:
+        AdapterError: It has NaN or infinity, or would have it in the model's dtype.
+    """
+    raw = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
+    if stored["dtype"] == "BF16":
+        values = (raw.astype(np.uint32) << 16).view(np.float32)
+    else:
+        values = raw.astype(np.float32)
+    if not np.isfinite(values).all():
+        raise AdapterError(f"{file}: {name} has NaN or infinity")
+    if np.abs(values).max() > torch.finfo(dtype).max:
+        kind = str(dtype).removeprefix("torch.")
+        raise AdapterError(f"{file}: {name} has numbers too large for {kind}, the model's type")
+    return values
+
+
+def _as_array(tensor: torch.Tensor) -> np.ndarray:
+    """Return a tensor's memory; bfloat16 as 16-bit integers, as NumPy has no such type."""
+    return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
+
+
+def _convert(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
+    """Return float32 values as `_as_array` has a dtype; rounded to the nearest even."""
+    if dtype != torch.bfloat16:
+        return values
+    bits = np.ascontiguousarray(values).view(np.uint32)
+    return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16).view(np.int16)

@@ -1,0 +1,120 @@
+"""Starts the other ranks of an engine on this machine, and ends with them."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+
+import structlog
+
+from octavo.common.background import start_thread
+from octavo.common.stopping import exit_at_once
+from octavo.engine.parallel.place import Place, given_place
+from octavo.engine.parallel.world import STORE
+
+MODULE = "octavo.engine.startup.follower"
+STOP_SECONDS = 5.0
+"""How long ranks have to end after the message to stop, before they are killed."""
+START_SECONDS = 5.0
+"""How long rank 0 has to find its own error, when another rank fails while starting."""
+LOOPBACK = "lo"
+
+log = structlog.get_logger(__name__)
+
+
+class RankProcesses:
+    """The other ranks, as child processes.
+
+    Args:
+        size: How many ranks there are, this one included.
+        settings: The engine's settings, as JSON.
+        folder: A directory of this process' own.
+    """
+
+    def __init__(self, size: int, settings: str, folder: Path) -> None:
+        self._stopping = threading.Event()
+        self._ready = threading.Event()
+        os.environ[STORE] = str(folder / "store")
+        # Ranks of one machine need no other network.
+        if Path(f"/sys/class/net/{LOOPBACK}").exists():
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
+        self._children = [
+            subprocess.Popen(
+                [sys.executable, "-m", "octavo.common.parent_watch", MODULE, settings],
+                stdin=subprocess.PIPE,
+                start_new_session=True,
+                env=os.environ | Place(rank, size, rank, size).variables(),
+            )
+            for rank in range(1, size)
+        ]
+        for rank, child in enumerate(self._children, 1):
+            start_thread(partial(self._wait, rank, child), f"rank-{rank}")
+
+    def ready(self) -> None:
+        """Say that the engine is ready: from now on no rank may end."""
+        self._ready.set()
+
+    def begin_to_stop(self) -> None:
+        """Say that the ranks are about to end."""
+        self._stopping.set()
+
+    def stop(self) -> None:
+        """Wait until the ranks have ended; kill those that do not."""
+        self._stopping.set()
+        for child in self._children:
+            try:
+                child.wait(STOP_SECONDS)
+            except subprocess.TimeoutExpired:
+                log.warning("a rank does not end: it is killed", pid=child.pid)
+                child.kill()
+                child.wait()
+
+    def kill(self) -> None:
+        """End the ranks at once."""
+        self._stopping.set()
+        for child in self._children:
+            child.kill()
+            child.wait()
+
+    def _wait(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
+        """End the engine when a rank ends that should not."""
+        code = child.wait()
+        if self._stopping.wait(0 if self._ready.is_set() else START_SECONDS):
+            return
+        log.error("a rank ended by itself: the engine ends", rank=rank, exit_code=code)
+        exit_at_once(1)
+
+
+@contextmanager
+def started_ranks(size: int, settings: str) -> Iterator[tuple[Place | None, RankProcesses | None]]:
+    """Start the other ranks for a block, unless a launcher has; they have ended at its end.
+
+    Args:
+        size: The value of --tensor-parallel-size.
+        settings: The engine's settings, as JSON.
+
+    Yields:
+        Which rank this is, None if it is the only one; and the ranks that it started.
+
+    Raises:
+        RankError: A launcher's variables do not fit the setting.
+    """
+    if size == 1:
+        yield None, None
+        return
+    if (given := given_place(os.environ, size)) is not None:
+        yield given, None
+        return
+    with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
+        processes = RankProcesses(size, settings, Path(folder))
+        try:
+            yield Place(0, size, 0, size), processes
+        except BaseException:
+            processes.kill()
+            raise
+        processes.stop()

@@ -1,0 +1,245 @@
+"""The process groups of an engine's ranks, and what they send each other.
+
+All of it is torch.distributed: gloo between CPUs, NCCL between GPUs. What rank 0 tells the others
+goes through a group of its own, always gloo, as it is arrays in the host's memory.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from octavo.engine.parallel.place import Place
+from octavo.engine.parallel.times import Times
+
+STORE = "OCTAVO_RANK_STORE"
+"""The environment variable of the file by which ranks of one machine find each other. Without it,
+they do by MASTER_ADDR and MASTER_PORT, as a launcher sets them."""
+FIRST_NUMBERS = 2048
+"""Numbers of a message's first part; what is longer has a second part."""
+FOREVER = timedelta(days=365)
+"""Ranks wait for rank 0's next message as long as it has nothing to do."""
+POLLED_SECONDS = 0.002
+"""How long a rank looks again and again whether a collective has ended, before it sleeps: a core
+that sleeps wakes up later than most sums end."""
+GATHERED_BYTES = 1 << 20
+"""More than two ranks add up larger tensors in a ring, which sends less, but in more turns."""
+DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
+"""The types of tensors that ranks may share, by their number in a message."""
+
+
+@dataclass(slots=True)
+class World:
+    """This rank and the groups that it shares with the others.
+
+    Attributes:
+        place: Which rank this is.
+        tensors: The group of what layers compute.
+        control: The group of messages from rank 0.
+        watch: The group by which ranks know that the others are alive.
+        times: Measured so far.
+    """
+
+    place: Place
+    tensors: dist.ProcessGroup
+    control: dist.ProcessGroup
+    watch: dist.ProcessGroup
+    times: Times = field(default_factory=Times)
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are."""
+        return self.place.size
+
+    @property
+    def rank(self) -> int:
+        """The number of this one."""
+        return self.place.rank
+
+    def send(self, numbers: np.ndarray) -> None:
+        """Send int64 numbers, `[n]`, from rank 0 to all others."""
+        with self._timed("broadcast"):
+            first = np.zeros(FIRST_NUMBERS, np.int64)
+            kept = min(len(numbers), FIRST_NUMBERS - 1)
+            first[0] = len(numbers)
+            first[1 : 1 + kept] = numbers[:kept]
+            self._broadcast(torch.from_numpy(first))
+            if kept < len(numbers):
+                self._broadcast(torch.from_numpy(np.ascontiguousarray(numbers[kept:])))
+
+    def receive(self) -> np.ndarray:
+        """Wait for numbers that rank 0 sends."""
+        first = torch.empty(FIRST_NUMBERS, dtype=torch.int64)
+        self._broadcast(first)
+        count = int(first[0])
+        kept = min(count, FIRST_NUMBERS - 1)
+        if kept == count:
+            return first[1 : 1 + count].numpy()
+        rest = torch.empty(count - kept, dtype=torch.int64)
+        self._broadcast(rest)
+        return torch.cat([first[1:], rest]).numpy()
+
+    def least(self, *numbers: int) -> list[int]:
+        """Return the least of all ranks' numbers, each by its place."""
+        found = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)
+        least: list[int] = found.tolist()
+        return least
+
+    def share(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
+        """Return the tensors of rank 0, on the CPU, on all ranks.
+
+        Args:
+            tensors: On rank 0; None on others.
+        """
+        if tensors is not None:
+            shapes = [(DTYPES.index(each.dtype), each.dim(), *each.shape) for each in tensors]
+            self.send(np.array([number for shape in shapes for number in shape], np.int64))
+            found = [each.cpu().contiguous() for each in tensors]
+        else:
+            found = list(_empty_tensors(self.receive().tolist()))
+        for each in found:
+            self._broadcast(each)
+        return found
+
+    def sum(self, x: Tensor) -> Tensor:
+        """Return the sum of a contiguous tensor over all ranks, the same on all.
+
+        On CPUs each rank adds the parts in the order of the ranks, in float32 if there are more
+        than two.
+        """
+        with self._timed("reduce"):
+            if x.is_cuda or (self.size > 2 and x.nbytes > GATHERED_BYTES):
+                total = x.clone()
+                _finish(dist.all_reduce(total, group=self.tensors, async_op=True), total)
+                return total
+            given = x.expand(self.size, *x.shape).contiguous()
+            parts = torch.empty_like(given)
+            # It takes half the time of an all-gather.
+            _finish(dist.all_to_all_single(parts, given, group=self.tensors, async_op=True), x)
+            if len(parts) == 2:
+                return parts[0] + parts[1]
+            total = parts[0].float()
+            for part in parts[1:]:
+                total += part
+            return total.to(x.dtype)
+
+    def gather_columns(self, own: Tensor, width: int) -> Tensor | None:
+        """Join the ranks' columns on rank 0.
+
+        Args:
+            own: `[rows, n]`, this rank's columns; the last rank may have fewer than the others.
+            width: The columns of all ranks.
+
+        Returns:
+            `[rows, width]` on rank 0; None on the others.
+        """
+        with self._timed("gather"):
+            padded = self._padded(own, width)
+            parts = [torch.empty_like(padded) for _ in range(self.size)] if not self.rank else None
+            _finish(dist.gather(padded, parts, 0, group=self.tensors, async_op=True), padded)
+            return None if parts is None else torch.cat(parts, 1)[:, :width]
+
+    def gather_columns_everywhere(self, own: Tensor, width: int) -> Tensor:
+        """Return what `gather_columns` does, on all ranks."""
+        padded = self._padded(own, width)
+        parts = [torch.empty_like(padded) for _ in range(self.size)]
+        dist.all_gather(parts, padded, group=self.tensors)
+        return torch.cat(parts, 1)[:, :width]
+
+    def _broadcast(self, x: Tensor) -> None:
+        _finish(dist.broadcast(x, 0, group=self.control, async_op=True), x)
+
+    def _padded(self, own: Tensor, width: int) -> Tensor:
+        return torch.nn.functional.pad(own, (0, self.part(width) - own.shape[1])).contiguous()
+
+    def part(self, count: int) -> int:
+        """Return how many of `count` a rank has; the last may have fewer."""
+        return -(-count // self.size)
+
+    def start_of(self, count: int) -> int:
+        """Return the first of `count` that this rank has."""
+        return self.part(count) * self.rank
+
+    @contextmanager
+    def _timed(self, name: str) -> Iterator[None]:
+        began = time.perf_counter()
+        yield
+        setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - began)
+
+
+def _finish(work: dist.Work | None, given: Tensor) -> None:
+    """Wait until a collective has ended.
+
+    Args:
+        work: The collective.
+        given: One of its tensors; those of a GPU wait on the GPU itself.
+    """
+    assert work is not None
+    if not given.is_cuda:
+        end = time.perf_counter() + POLLED_SECONDS
+        while not work.is_completed() and time.perf_counter() < end:
+            _yield_core()
+    work.wait()
+
+
+def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
+    """Yield tensors of the described shapes: of each its dtype, its dimensions, its sizes."""
+    while numbers:
+        kind, dims = numbers[0], numbers[1]
+        yield torch.empty(numbers[2 : 2 + dims], dtype=DTYPES[kind])
+        numbers = numbers[2 + dims :]
+
+
+def join(place: Place, device: torch.device, *, watch_seconds: float) -> World:
+    """Join the other ranks, once; wait until all have joined.
+
+    Args:
+        place: Which rank this is.
+        device: Where the model runs; a GPU becomes the current one of this thread.
+        watch_seconds: How long a rank may be silent.
+
+    Raises:
+        RuntimeError: They cannot be reached.
+    """
+    if (world := current_world()) is not None:
+        return world
+    backend = "gloo"
+    if device.type == "cuda":
+        torch.cuda.set_device(place.local_rank)
+        backend = "cpu:gloo,cuda:nccl"
+    os.environ.update(place.variables())  # transformers reads them too
+    store = os.environ.get(STORE)
+    dist.init_process_group(
+        backend,
+        init_method="env://" if store is None else Path(store).as_uri(),
+        rank=place.rank,
+        world_size=place.size,
+    )
+    whole = dist.group.WORLD
+    assert whole is not None
+    control = dist.new_group(backend="gloo", timeout=FOREVER)
+    watch = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(watch_seconds)))
+    world = World(place, whole, control, watch)
+    _joined.append(world)
+    return world
+
+
+_yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
+"""Lets another thread have this core, such as the one that receives."""
+_joined: list[World] = []
+
+
+def current_world() -> World | None:
+    """Return the ranks that this process computes with; None if it is alone."""
+    return _joined[-1] if _joined else None

@@ -1,0 +1,222 @@
+"""EngineService: what routers ask of an engine, over one core."""
+
+import asyncio
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from functools import partial
+from importlib.metadata import version
+from itertools import count
+from typing import Any
+
+import grpc
+import structlog
+
+from octavo.common.layer_group_messages import to_message
+from octavo.common.topology import format_list
+from octavo.common.tracing import Tracing
+from octavo.engine.constraints.compiler import ConstraintCompiler
+from octavo.engine.core import EngineCore
+from octavo.engine.events import Event, Load, PrefixChange
+from octavo.engine.memory.cache_tensors import GIB
+from octavo.engine.metrics import EngineMetrics
+from octavo.engine.rpc.adapter_service import AdapterService
+from octavo.engine.rpc.session import Session, to_load
+from octavo.engine.rpc.thread_bridge import ThreadBridge
+from octavo.engine.rpc.tracing import RequestTracer
+from octavo.engine.rpc.validation import to_request
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.build import Parts
+from octavo.v1 import engine_pb2, engine_pb2_grpc
+
+log = structlog.get_logger(__name__)
+
+Context = grpc.aio.ServicerContext[Any, Any]
+
+
+class EngineService(engine_pb2_grpc.EngineServiceServicer):
+    """Serves one core to any number of routers.
+
+    Attributes:
+        core: The core; it serves while its `run` runs in a thread.
+    """
+
+    def __init__(
+        self, settings: EngineSettings, parts: Parts, metrics: EngineMetrics, tracing: Tracing
+    ) -> None:
+        self._settings = settings
+        self._parts = parts
+        self._adapters = AdapterService(parts.adapters, self._announce_adapters)
+        self._sessions: dict[int, Session] = {}
+        self._ids = count()
+        metrics.sessions.set_function(lambda: len(self._sessions))
+        metrics.info.info(
+            {
+                "version": version("octavo"),
+                "model": settings.model_name,
+                "device": parts.device,
+                "dtype": parts.dtype,
+                "threads": str(parts.threads.count),
+                "cpus": format_list(parts.threads.cpus),
+                "numa_nodes": format_list(parts.threads.nodes),
+                "kernels": parts.kernels,
+            }
+        )
+        self._instance_id = uuid.uuid4().hex
+        metrics.ranks.set(parts.ranks)
+        if parts.leader is not None:
+            metrics.show_rank_times(parts.leader.world.times)
+        loop = asyncio.get_running_loop()
+        bridge = ThreadBridge(loop, self._add_prefixes, self._add_events, self._fail_sessions)
+        tracer = RequestTracer(tracing.tracer, settings.model_name)
+        self.core = EngineCore(
+            parts.scheduler,
+            parts.executor,
+            metrics,
+            bridge.publish,
+            max_waiting=settings.max_waiting,
+            max_failed_steps=settings.max_failed_steps,
+            async_scheduling=settings.async_scheduling and parts.executor.asynchronous,
+            publish_prefixes=bridge.publish_prefixes,
+            on_end=tracer.ended if tracing.on else None,
+            constraints=_compiler(settings, parts),
+        )
+
+    async def Session(  # noqa: N802 - the contract's name
+        self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
+    ) -> AsyncIterator[engine_pb2.SessionResponse]:
+        """Carry one router's requests and tokens."""
+        number = next(self._ids)
+        translate = partial(
+            to_request,
+            session=number,
+            limits=self._parts.limits,
+            eos_token_ids=self._parts.eos_token_ids,
+            find_adapter=self._adapters.find,
+        )
+        session = Session(self.core, translate)
+        self._sessions[number] = session
+        if self._parts.adapters is not None:
+            session.set_adapters(self._adapters.message())
+        log.info("session opened", session=number, peer=context.peer())
+        try:
+            async for response in session.run(number, request_iterator):
+                yield response
+        finally:
+            del self._sessions[number]
+            log.info("session closed", session=number)
+
+    async def GetEngineInfo(  # noqa: N802 - the contract's name
+        self,
+        request: engine_pb2.GetEngineInfoRequest,  # noqa: ARG002 - empty
+        context: Context,  # noqa: ARG002
+    ) -> engine_pb2.GetEngineInfoResponse:
+        """Return what is served and its load."""
+        parts, limits, settings = self._parts, self._parts.limits, self._settings
+        (budget,) = limits.budgets
+        return engine_pb2.GetEngineInfoResponse(
+            model=settings.model_name,
+            instance_id=self._instance_id,
+            tokenizer=settings.source,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=parts.max_num_seqs,
+            max_num_batched_tokens=parts.max_num_batched_tokens,
+            max_outputs=limits.max_outputs,
+            block_size=budget.block_size,
+            block_bytes=parts.block_bytes,
+            eos_token_ids=parts.eos_token_ids,
+            features=engine_pb2.Features(
+                prefix_caching=settings.enable_prefix_caching,
+                beam_search=limits.beam_search,
+                constraints=limits.constraints,
+                adapters=parts.adapters is not None,
+            ),
+            version=version("octavo"),
+            device=parts.device,
+            dtype=parts.dtype,
+            kernels=parts.kernels,
+            load=to_load(self.core.load),
+            warnings=parts.warnings,
+            default_sampling=parts.defaults.sampling,
+            default_max_tokens=parts.defaults.max_tokens,
+            threads=parts.threads.count,
+            cpus=format_list(parts.threads.cpus),
+            numa_nodes=parts.threads.nodes,
+            layer_groups=map(to_message, budget.groups),
+            ranks=parts.ranks,
+            adapters=self._adapters.message().adapters,
+            aliases=settings.model_names[1:],
+        )
+
+    async def LoadAdapter(  # noqa: N802 - the contract's name
+        self,
+        request: engine_pb2.EngineServiceLoadAdapterRequest,
+        context: Context,  # noqa: ARG002
+    ) -> engine_pb2.EngineServiceLoadAdapterResponse:
+        """Load an adapter beside the requests that run."""
+        adapter = await self._adapters.load(request.name, request.path)
+        return engine_pb2.EngineServiceLoadAdapterResponse(adapter=adapter)
+
+    async def UnloadAdapter(  # noqa: N802 - the contract's name
+        self,
+        request: engine_pb2.EngineServiceUnloadAdapterRequest,
+        context: Context,  # noqa: ARG002
+    ) -> engine_pb2.EngineServiceUnloadAdapterResponse:
+        """Unload an adapter; requests that have it finish."""
+        self._adapters.unload(request.name)
+        return engine_pb2.EngineServiceUnloadAdapterResponse()
+
+    def _announce_adapters(self, adapters: engine_pb2.Adapters) -> None:
+        for session in self._sessions.values():
+            session.set_adapters(adapters)
+
+    def close(self) -> None:
+        """End all sessions once they have sent what the core published last."""
+        for session in self._sessions.values():
+            session.close()
+
+    def heartbeat(self, load: Load) -> None:
+        """Send the load to all sessions while a step runs."""
+        self._add_events([], load)
+
+    def _fail_sessions(self) -> None:
+        for session in self._sessions.values():
+            session.fail()
+
+    def _add_prefixes(self, change: PrefixChange) -> None:
+        for number, session in self._sessions.items():
+            if change.session in {None, number}:
+                with _isolated(session):
+                    session.add_prefixes(change)
+
+    def _add_events(self, events: list[Event], load: Load) -> None:
+        by_session: defaultdict[int, list[Event]] = defaultdict(list)
+        for event in events:
+            by_session[event.session].append(event)
+        message = to_load(load)
+        for number, session in self._sessions.items():
+            with _isolated(session):
+                session.add(by_session[number], message)
+
+
+def _compiler(settings: EngineSettings, parts: Parts) -> ConstraintCompiler | None:
+    """Return what compiles constraints, where the engine accepts them."""
+    if parts.read_tokens is None:
+        return None
+    return ConstraintCompiler(
+        parts.read_tokens,
+        seconds=settings.constraint_timeout,
+        cache_bytes=int(settings.constraint_cache * GIB),
+    )
+
+
+@contextmanager
+def _isolated(session: Session) -> Iterator[None]:
+    """End a session that cannot take its events; the others go on."""
+    try:
+        yield
+    except Exception:
+        log.exception("events lost on their way to a session")
+        session.fail()

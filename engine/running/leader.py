@@ -1,0 +1,206 @@
+"""What rank 0 tells the other ranks, and what they do.
+
+Every rank has its part of the model and of each block, so block numbers mean the same on all.
+Before each step rank 0 sends one message of numbers: the copies of blocks, token ids, positions,
+slots and block tables. Then all ranks copy and compute at once.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
+from itertools import chain
+
+import numpy as np
+import torch
+
+from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.compilation.load_step import LoadedStep
+from octavo.engine.kv_cache import Transfers
+from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.models.sharding.rank_step import RankStep
+from octavo.engine.parallel.watch import Watch
+from octavo.engine.parallel.world import World
+from octavo.engine.running.inputs import StepArrays, to_inputs
+
+
+class Kind(IntEnum):
+    """What a message asks for."""
+
+    ALLOCATE = 0
+    COUNT = 1
+    COPY = 2
+    LOGITS = 3
+    MOST_LIKELY = 4
+    WATCH = 5
+    STOP = 6
+
+
+class Leader:
+    """Rank 0's side.
+
+    Args:
+        world: The ranks.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self._watch: Watch | None = None
+
+    def allocate(self, num_blocks: int, num_swap_blocks: int) -> None:
+        """Have the others make a cache of their own."""
+        self._send(Kind.ALLOCATE, [num_blocks, num_swap_blocks])
+
+    def count(self, num_blocks: int, num_swap_blocks: int) -> list[int]:
+        """Return the least blocks, on the device and in swap space, that any rank has room for."""
+        self._send(Kind.COUNT, [])
+        return self.world.least(num_blocks, num_swap_blocks)
+
+    def copy(self, transfers: Transfers) -> None:
+        """Have the others copy blocks."""
+        self._send(Kind.COPY, _pack_transfers(transfers))
+
+    def run(self, transfers: Transfers, arrays: StepArrays, *, most_likely: bool) -> None:
+        """Have the others compute a step, which this rank must compute at once.
+
+        Args:
+            transfers: The copies that it begins with.
+            arrays: What it computes.
+            most_likely: Whether the most likely tokens are wanted, not logits.
+        """
+        kind = Kind.MOST_LIKELY if most_likely else Kind.LOGITS
+        self._send(kind, _pack_transfers(transfers), pack(arrays))
+
+    def watch(self) -> None:
+        """Let all ranks watch each other from now on; see `octavo.engine.parallel.watch`."""
+        self._send(Kind.WATCH, [])
+        self._watch = Watch(self.world)
+
+    def stop(self) -> None:
+        """Have the others end."""
+        if self._watch is not None:
+            self._watch.close()
+        self._send(Kind.STOP, [])
+
+    def _send(self, kind: Kind, *parts: Sequence[int] | np.ndarray) -> None:
+        self.world.send(np.concatenate([np.array([kind]), *map(_numbers, parts)]))
+
+
+def _numbers(part: Sequence[int] | np.ndarray) -> np.ndarray:
+    return np.asarray(part, np.int64)
+
+
+def _pack_transfers(transfers: Transfers) -> list[int]:
+    pairs = transfers.swap_out, transfers.swap_in, transfers.copies
+    return [*map(len, pairs), *chain.from_iterable(chain(*pairs))]
+
+
+def _take_transfers(numbers: np.ndarray) -> tuple[Transfers, np.ndarray]:
+    """Return the copies at the beginning of a message, and what follows."""
+    counts, at = numbers[:3].tolist(), 3
+    found = []
+    for count in counts:
+        pairs = numbers[at : at + 2 * count].reshape(-1, 2).tolist()
+        found.append([(source, target) for source, target in pairs])
+        at += 2 * count
+    return Transfers(*found), numbers[at:]
+
+
+def pack(arrays: StepArrays) -> np.ndarray:
+    """Return a step's arrays as one array of int64."""
+    widths = [table.shape[1] for table in arrays.tables]
+    head = [*arrays.laid.shape, len(arrays.query_lens), len(arrays.rows), *widths]
+    flat = (arrays.laid, arrays.query_starts, arrays.query_lens, arrays.seq_lens, arrays.rows)
+    return np.concatenate([_numbers(head), *(_numbers(a).ravel() for a in (*flat, *arrays.tables))])
+
+
+def unpack(numbers: np.ndarray) -> StepArrays:
+    """Return the arrays that `pack` has packed."""
+    lanes, tokens, seqs, rows = numbers[:4].tolist()
+    widths = numbers[4 : 4 + lanes - 2].tolist()
+    parts = _take(
+        numbers[4 + len(widths) :],
+        [lanes * tokens, seqs + 1, seqs, seqs, rows, *(seqs * width for width in widths)],
+    )
+    laid, starts, query_lens, seq_lens, wanted, *tables = parts
+    return StepArrays(
+        laid.reshape(lanes, tokens),
+        starts.astype(np.int32),
+        query_lens.astype(np.int32),
+        seq_lens.astype(np.int32),
+        wanted,
+        [
+            table.reshape(seqs, width).astype(np.int32)
+            for table, width in zip(tables, widths, strict=True)
+        ],
+    )
+
+
+def _take(numbers: np.ndarray, counts: Sequence[int]) -> Iterator[np.ndarray]:
+    at = 0
+    for count in counts:
+        yield numbers[at : at + count]
+        at += count
+
+
+class Follower:
+    """The side of every other rank.
+
+    Args:
+        world: The ranks.
+        loaded: This rank's part of the model.
+        allocate: Returns a cache of some blocks on the device and in swap space.
+        count: Returns how many this rank has room for; called with its latest cache.
+        told_to_stop: Returns whether this rank was, by a signal.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        loaded: LoadedStep,
+        allocate: Callable[[int, int], CacheTensors],
+        count: Callable[[CacheTensors], tuple[int, int]],
+        told_to_stop: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self._world = world
+        self._loaded = loaded
+        self._allocate = allocate
+        self._count = count
+        self._told_to_stop = told_to_stop
+        self._cache = allocate(1, 0)
+        self._planners = self._cache.layout.planners(
+            loaded.dtype, loaded.cache_dtype, loaded.device
+        )
+
+    @torch.inference_mode()
+    def run(self) -> None:
+        """Do what rank 0 says, until it says stop."""
+        watch: Watch | None = None
+        while True:
+            numbers = self._world.receive()
+            kind, rest = Kind(int(numbers[0])), numbers[1:]
+            match kind:
+                case Kind.STOP:
+                    if watch is not None:
+                        watch.close()
+                    return
+                case Kind.WATCH:
+                    watch = Watch(self._world, self._told_to_stop)
+                case Kind.ALLOCATE:
+                    self._cache = self._allocate(*rest.tolist())
+                case Kind.COUNT:
+                    self._world.least(*self._count(self._cache))
+                case _:
+                    self._compute(kind, rest)
+
+    def _compute(self, kind: Kind, numbers: np.ndarray) -> None:
+        transfers, rest = _take_transfers(numbers)
+        self._cache.apply(transfers)
+        self._cache.take_copy_times()
+        if kind is Kind.COPY:
+            return
+        inputs = to_inputs(unpack(rest), device=self._loaded.device, planners=self._planners)
+        cache, scales = self._cache, self._loaded.kv_scales
+        arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
+        step = self._loaded.step
+        assert isinstance(step, RankStep)
+        with attending(PagedStep(inputs.groups, cache.layers, scales, cache.states)):
+            (step.most_likely if kind is Kind.MOST_LIKELY else step)(*arguments)

@@ -1,0 +1,1 @@
+"""Starts an engine: loads the model, allocates memory and puts the parts together."""

@@ -1,0 +1,34 @@
+"""Allocates a KV cache's tensors."""
+
+from octavo.engine.compilation.load_step import LoadedStep
+from octavo.engine.memory.cache_layout import CacheLayout
+from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.running.leader import Leader
+
+
+def allocate(
+    layout: CacheLayout,
+    loaded: LoadedStep,
+    num_blocks: int,
+    num_swap_blocks: int,
+    leader: Leader | None = None,
+) -> CacheTensors:
+    """Return the cache's tensors, or this rank's part of them.
+
+    Args:
+        layout: The cache's layout.
+        loaded: The model, or this rank's part of it.
+        num_blocks: Blocks on the device.
+        num_swap_blocks: Blocks in swap space.
+        leader: Has the other ranks allocate theirs; None: there are none, or this is one.
+    """
+    if leader is not None:
+        leader.allocate(num_blocks, num_swap_blocks)
+    return CacheTensors(
+        layout,
+        num_blocks=num_blocks,
+        num_swap_blocks=num_swap_blocks,
+        dtype=loaded.cache_dtype,
+        device=loaded.device,
+        model_dtype=loaded.dtype,
+    )

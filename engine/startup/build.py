@@ -1,0 +1,226 @@
+"""Builds the engine's parts, in six phases."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+import torch
+
+from octavo.common.limits import Limits
+from octavo.engine.constraints.token_table import TokenTable
+from octavo.engine.constraints.tokens import read_tokens
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.lora.adapter import AdapterRegistry
+from octavo.engine.memory.cache_tensors import GIB
+from octavo.engine.memory.freed import return_freed
+from octavo.engine.parallel.place import Place as RankPlace
+from octavo.engine.running.cuda_graphs import cuda_recorder
+from octavo.engine.running.executor import Executor
+from octavo.engine.running.leader import Leader
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import generation_config
+from octavo.engine.startup.allocate import allocate
+from octavo.engine.startup.cache_plan import (
+    CachePlan,
+    CacheSize,
+    measure,
+    plan_cache,
+    size_cache,
+)
+from octavo.engine.startup.find_model import ModelFiles, find_model
+from octavo.engine.startup.generation_config import Defaults
+from octavo.engine.startup.load import Loaded, load
+from octavo.engine.startup.threads import Threads, set_threads
+from octavo.kernels.ops import device_warning, kernel_path
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of an engine, ready to run.
+
+    Attributes:
+        scheduler: The scheduler, with an empty cache.
+        executor: The executor, warmed up.
+        limits: The limits of requests.
+        eos_token_ids: The model's end-of-sequence tokens.
+        block_bytes: Bytes per block, all layers.
+        max_num_seqs: Maximum sequences in the running batch.
+        max_num_batched_tokens: Maximum tokens computed in a step.
+        device: The device's name.
+        dtype: The weights' data type.
+        kernels: What computes, as `octavo.kernels.ops.kernel_path` names it.
+        warnings: What makes the engine slow and what to do about it.
+        defaults: The model's own defaults of what requests do not set.
+        threads: The threads that compute on a CPU.
+        read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
+            constrained.
+        leader: Tells the other ranks what to do; None if there are none.
+        adapters: The adapters that requests may name; None if the engine takes none.
+    """
+
+    scheduler: Scheduler
+    executor: Executor
+    limits: Limits
+    eos_token_ids: tuple[int, ...]
+    block_bytes: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    device: str
+    dtype: str
+    kernels: str
+    warnings: tuple[str, ...]
+    defaults: Defaults
+    threads: Threads
+    read_tokens: Callable[[], TokenTable] | None
+    leader: Leader | None = None
+    adapters: AdapterRegistry | None = None
+
+    @property
+    def ranks(self) -> int:
+        """Processes that hold a part of the model."""
+        return 1 if self.leader is None else self.leader.world.size
+
+
+def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
+    """Load the model, allocate the KV cache, and warm up.
+
+    Args:
+        settings: The engine's settings.
+        place: Which rank this is, of several; rank 0.
+
+    Raises:
+        StartupError: The settings do not fit each other, the model or the machine.
+        UnsupportedModelError: The engine cannot serve the model.
+        ModelError: The model cannot be read.
+        OSError: There is no such model.
+    """
+    began = time.perf_counter()
+    threads = set_threads(place)
+    files = find_model(settings)
+    loaded = load(settings, files.path, place)
+    _log(began, "model loaded", model=settings.model, compiled=loaded.model.compiled)
+    return_freed()  # before the memory is counted that the cache may have
+    plan = plan_cache(settings, loaded)
+    size = size_cache(settings, loaded, plan, measure(settings, loaded, plan))
+    executor = warm_up(settings, loaded, plan, size)
+    _log(
+        began,
+        "cache ready",
+        num_blocks=size.num_blocks,
+        num_swap_blocks=size.num_swap_blocks,
+        block_sizes=[group.block_size for group in plan.layout.groups],
+        dtype=_name(loaded.model.cache_dtype),
+        gib=round(size.num_blocks * plan.block_bytes / GIB, 3),
+        max_model_len=size.max_model_len,
+    )
+    scheduler = make_scheduler(settings, loaded, plan, size)
+    shape, device = loaded.model.shape, loaded.model.device
+    limits = _limits(settings, loaded, plan, size, files)
+    warning = device_warning(device)
+    return Parts(
+        scheduler=scheduler,
+        executor=executor,
+        limits=limits,
+        eos_token_ids=shape.eos_token_ids,
+        block_bytes=plan.block_bytes,
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        device=_device_name(device),
+        dtype=_name(loaded.model.dtype),
+        kernels=kernel_path(device),
+        warnings=() if warning is None else (warning,),
+        defaults=_defaults(settings, files, limits),
+        threads=threads,
+        read_tokens=partial(read_tokens, files.path, shape.vocab_size, shape.eos_token_ids)
+        if limits.constraints
+        else None,
+        leader=loaded.leader,
+        adapters=loaded.adapters,
+    )
+
+
+def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: CacheSize) -> Executor:
+    """Return what computes steps, with its cache, warmed up."""
+    tensors = allocate(
+        plan.layout, loaded.model, size.num_blocks, size.num_swap_blocks, loaded.leader
+    )
+    executor = Executor(loaded.model, tensors, loaded.leader, loaded.device_adapters())
+    executor.warm_up(size.max_model_len)
+    if not loaded.on_gpu or not settings.cuda_graphs or loaded.leader is not None:
+        return executor
+    try:
+        executor.record_graphs(
+            max_num_seqs=plan.max_num_seqs,
+            max_model_len=size.max_model_len,
+            record=cuda_recorder(),
+            num_drafted=plan.num_drafted,
+            max_num_batched_tokens=plan.max_num_batched_tokens,
+        )
+    except RuntimeError as error:
+        log.warning("no CUDA graphs: steps launch each kernel, which is slower", error=str(error))
+    return executor
+
+
+def make_scheduler(
+    settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: CacheSize
+) -> Scheduler:
+    """Return the scheduler, with an empty cache."""
+    cache = KVCacheManager(
+        num_blocks=size.num_blocks,
+        groups=plan.layout.groups,
+        num_swap_blocks=size.num_swap_blocks,
+        prefix_caching=settings.enable_prefix_caching,
+        step_tokens=plan.max_num_batched_tokens,
+    )
+    draft_model = None
+    if loaded.draft_model is not None:
+        draft_model = loaded.draft_model.start(size.num_blocks, plan.max_num_batched_tokens)
+    return Scheduler(
+        cache,
+        PreemptionPolicy(settings.preemption),
+        max_num_seqs=plan.max_num_seqs,
+        max_num_batched_tokens=plan.max_num_batched_tokens,
+        adapter_limit=loaded.adapter_limit,
+        speculation=plan.speculation,
+        draft_model=draft_model,
+    )
+
+
+def _limits(
+    settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: CacheSize, files: ModelFiles
+) -> Limits:
+    """Return the limits of requests."""
+    shape = loaded.model.shape
+    return Limits(
+        vocab_size=shape.vocab_size,
+        max_model_len=size.max_model_len,
+        max_outputs=min(settings.max_outputs, plan.max_num_seqs),
+        budgets=(size.budget,),
+        beam_search=True,
+        constraints=files.has_tokenizer and bool(shape.eos_token_ids),
+    )
+
+
+def _defaults(settings: EngineSettings, files: ModelFiles, limits: Limits) -> Defaults:
+    """Return the model's own defaults, unless they are turned off."""
+    if settings.generation_config == "none":
+        return Defaults()
+    return generation_config.read(files.path, limits)
+
+
+def _log(began: float, event: str, **fields: object) -> None:
+    log.info(event, **fields, seconds=round(time.perf_counter() - began, 2))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

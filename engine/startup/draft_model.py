@@ -1,0 +1,94 @@
+"""Loads a draft model, and makes what drafts with it."""
+
+from pathlib import Path
+
+import structlog
+
+from octavo.common.models.checkpoint import check_checkpoint
+from octavo.engine.compilation.load_step import load_step
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.memory.cache_layout import plan_layout
+from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.resolve import resolve
+from octavo.engine.running.draft_model import DraftModel
+from octavo.engine.running.executor import Executor
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.capacity import StartupError
+
+log = structlog.get_logger(__name__)
+
+
+class LoadedDraftModel:
+    """A draft model without a cache.
+
+    Attributes:
+        block_bytes: Bytes per block of its cache, all layers.
+    """
+
+    def __init__(self, settings: EngineSettings, name: str, shape: ModelShape) -> None:
+        """Load it.
+
+        Args:
+            settings: The engine's settings.
+            name: A hub name, a directory or a GGUF file.
+            shape: The dimensions of the model that it drafts for.
+
+        Raises:
+            StartupError: It cannot draft for that model.
+            UnsupportedModelError: The engine cannot serve it.
+            ModelError: It cannot be read.
+            OSError: There is no such model.
+        """
+        path = resolve(name)
+        check_checkpoint(Path(path))
+        own = {"model": path, "lora": [], "enable_lora": False, "max_model_len": None}
+        self._loaded = load_step(settings.model_copy(update=own), path)
+        found = self._loaded.shape.vocab_size
+        if found != shape.vocab_size:
+            raise StartupError(
+                f"--draft-model {name} has {found} tokens, and the model has {shape.vocab_size}:"
+                " choose one with the same tokens"
+            )
+        self._layout = plan_layout(
+            self._loaded.shape, settings.block_size, self._loaded.dtype, self._loaded.cache_dtype
+        )
+        if any(group.state_blocks for group in self._layout.groups):
+            raise StartupError(
+                f"--draft-model {name} has layers that keep states, which cannot be rolled back to"
+                " before a wrong draft: choose one with attention alone"
+            )
+        self.block_bytes = self._layout.block_elements * self._loaded.cache_dtype.itemsize
+        log.info("draft model loaded", model=name, compiled=self._loaded.compiled)
+
+    def start(self, num_blocks: int, max_num_batched_tokens: int) -> DraftModel:
+        """Allocate its cache and warm up.
+
+        Args:
+            num_blocks: Of its cache.
+            max_num_batched_tokens: The most tokens that it computes at a time.
+        """
+        loaded, layout = self._loaded, self._layout
+        tensors = CacheTensors(
+            layout,
+            num_blocks=num_blocks,
+            num_swap_blocks=0,
+            dtype=loaded.cache_dtype,
+            device=loaded.device,
+            model_dtype=loaded.dtype,
+        )
+        executor = Executor(loaded, tensors)
+        executor.warm_up(loaded.shape.max_position)
+        cache = KVCacheManager(
+            num_blocks=num_blocks,
+            groups=layout.groups,
+            num_swap_blocks=0,
+            prefix_caching=False,
+            step_tokens=max_num_batched_tokens,
+        )
+        return DraftModel(
+            executor,
+            cache,
+            max_model_len=loaded.shape.max_position,
+            max_num_batched_tokens=max_num_batched_tokens,
+        )

@@ -1,0 +1,99 @@
+"""A rank other than 0: loads its part of the model and computes what rank 0 says."""
+
+import ctypes
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+import structlog
+
+from octavo.common import logging
+from octavo.common.models.checkpoint import check_checkpoint
+from octavo.common.models.errors import ModelError
+from octavo.common.stopping import exit_at_once
+from octavo.engine.compilation.load_step import load_step
+from octavo.engine.memory.cache_layout import plan_layout
+from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
+from octavo.engine.models.resolve import resolve
+from octavo.engine.parallel.place import Place, RankError, given_place
+from octavo.engine.parallel.stop_signals import StopSignals
+from octavo.engine.running.leader import Follower
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.allocate import allocate
+from octavo.engine.startup.cache_plan import count_pool
+from octavo.engine.startup.capacity import StartupError
+from octavo.engine.startup.load import join_ranks
+from octavo.engine.startup.threads import set_threads
+from octavo.kernels import cpu
+
+PR_SET_PDEATHSIG = 1
+
+log = structlog.get_logger(__name__)
+
+
+def main() -> None:
+    """Run the rank that the environment names, with the settings in the arguments."""
+    if sys.platform == "linux":  # also ends a process that is stopped
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    settings = EngineSettings.model_validate_json(sys.argv[1])
+    logging.configure(settings.log_format, settings.log_level)
+    run(settings)
+
+
+def run(settings: EngineSettings) -> NoReturn:
+    """Run the rank that the environment names; then end the process."""
+    try:
+        place = given_place(os.environ, settings.tensor_parallel_size)
+        assert place is not None
+        structlog.contextvars.bind_contextvars(rank=place.rank)
+        follow(settings, place)
+    except (ModelError, StartupError, RankError, OSError) as error:  # rank 0 says so too
+        log.error("a rank cannot start", error=str(error))  # noqa: TRY400
+        exit_at_once(1)
+    except Exception:
+        log.exception("a rank failed")
+        exit_at_once(1)
+    exit_at_once(0)
+
+
+def follow(settings: EngineSettings, place: Place) -> None:
+    """Do what rank 0 says until it stops the engine.
+
+    Once the model is loaded, a signal to stop makes rank 0 drain first.
+
+    Raises:
+        StartupError: As for `build`, like the others.
+        ModelError: Likewise.
+        OSError: Likewise.
+    """
+    threads = set_threads(place)
+    model = resolve(settings.source)
+    check_checkpoint(Path(model))
+    world = join_ranks(settings, place)
+    loaded = load_step(settings, model, world)
+    layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
+    block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
+
+    def count(probe: CacheTensors) -> tuple[int, int]:
+        taken = 0
+        if loaded.device.type == "cuda":
+            taken = peak_memory(loaded.device) - probe.device.nbytes
+        return count_pool(settings, loaded, block_bytes, taken, place)
+
+    if loaded.device.type == "cpu":
+        cpu.pin_threads(threads.places)
+    signals = StopSignals()
+    Follower(
+        world,
+        loaded,
+        lambda blocks, swap: allocate(layout, loaded, blocks, swap),
+        count,
+        signals.came,
+    ).run()
+    log.info("rank stopped")
+
+
+if __name__ == "__main__":
+    main()

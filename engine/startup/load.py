@@ -1,0 +1,130 @@
+"""Loads what an engine computes with: its model, draft model and adapters, on its ranks."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import structlog
+import torch
+
+from octavo.engine.compilation.load_step import LoadedStep, load_step
+from octavo.engine.lora.adapter import AdapterRegistry
+from octavo.engine.lora.device_adapters import DeviceAdapters
+from octavo.engine.lora.errors import AdapterError
+from octavo.engine.memory.cache_tensors import GIB
+from octavo.engine.models.device import choose_device
+from octavo.engine.parallel.place import Place as RankPlace
+from octavo.engine.parallel.world import World, join
+from octavo.engine.running.leader import Leader
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.capacity import StartupError
+from octavo.engine.startup.draft_model import LoadedDraftModel
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What an engine computes with.
+
+    Attributes:
+        model: The model.
+        place: Which rank this is; None if there are no others.
+        leader: Tells the other ranks what to do; None if there are none.
+        draft_model: The draft model; None if there is none.
+        adapters: The adapters that requests may name; None if the engine takes none.
+        adapter_limit: Bytes that adapters may take on the device; None without a limit.
+    """
+
+    model: LoadedStep
+    place: RankPlace | None
+    leader: Leader | None
+    draft_model: LoadedDraftModel | None
+    adapters: AdapterRegistry | None
+    adapter_limit: int | None
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it computes on a GPU."""
+        return self.model.device.type == "cuda"
+
+    def device_adapters(self) -> DeviceAdapters | None:
+        """Return what keeps adapters on the device; None if the engine takes none."""
+        if self.model.targets is None:
+            return None
+        return DeviceAdapters(self.model.device, self.adapter_limit, self.model.targets.packed)
+
+
+def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loaded:
+    """Load the model, and what goes with it.
+
+    Args:
+        settings: The engine's settings.
+        path: The model's directory.
+        place: Which rank this is, of several.
+
+    Raises:
+        StartupError: The settings do not fit the model or the machine.
+        UnsupportedModelError: The engine cannot serve the model.
+        ModelError: The model cannot be read.
+    """
+    world = None if place is None else join_ranks(settings, place)
+    leader = None if world is None else Leader(world)
+    model = load_step(settings, str(path), world)
+    draft_model = None
+    if settings.draft_model is not None:
+        draft_model = LoadedDraftModel(settings, settings.draft_model, model.shape)
+    limit = _adapter_limit(settings, model.device)
+    adapters = _load_adapters(settings, model, limit)
+    return Loaded(model, place, leader, draft_model, adapters, limit)
+
+
+def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
+    """Join the other ranks of an engine.
+
+    Raises:
+        StartupError: They cannot be reached, or the device cannot have several ranks.
+    """
+    device = choose_device(settings.device)
+    if device.type == "cpu" and torch.cuda.is_available():
+        raise StartupError(
+            "--device cpu with several ranks needs a process that sees no GPU: set"
+            " CUDA_VISIBLE_DEVICES to nothing"
+        )
+    if device.type == "cuda" and place.local_size > torch.cuda.device_count():
+        raise StartupError(
+            f"this machine has {torch.cuda.device_count()} GPUs for {place.local_size} ranks: lower"
+            " --tensor-parallel-size, or start ranks on more machines"
+        )
+    try:
+        world = join(place, device, watch_seconds=settings.rank_timeout)
+    except (RuntimeError, ValueError) as error:
+        raise StartupError(f"the ranks do not find each other: {error}") from error
+    log.info("ranks joined", rank=place.rank, ranks=place.size)
+    return world
+
+
+def _load_adapters(
+    settings: EngineSettings, loaded: LoadedStep, limit: int | None
+) -> AdapterRegistry | None:
+    """Load the adapters of --lora.
+
+    Raises:
+        StartupError: One of them cannot be served.
+    """
+    if loaded.targets is None:
+        return None
+    registry = AdapterRegistry(loaded.targets, settings.model_names, limit)
+    for name, path in settings.adapters.items():
+        try:
+            registry.add(registry.read(name, Path(path)))
+        except AdapterError as error:
+            raise StartupError(f"--lora {name}: {error}") from error
+        log.info("adapter loaded", adapter=name, path=path)
+    return registry
+
+
+def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None:
+    """Return the bytes that adapters may take on the device; None on a CPU, or if it takes none."""
+    if device.type == "cpu" or not settings.takes_adapters:
+        return None
+    return int(settings.adapter_memory * GIB)

@@ -1,0 +1,218 @@
+"""What serving a model would take, from its config alone.
+
+The checks, the layout of the cache and its size are those of a start, so an engine would do what a
+report says. Only what depends on the weights is left: their files, and the self-check.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from octavo.common.layer_groups import BlockBudget, blocks_held
+from octavo.common.models.checkpoint import check_checkpoint, check_config
+from octavo.common.models.weight_files import weight_files
+from octavo.common.resources import Memory
+from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
+from octavo.engine.memory.cache_tensors import memory_of
+from octavo.engine.models.checks.checkpoint import check_weights
+from octavo.engine.models.checks.model_class import check_model_class
+from octavo.engine.models.load_model import EmptyModel, load_empty
+from octavo.engine.models.resolve import resolve_config
+from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.capacity import (
+    StartupError,
+    batch_size,
+    count_blocks,
+    count_swap_blocks,
+    keeps_blocks,
+    longest_sequence,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class GroupReport:
+    """A layer group of a model's cache.
+
+    Attributes:
+        kind: "attention", "latent", "window", "chunk" or "state".
+        reach: Tokens of a window or chunk; None for others.
+        layers: Calls of attention, or states, in the group.
+        block_size: Tokens per block; None for states.
+        token_bytes: Bytes per token, of those that are kept; None for states.
+        sequence_bytes: Most bytes of a sequence of the maximum length.
+    """
+
+    kind: str
+    reach: int | None
+    layers: int
+    block_size: int | None
+    token_bytes: int | None
+    sequence_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """What serving a model would take. Sizes are in bytes.
+
+    Attributes:
+        model: Its name, as it was given.
+        model_type: Its type, by transformers' name.
+        architecture: Its class.
+        device: That it would run on.
+        dtype: Of its weights.
+        quantization: Of its linear layers and experts; of a quantized checkpoint, its format.
+        cache_dtype: Of the KV cache.
+        parameters: The number of its weights.
+        weights: About what its weights take.
+        weights_by_quantization: The same for each quantization that the device has.
+        memory: Of the device, free before the model is loaded.
+        cache: What the KV cache takes.
+        block_bytes: What a block takes.
+        blocks: The number of blocks.
+        context: Tokens of the model's context.
+        max_model_len: Tokens of the longest sequence that would be served.
+        tokens: Tokens that fit into the cache; None if more tokens need no more of it.
+        sequences: Sequences of `max_model_len` tokens that fit into it.
+        max_num_seqs: Maximum sequences in the running batch.
+        groups: The layer groups of the cache.
+    """
+
+    model: str
+    model_type: str
+    architecture: str
+    device: str
+    dtype: str
+    quantization: str
+    cache_dtype: str
+    parameters: int
+    weights: int
+    weights_by_quantization: dict[str, int]
+    memory: int
+    cache: int
+    block_bytes: int
+    blocks: int
+    context: int
+    max_model_len: int
+    tokens: int | None
+    sequences: int
+    max_num_seqs: int
+    groups: tuple[GroupReport, ...]
+
+
+def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
+    """Return what serving a model would take.
+
+    Args:
+        settings: The engine's settings.
+        memory: Bytes of memory to serve it in. Default: what this machine has.
+
+    Raises:
+        StartupError: The settings do not fit each other, the model or the memory.
+        UnsupportedModelError: The engine cannot serve the model.
+        ModelError: The model's config cannot be had or read.
+        OSError: A file cannot be opened.
+    """
+    directory = Path(resolve_config(settings.source, packed=keeps_blocks(settings)))
+    if weight_files(directory):
+        check_checkpoint(directory)
+    else:
+        check_config(directory)
+    empty = load_checked(settings, directory)
+    layout = plan_layout(empty.shape, settings.block_size, empty.dtype, empty.cache_dtype)
+    block_bytes = layout.block_elements * empty.cache_dtype.itemsize
+    seqs, batched = batch_size(settings, empty.device)
+    stored = empty.stored
+    weights = sizes_by_quantization(empty.model, empty.device, stored)
+    taken = weights[settings.quantization]
+    device = memory_of(empty.device) if memory is None else Memory(memory, memory)
+    if why := why_no_room(weights, settings.quantization, device.available):
+        raise StartupError(why)
+    on_gpu = empty.device.type == "cuda"
+    blocks = count_blocks(
+        settings,
+        empty.device,
+        block_bytes,
+        count_swap_blocks(settings, block_bytes) if on_gpu else 0,
+        taken=taken,
+        memory=device,
+    )
+    budget = BlockBudget(blocks, layout.groups, batched)
+    longest = longest_sequence(settings, empty.shape.max_position, budget)
+    return ModelReport(
+        model=settings.model,
+        model_type=empty.model.config.model_type,
+        architecture=type(empty.model).__name__,
+        device=empty.device.type,
+        dtype=str(empty.dtype).removeprefix("torch."),
+        quantization=settings.quantization if stored is None else stored.description,
+        cache_dtype=str(empty.cache_dtype).removeprefix("torch."),
+        parameters=sum(weight.numel() for weight in empty.model.parameters()),
+        weights=taken,
+        weights_by_quantization=weights if stored is None else {stored.description: taken},
+        memory=device.available,
+        cache=blocks * block_bytes,
+        block_bytes=block_bytes,
+        blocks=blocks,
+        context=empty.shape.max_position,
+        max_model_len=longest,
+        tokens=int(blocks / budget.growth) if budget.growth else None,
+        sequences=blocks // max(1, blocks_held(layout.groups, longest, batched)),
+        max_num_seqs=seqs,
+        groups=group_reports(layout, block_bytes, longest, batched),
+    )
+
+
+def load_checked(settings: EngineSettings, directory: Path) -> EmptyModel:
+    """Make a directory's model without its weights, after the checks of a start.
+
+    Raises:
+        ModelError: The engine cannot serve the model.
+    """
+    check_model_class(str(directory))
+    if weight_files(directory):
+        check_weights(str(directory))
+    return load_empty(
+        str(directory),
+        dtype=settings.dtype,
+        device=settings.device,
+        block_size=settings.block_size,
+        quantization=settings.quantization,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        max_model_len=settings.max_model_len,
+    )
+
+
+def group_reports(
+    layout: CacheLayout, block_bytes: int, num_tokens: int, step_tokens: int
+) -> tuple[GroupReport, ...]:
+    """Return what each layer group keeps.
+
+    Args:
+        layout: Of the cache.
+        block_bytes: Bytes per block.
+        num_tokens: Tokens of the longest sequence.
+        step_tokens: The most tokens that a step computes.
+    """
+    places = [place.group for place in layout.places]
+    places += [place.group for place in layout.states]
+    return tuple(
+        GroupReport(
+            kind=_kind(layout, number),
+            reach=group.window or group.chunk,
+            layers=places.count(number),
+            block_size=None if group.state_blocks else group.block_size,
+            token_bytes=None if group.state_blocks else block_bytes // group.block_size,
+            sequence_bytes=group.held(num_tokens, step_tokens) * block_bytes,
+        )
+        for number, group in enumerate(layout.groups)
+    )
+
+
+def _kind(layout: CacheLayout, number: int) -> str:
+    """Return the kind of a group; see `GroupReport`."""
+    group = layout.groups[number]
+    if group.state_blocks:
+        return "state"
+    if group.bounded:
+        return "chunk" if group.window is None else "window"
+    return "latent" if layout.shapes[number].latent else "attention"

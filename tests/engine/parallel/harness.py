@@ -1,0 +1,92 @@
+"""Small random models, and processes that run them as ranks."""
+
+import json
+import os
+import uuid
+
+import numpy as np
+import torch
+from transformers import (
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    MixtralConfig,
+    Qwen3Config,
+)
+
+from octavo.engine.parallel.place import Place
+from octavo.engine.parallel.world import STORE
+from tests import preloaded
+from tests.engine.random_model import save_random_model
+
+COMMON = {
+    "vocab_size": 500,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+}
+MODELS = {
+    "llama": LlamaConfig(**COMMON),
+    "few key and value heads": LlamaConfig(**COMMON | {"num_key_value_heads": 1}),
+    "qwen3": Qwen3Config(**COMMON | {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "gemma3": Gemma3TextConfig(
+        **COMMON | {"num_key_value_heads": 2, "sliding_window": 24, "sliding_window_pattern": 2}
+    ),
+    "wide": LlamaConfig(**COMMON | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}),
+    "gpt2": GPT2Config(vocab_size=500, n_embd=64, n_layer=2, n_head=4, n_positions=128),
+    "mixtral": MixtralConfig(
+        **COMMON | {"num_local_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 2}
+    ),
+}
+
+
+def save_models(names, folder):
+    """Write tiny random models, whose choices are clear; return their paths."""
+    paths = []
+    for name in names:
+        path = folder / name.replace(" ", "_")
+        save_random_model(MODELS[name], path, std=0.15, dtype=torch.float32)
+        paths.append(str(path))
+    return paths
+
+
+def run_ranks(size, cases, folder):
+    """Run the workload on `size` ranks; return what rank 0 printed.
+
+    Args:
+        size: How many ranks.
+        cases: By name; see `workload.py`.
+        folder: For the ranks to find each other.
+    """
+    places = [Place(rank, size, rank, size) for rank in range(size)]
+    run = uuid.uuid4()
+    own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{run}")}
+    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
+    outputs = [folder / f"{run}-{place.rank}" for place in places]
+    processes = [
+        preloaded.Process(
+            "tests.engine.parallel.workload",
+            [str(size), json.dumps(cases)],
+            output,
+            errors=False,
+            environment=environment | own | (place.variables() if size > 1 else {}),
+        )
+        for place, output in zip(places, outputs, strict=True)
+    ]
+    try:
+        assert [process.wait(600) for process in processes] == [0] * size
+    finally:
+        for process in processes:
+            process.kill()
+    printed = outputs[0].read_text()
+    return json.loads(printed.splitlines()[-1])
+
+
+def score_errors(found, expected):
+    """Return the differences of the log-probabilities of prompts' own tokens."""
+    pairs = zip(found["scores"], expected["scores"], strict=True)
+    return np.concatenate([np.subtract(own, other) for own, other in pairs])

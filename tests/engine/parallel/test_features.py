@@ -1,0 +1,52 @@
+"""What requests and settings may ask for gives the same on two ranks as on one."""
+
+import numpy as np
+import pytest
+
+from tests.engine.parallel.harness import run_ranks, save_models, score_errors
+
+
+def test_features_give_the_same_in_float32(tmp_path):
+    """Masks of constraints, scores of prompts, drafted tokens and cached prompts."""
+    (model,) = save_models(["qwen3"], tmp_path)
+    given = {
+        "masked scored": {},
+        "repetitive again": {"speculation": "ngram", "enable_prefix_caching": True},
+    }
+    cases = {
+        work: {"model": model, "work": work, "settings": settings}
+        for work, settings in given.items()
+    }
+    one, two = (run_ranks(size, cases, tmp_path) for size in (1, 2))
+    for work in cases:
+        assert two[work]["tokens"] == one[work]["tokens"], work
+        assert np.abs(score_errors(two[work], one[work])).max(initial=0) < 1e-3
+    masked, scored = two["masked scored"]["tokens"][:8], two["masked scored"]["scores"][8:]
+    even = [outputs for i, outputs in enumerate(masked) if i % 4 < 2]
+    assert not any(token % 2 for outputs in even for tokens in outputs for token in tokens)
+    assert all(scored)
+    ours, theirs = two["repetitive again"], one["repetitive again"]
+    assert ours["tokens"][6:10] == ours["tokens"][10:]
+    assert ours["cached"] == theirs["cached"] >= 4 * 32
+    assert ours["accepted"] == theirs["accepted"] > 0
+
+
+@pytest.mark.slow
+def test_rounding_is_as_small_as_on_one_rank(tmp_path):
+    """Each rank rounds its part by itself, so outputs differ; but not by more than on one.
+
+    The checkpoint is in float32, so its weights are rounded too.
+    """
+    (model,) = save_models(["wide"], tmp_path)
+    settings = {"exact": {}} | {
+        name: {"dtype": "bfloat16", "quantization": name} for name in ("none", "int8", "int4")
+    }
+    given = {
+        name: {"model": model, "work": "scored", "settings": own} for name, own in settings.items()
+    }
+    one, two = (run_ranks(size, given, tmp_path) for size in (1, 2))
+    for name in ("none", "int8", "int4"):
+        of_one, of_two = (
+            np.sqrt(np.mean(score_errors(found[name], one["exact"]) ** 2)) for found in (one, two)
+        )
+        assert 0 < of_two < 1.5 * of_one + 0.005, name

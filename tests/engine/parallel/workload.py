@@ -1,0 +1,160 @@
+"""Runs requests on models, as one rank of several or alone; rank 0 prints what came out as JSON.
+
+python -m tests.engine.parallel.workload SIZE CASES
+
+CASES is JSON: each has the functions that submit requests, a model, further settings, and the ranks
+whose step cannot be traced.
+"""
+
+import json
+import os
+import random
+import sys
+
+from octavo.common import logging
+from octavo.engine.compilation import traced_step
+from octavo.engine.compilation.trace import UntraceableError
+from octavo.engine.parallel.place import given_place
+from octavo.engine.scheduling.request import BeamSearch
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.build import build
+from octavo.engine.startup.follower import follow
+from tests.engine.stepper import Stepper, allow_even_tokens
+
+VOCABULARY = 500
+SETTINGS = {
+    "dtype": "float32",
+    "compile": "off",
+    "block_size": 8,
+    "num_blocks": 512,
+    "swap_space": 0.01,
+    "max_num_batched_tokens": 96,
+    "max_num_seqs": 64,
+}
+
+
+def prompts(count, length=9, seed=3):
+    numbers = random.Random(seed)
+    return [[numbers.randrange(1, VOCABULARY) for _ in range(length + i)] for i in range(count)]
+
+
+def mixed(engine):
+    """32 requests: greedy and seeded ones, some with several outputs, and beam searches."""
+    numbers = random.Random(3)
+    shared = [numbers.randrange(1, VOCABULARY) for _ in range(20)]
+
+    def prompt(length):
+        return [numbers.randrange(1, VOCABULARY) for _ in range(length)]
+
+    for i in range(10):
+        yield engine.submit(prompt(3 + 4 * i), 16)
+    for i in range(10):
+        own = shared + prompt(i)
+        yield engine.submit(own, 16, temperature=0.8, top_p=0.9, top_k=40, seed=i)
+    for i in range(8):
+        yield engine.submit(prompt(9 + i), 12, temperature=1.0, top_k=40, seed=i, n=4, logprobs=2)
+    for i in range(4):
+        yield engine.submit(prompt(11 + i), 8, beam=BeamSearch(width=3))
+
+
+def scored(engine):
+    """Prompts whose own tokens are scored."""
+    for prompt in prompts(6, length=24):
+        yield engine.submit(prompt, 4, prompt_logprobs=1)
+
+
+def masked(engine):
+    """Greedy and seeded requests beside some that may have even tokens only."""
+    for i, prompt in enumerate(prompts(8)):
+        group = engine.submit(prompt, 16, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
+        if i % 4 < 2:
+            allow_even_tokens(group, VOCABULARY)
+        yield group
+
+
+def repetitive(engine):
+    """Prompts that repeat themselves, so that tokens are drafted."""
+    for i, prompt in enumerate(prompts(6, length=4)):
+        yield engine.submit(prompt * 4, 24, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
+
+
+def again(engine):
+    """Prompts twice, one after the other, so that the second is cached."""
+    for _ in range(2):
+        for prompt in prompts(4, length=40):
+            yield engine.submit(prompt, 12)
+        engine.run()
+
+
+WORKS = {work.__name__: work for work in (mixed, scored, masked, repetitive, again)}
+
+
+def run(case, place):
+    settings = settings_of(case, place)
+    engine = Stepper(build(settings, place))
+    groups = []
+    for work in case.get("work", "mixed").split():
+        groups += WORKS[work](engine)
+        engine.run()
+    counters = engine.scheduler.counters
+    if engine.parts.leader is not None:
+        engine.parts.leader.stop()
+    return {
+        "tokens": [
+            [found.token_ids for found in group.beam.hypotheses]
+            if group.beam
+            else [sequence.token_ids[sequence.num_prompt :] for sequence in group.sequences]
+            for group in groups
+        ],
+        "scores": [[one.logprob for one in group.prompt_logprobs or ()] for group in groups],
+        "compiled": engine.parts.executor.compiled,
+        "swapped": counters.preemptions_swap,
+        "recomputed": counters.preemptions_recompute,
+        "accepted": counters.accepted_tokens,
+        "cached": sum(group.cached_tokens for group in groups),
+        "block_bytes": engine.parts.block_bytes,
+        "weight_bytes": weight_bytes(engine.parts.executor),
+    }
+
+
+def weight_bytes(executor):
+    """Return the bytes of the weights that this process holds; None if it runs compiled."""
+    step = executor._loaded.step
+    model = getattr(step, "_step", step)
+    if executor.compiled:
+        return None
+    return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def settings_of(case, place):
+    size = 1 if place is None else place.size
+    given = SETTINGS | case["settings"]
+    return EngineSettings(model=case["model"], tensor_parallel_size=size, **given)
+
+
+def refuse(*_):
+    """Stand in for `trace`."""
+    raise UntraceableError("it is refused")
+
+
+def main():
+    size, cases = int(sys.argv[1]), json.loads(sys.argv[2])
+    place = given_place(os.environ, size)
+    logging.configure(log_level="error")
+    found = {}
+    rank = 0 if place is None else place.rank
+    usual = traced_step.trace
+    for name, case in cases.items():
+        traced_step.trace = refuse if rank in case.get("eager", ()) else usual
+        if rank:
+            follow(settings_of(case, place), place)
+        else:
+            found[name] = run(case, place)
+    if not rank:
+        print(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)  # other ranks' threads may be in a collective
+
+
+if __name__ == "__main__":
+    main()
