@@ -83,10 +83,10 @@ class PrefixChange:
     """A change of the prefix cache.
 
     Attributes:
-        session: the new session that gets the whole contents as `stored`; None for a change
+        session: The new session that gets the whole contents as `stored`; None for a change
             that all sessions get.
-        stored: keys of blocks that the cache has come to hold.
-        evicted: keys of blocks that it does not hold any more.
+        stored: Keys of blocks that the cache has come to hold.
+        evicted: Keys of blocks that it does not hold any more.
     """
 
     session: int | None
@@ -99,16 +99,16 @@ class Load:
     """The engine's load at one moment.
 
     Attributes:
-        running: requests with sequences in the running batch.
-        waiting: requests not yet started.
-        swapped: requests preempted to swap space.
-        cache: the KV cache's blocks.
-        step_seconds: the last step's duration.
-        draining: whether new requests are refused.
-        step_running_seconds: how long the current step has run, in a load published while it
+        running: Requests with sequences in the running batch.
+        waiting: Requests not yet started.
+        swapped: Requests preempted to swap space.
+        cache: The KV cache's blocks.
+        step_seconds: The last step's duration.
+        draining: Whether new requests are refused.
+        step_running_seconds: How long the current step has run, in a load published while it
             runs; else 0.
-        drafted_tokens: tokens drafted since the start.
-        accepted_tokens: of these, those that were right.
+        drafted_tokens: Tokens drafted since the start.
+        accepted_tokens: Drafted tokens that were right.
     """
 
     running: int

@@ -53,11 +53,11 @@ class ModelShape:
     """A model's dimensions, for memory and validation.
 
     Attributes:
-        layers: Of each call of attention, in order.
+        layers: Shapes of the calls of attention, in order.
         vocab_size: Tokens of the vocabulary.
         max_position: Tokens of the context.
         eos_token_ids: Tokens that end an output.
-        states: Of each call that keeps a state, in order.
+        states: Shapes of the calls that keep a state, in order.
     """
 
     layers: tuple[LayerShape, ...]

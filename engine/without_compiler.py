@@ -81,5 +81,5 @@ class _NoTensor(torch.Tensor):
 
 
 def _mark(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:  # noqa: ANN401
-    """Return what a mark of the compiler returns: a function as it is, or what does that."""
+    """Do nothing in place of a mark of the compiler: return the function, or a decorator."""
     return _mark if function is None else function

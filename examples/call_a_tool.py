@@ -24,7 +24,7 @@ TOOL = octavo.Tool("get_weather", "Tell the weather in a city.", Place)
 
 
 def get_weather(city: str) -> str:
-    """Return what the tool says."""
+    """Return the tool's answer."""
     return f"It is sunny in {city}, 21 degrees."
 
 

@@ -28,7 +28,7 @@ def patient(client: octavo.Client, prompt: str, timeout: float) -> octavo.Comple
     """Complete a prompt; retry when a full or restarting server says when.
 
     Raises:
-        octavo.Error: a retry would not help, or did not.
+        octavo.Error: A retry would not help, or did not.
     """
     options: octavo.GenerateOptions = {"max_tokens": 16, "temperature": 0}
     for _ in range(ATTEMPTS - 1):

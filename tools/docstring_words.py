@@ -20,6 +20,9 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = (
     "benchmarks",
+    *(f"engine/{name}" for name in ("attention", "constraints", "kv_cache", "lora", "memory")),
+    *(f"engine/{name}" for name in ("models", "parallel", "rpc", "speculation")),
+    "examples",
     "octavo",
     "router",
     "tests",

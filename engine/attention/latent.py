@@ -55,11 +55,11 @@ class LatentProducts(Protocol):
             query: `[num_tokens, num_heads, key_dim + rest]`; a query's last elements are for those
                 of a key that are kept beside the latent.
             key: `[num_tokens, 1, latent_dim + rest]`.
-            layer: As for `octavo::paged_attention`, like the arguments below.
-            scale: Likewise.
-            sliding_window: Likewise.
-            soft_cap: Likewise.
-            chunk: Likewise.
+            layer: See `octavo::paged_attention`.
+            scale: See `octavo::paged_attention`.
+            sliding_window: See `octavo::paged_attention`.
+            soft_cap: See `octavo::paged_attention`.
+            chunk: See `octavo::paged_attention`.
 
         Returns:
             `[num_tokens, num_heads, value_dim]`.

@@ -108,14 +108,14 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
             cache has no values.
         layer: Index of the layer.
         scale: Factor of the logits.
-        sliding_window: As for `octavo.kernels.ops.paged_attention`.
-        soft_cap: Likewise.
-        chunk: Likewise.
-        sinks: Likewise; contiguous.
-        alibi_slopes: Likewise; contiguous.
+        sliding_window: See `octavo.kernels.ops.paged_attention`.
+        soft_cap: See `octavo.kernels.ops.paged_attention`.
+        chunk: See `octavo.kernels.ops.paged_attention`.
+        sinks: See `octavo.kernels.ops.paged_attention`; contiguous.
+        alibi_slopes: See `octavo.kernels.ops.paged_attention`; contiguous.
         cos: `[num_tokens, n]` float32, as for `octavo.kernels.ops.rotate_and_write`, if query and
             key are not rotated yet.
-        sin: As `cos`.
+        sin: `[num_tokens, n]` float32, like `cos`.
 
     Returns:
         `[num_tokens, num_heads, value_dim]`.

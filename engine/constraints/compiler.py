@@ -311,7 +311,7 @@ def _compile_when_idle(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher
     The first mask too, as what that computes is shared by the matcher's copies.
 
     Raises:
-        ConstraintError: As `compile_grammar`.
+        ConstraintError: See `compile_grammar`.
     """
 
     def compile_and_mask() -> LLMatcher:

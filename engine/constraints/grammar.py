@@ -18,7 +18,7 @@ many models, small ones above all, go on with it for ever once they have begun."
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 """Characters that mean something in a regular expression."""
 DEFAULT_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": WHITESPACE}
-"""Of JSON Schemas; `x-guidance` in a schema replaces them."""
+"""Options of JSON Schemas; `x-guidance` in a schema replaces them."""
 FIXED_OPTIONS: "JsonCompileOptions" = {
     "lenient": False,
     "coerce_one_of": False,

@@ -7,7 +7,7 @@ from octavo.common.json_schema import has_control, subschemas
 
 
 def unenforceable(schema: object) -> str | None:
-    """Return what a grammar would not hold an output to although it compiles, or None.
+    """Return the part of a schema that its grammar would not enforce although it compiles, or None.
 
     llguidance lets a name that is not in `properties` occur twice, so it does not count names. It
     leaves characters out of constants that JSON cannot write without a Unicode escape.

@@ -28,7 +28,7 @@ def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
     those that end an output. Other added tokens are text.
 
     Args:
-        tokenizer: As a tokenizer.json has it.
+        tokenizer: Text of a tokenizer.json.
         eos_token_ids: The tokens that end an output.
     """
     found = json.loads(tokenizer)
@@ -63,7 +63,7 @@ def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
 
 
 def hidden(name: str) -> str:
-    """Return what a control token is called in the tokenizer that llguidance gets."""
+    """Return a control token's name in the tokenizer that llguidance gets."""
     return f"<{SECRET}{name[1:]}" if name.startswith("<") else f"{SECRET}{name}"
 
 

@@ -33,10 +33,10 @@ class _Job(Generic[Owner]):
     """A matcher to advance.
 
     Attributes:
-        owner: As in `request`, like the next three.
-        matcher: Likewise.
-        token_ids: Likewise.
-        guess: Likewise.
+        owner: See `request`.
+        matcher: See `request`.
+        token_ids: See `request`.
+        guess: See `request`.
         awaited: Whether a step waits for it.
         thread: Ident and native id of the thread that does it, once it is begun.
         standin: What another thread does that stands in for this one.
@@ -82,7 +82,7 @@ class MaskFailure(Generic[Owner]):
     """An output that cannot go on.
 
     Attributes:
-        owner: Whose it is.
+        owner: The owner of the output.
         message: What is wrong with the constraint.
     """
 
@@ -129,7 +129,7 @@ class MaskThreads(Generic[Owner]):
         """Have a matcher advanced; it is not ready until then.
 
         Args:
-            owner: Whose it is, for `failures`.
+            owner: The owner of the output, for `failures`.
             matcher: The matcher, which is ready.
             token_ids: The tokens after those that it has read.
             guess: What to draft behind them.

@@ -75,7 +75,7 @@ class BlockPool:
         """Return a block that only the caller holds; its contents are undefined.
 
         Raises:
-            OutOfBlocksError: every block is in use.
+            OutOfBlocksError: Every block is in use.
         """
         block = self._take()
         self._references[block] = 1
@@ -85,7 +85,7 @@ class BlockPool:
         """Return `count` blocks, adjacent ones where enough adjacent ones are free.
 
         Raises:
-            OutOfBlocksError: fewer are available; none is allocated.
+            OutOfBlocksError: Fewer are available; none is allocated.
         """
         self.require(count)
         while len(self._free) < count:

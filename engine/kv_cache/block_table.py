@@ -23,16 +23,16 @@ class BlockTable:
     """The blocks that hold a sequence's K and V, and its states.
 
     Attributes:
-        groups: for each layer group the physical block of each logical block, or of each piece of
+        groups: For each layer group the physical block of each logical block, or of each piece of
             the state; of the device's pool, or of the swap pool while `swapped`.
-        num_tokens: how many tokens, from the front, the blocks of unbounded groups are for.
-        passed: for each layer group, the number of leading entries that are RELEASED.
-        computed: the tokens that the state stands for, this step's included.
-        branch: where the prefix cache has all K and V up to, but no state; 0 for nowhere.
-        root: the parent of the first block's key.
-        keys: of the leading full blocks that are published so far, in blocks of the smallest size.
-        snapshot: the keys under which the latest state of a decode was published.
-        swapped: whether the blocks are in CPU swap space.
+        num_tokens: How many tokens, from the front, the blocks of unbounded groups are for.
+        passed: For each layer group, the number of leading entries that are RELEASED.
+        computed: The tokens that the state stands for, this step's included.
+        branch: Where the prefix cache has all K and V up to, but no state; 0 for nowhere.
+        root: The parent of the first block's key.
+        keys: Keys of the leading blocks that are published so far, in blocks of the smallest size.
+        snapshot: The keys under which the latest state of a decode was published.
+        swapped: Whether the blocks are in CPU swap space.
     """
 
     groups: list[list[int]]

@@ -46,11 +46,11 @@ class KVCacheManager:
         """Make an empty cache.
 
         Args:
-            num_blocks: on the device.
-            groups: the model's layer groups.
-            num_swap_blocks: in swap space.
-            prefix_caching: whether requests with a common prefix share its blocks.
-            step_tokens: the most tokens of a sequence that a step computes.
+            num_blocks: On the device.
+            groups: The model's layer groups.
+            num_swap_blocks: In swap space.
+            prefix_caching: Whether requests with a common prefix share its blocks.
+            step_tokens: The most tokens of a sequence that a step computes.
         """
         self.groups = tuple(groups)
         self.block_size = min(group.block_size for group in self.groups)
@@ -157,16 +157,16 @@ class KVCacheManager:
         """Allocate blocks for all tokens of a new sequence; use cached ones where possible.
 
         Args:
-            sequence_id: a new id.
-            token_ids: its tokens.
-            reuse: look the prefix up in the cache.
-            salt: only blocks of sequences with the same salt are shared.
+            sequence_id: A new id.
+            token_ids: Its tokens.
+            reuse: Look the prefix up in the cache.
+            salt: Only blocks of sequences with the same salt are shared.
 
         Returns:
             How many tokens, from the front, already have K/V.
 
         Raises:
-            OutOfBlocksError: not enough blocks are available.
+            OutOfBlocksError: Not enough blocks are available.
         """
         assert sequence_id not in self._tables
         prefix = self.find_prefix(token_ids, salt) if reuse else self._finder.nothing
@@ -240,7 +240,7 @@ class KVCacheManager:
         """Grow the tables of unbounded groups to `end` tokens, so that a prefill keeps its room.
 
         Raises:
-            OutOfBlocksError: not enough blocks are available.
+            OutOfBlocksError: Not enough blocks are available.
         """
         self.device.require(self.blocks_to_reserve(sequence_id, end))
         table = self._tables[sequence_id]
@@ -285,7 +285,7 @@ class KVCacheManager:
         published is copied, or is unpublished if there are no blocks for a copy.
 
         Raises:
-            OutOfBlocksError: not enough blocks are available for all of them.
+            OutOfBlocksError: Not enough blocks are available for all of them.
         """
         spans = list(spans)
         for span in spans:
@@ -320,8 +320,8 @@ class KVCacheManager:
         Most tokens of a decode do not.
 
         Args:
-            sequence_id: the sequence; on the device.
-            position: of the token.
+            sequence_id: The sequence; on the device.
+            position: Position of the token.
 
         Returns:
             Whether it is writable now; if not, nothing has changed.
@@ -347,9 +347,9 @@ class KVCacheManager:
         """Make one token of each of several sequences writable, if that takes only new blocks.
 
         Args:
-            tables: of the sequences, as `own_table` gave them. The caller counts the tokens.
-            positions: of the tokens; each is the first of a block of some layer group.
-            spare: how many blocks must be available after that.
+            tables: Tables of the sequences, as `own_table` gave them. The caller counts the tokens.
+            positions: Positions of the tokens; each is the first of a block of some layer group.
+            spare: How many blocks must be available after that.
 
         Returns:
             Whether they are writable now; if not, nothing has changed.
@@ -460,7 +460,7 @@ class KVCacheManager:
         """Move sequences to swap space; blocks that they share stay shared there.
 
         Raises:
-            OutOfBlocksError: swap space has not enough blocks.
+            OutOfBlocksError: Swap space has not enough blocks.
         """
         self._moves.swap_out([self._tables[id_] for id_ in sequence_ids])
 
@@ -468,7 +468,7 @@ class KVCacheManager:
         """Move sequences back to the device.
 
         Raises:
-            OutOfBlocksError: the device has not enough blocks.
+            OutOfBlocksError: The device has not enough blocks.
         """
         self._moves.swap_in([self._tables[id_] for id_ in sequence_ids])
 

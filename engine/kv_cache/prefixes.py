@@ -24,10 +24,10 @@ class Prefix:
     """What the cache has of the front of a prompt.
 
     Attributes:
-        num_tokens: tokens that need not be computed.
-        keys: of these, in blocks of the smallest size.
-        groups: the blocks of each layer group, from the first that tokens to come attend to.
-        reach: tokens, from the front, whose K and V are all cached, even if no state is.
+        num_tokens: Tokens that need not be computed.
+        keys: Keys of these tokens, in blocks of the smallest size.
+        groups: The blocks of each layer group, from the first that tokens to come attend to.
+        reach: Tokens, from the front, whose K and V are all cached, even if no state is.
     """
 
     num_tokens: int
@@ -47,9 +47,9 @@ def block_keys(key: bytes, group: int, count: int = 1) -> list[bytes]:
     The first group's blocks of K and V have the prefix's own key, which routers know.
 
     Args:
-        key: the key of the prefix that ends with the block, or that the state stands for.
-        group: the layer group.
-        count: the number of blocks.
+        key: The key of the prefix that ends with the block, or that the state stands for.
+        group: The layer group.
+        count: The number of blocks.
     """
     if not group:
         return [key] if count == 1 else [key + i.to_bytes(4) for i in range(count)]
@@ -65,8 +65,8 @@ class PrefixFinder:
     """Looks prompts up in the device's blocks and in swap space.
 
     Attributes:
-        nothing: the prefix of no tokens.
-        stride: prefixes end at multiples of this many tokens.
+        nothing: The prefix of no tokens.
+        stride: Prefixes end at multiples of this many tokens.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
@@ -115,7 +115,7 @@ class PrefixFinder:
     def _groups_at(
         self, end: int, keys: list[bytes], known: dict[int, list[Hit]]
     ) -> list[list[Hit]] | None:
-        """Return what each group has for a prefix of `end` tokens; None if one lacks some."""
+        """Return each group's blocks of a prefix of `end` tokens; None if one lacks some."""
         groups = []
         for group, layers in enumerate(self._groups):
             if group in known:
@@ -134,7 +134,7 @@ class PrefixFinder:
         return groups
 
     def _look_up(self, keys: list[bytes]) -> list[Hit] | None:
-        """Return what is published under keys, on the device or else in swap; None if not all."""
+        """Return the blocks of keys, on the device or else in swap; None if a key has none."""
         hits = []
         for key in reversed(keys):  # what is missing is most likely missing at the end
             if (block := self._device.find(key)) is not None:

@@ -12,8 +12,8 @@ class CacheCounters:
     """Events since the start, for metrics and tests.
 
     Attributes:
-        offloaded_blocks: prefix blocks copied to swap space when evicted.
-        restored_blocks: prefix blocks copied back instead of recomputed.
+        offloaded_blocks: Prefix blocks copied to swap space when evicted.
+        restored_blocks: Prefix blocks copied back instead of recomputed.
     """
 
     offloaded_blocks: int = 0
@@ -25,15 +25,15 @@ class CacheStats:
     """Numbers of blocks by state, at one moment.
 
     Attributes:
-        total_blocks: on the device.
-        free_blocks: of these, those that hold nothing.
-        cached_blocks: of these, those that only the prefix cache keeps.
-        shared_blocks: of these, those that several block-table entries hold.
-        wasted_slots: places for a token, in device blocks that sequences
+        total_blocks: On the device.
+        free_blocks: Blocks of them that hold nothing.
+        cached_blocks: Blocks of them that only the prefix cache keeps.
+        shared_blocks: Blocks of them that several block-table entries hold.
+        wasted_slots: Places for a token, in device blocks that sequences
             hold, that no token has been given; in blocks of the smallest size.
-        total_swap_blocks: in CPU swap space.
-        used_swap_blocks: of these, those that preempted sequences hold.
-        cached_swap_blocks: of these, those that only the prefix cache keeps.
+        total_swap_blocks: In CPU swap space.
+        used_swap_blocks: Blocks of them that preempted sequences hold.
+        cached_swap_blocks: Blocks of them that only the prefix cache keeps.
     """
 
     total_blocks: int

@@ -60,7 +60,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
     Args:
         model: The model as it runs, fused and packed; changed in place.
         config: The model's, from which its layers' names and sizes come.
-        dtype: Of its activations.
+        dtype: Type of its activations.
 
     Returns:
         The layers that adapters may adapt.
@@ -210,7 +210,7 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, int | None] | None:
 
 
 def _child(owner: object, name: str) -> object:
-    """Return what has a name in a module, also in a SwiGLU that was replaced; None if nothing."""
+    """Return the member of a name, also of a SwiGLU that was replaced; None if there is none."""
     if isinstance(owner, GatedMLP) and name == "down_proj":
         owner = owner.mlp
     return getattr(owner, name, None)

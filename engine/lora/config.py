@@ -62,7 +62,7 @@ class AdapterConfig:
     """What an adapter's config says of its outputs.
 
     Attributes:
-        rank: Of layers that `ranks` does not name.
+        rank: Rank of layers that `ranks` does not name.
         alpha: Likewise; the product of an adapter's matrices is scaled by alpha / rank.
         rslora: Whether it is scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
         ranks: Ranks, by regular expressions of layers' names; the first that matches holds.

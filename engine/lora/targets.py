@@ -17,7 +17,7 @@ class Targets:
 
     Attributes:
         layers: By their names in transformers' model.
-        dtype: Of the layers' inputs, which adapters are converted to.
+        dtype: Type of the layers' inputs, which adapters are converted to.
         pinned: Whether adapters lie in pinned memory, as a GPU copies them from it.
         orders: Orders of inputs, by their numbers in `Placement`.
         packed: The packed layers that have some of these layers, by number.
@@ -50,7 +50,7 @@ class Targets:
         return np.zeros((count, RECORD), np.int64)
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` reads."""
+        """Return a JSON value for `from_json`."""
         return {
             "layers": {name: asdict(target) for name, target in self.layers.items()},
             "dtype": str(self.dtype).removeprefix("torch."),

@@ -42,7 +42,7 @@ class Matrices(NamedTuple):
         layer: The layer's name.
         target: The layer.
         rank: Rows of A and columns of B.
-        scale: Of the product.
+        scale: Scale of the product.
     """
 
     layer: str
@@ -63,7 +63,7 @@ class AdapterWeights:
             `octavo.kernels.low_rank.LowRankBatch`, with the offsets of A and B in bytes in place
             of their addresses.
         max_rank: The highest rank.
-        digest: Of the adapter's files.
+        digest: Digest of the adapter's files.
     """
 
     matrices: torch.Tensor
@@ -82,7 +82,7 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
     """Read an adapter and check it.
 
     Args:
-        directory: As peft's `save_pretrained` writes it.
+        directory: Directory in the form of peft's `save_pretrained`.
         targets: The model's layers.
 
     Raises:
@@ -175,7 +175,7 @@ def _check(
 
 
 def _hint(name: str) -> str:
-    """Return what to do about a tensor that is no matrix of LoRA."""
+    """Return a hint for a tensor that is no matrix of LoRA."""
     if name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
         return (
             "but the base model's, and Octavo keeps one base for all: save the adapter with"
@@ -218,7 +218,7 @@ def lay_out(
         layers: Its layers.
         values: Returns a layer's matrix in float32, by the layer's name and the matrix's, A or B.
         targets: The model's layers.
-        digest: Of the adapter's files.
+        digest: Digest of the adapter's files.
     """
     size = sum(
         _aligned(own.rank * own.target.inputs) + _aligned(own.rank * _width(own.target))

@@ -29,7 +29,7 @@ class Planner(Protocol):
 
 
 TYPICAL_TOKENS = 1024
-"""Of a sequence, for which the layout holds the fewest bytes."""
+"""Length of a sequence for which the layout holds the fewest bytes."""
 TABLE_COST = 0.01
 """What one more group costs a step, as a share of the cache's memory."""
 MOST_PIECES = 16
@@ -204,8 +204,8 @@ def plan_layout(
     Args:
         shape: The model's dimensions.
         block_size: The smallest number of tokens per block.
-        dtype: Of the model.
-        cache_dtype: Of keys and values.
+        dtype: Type of the model.
+        cache_dtype: Type of keys and values.
     """
     options = [_choices(kind, block_size) for kind in _kinds(shape.layers)]
     states = _state_kinds(shape.states, dtype, cache_dtype)

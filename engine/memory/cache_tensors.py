@@ -35,9 +35,9 @@ class CacheTensors:
         layout: See above.
         num_blocks: On the device.
         num_swap_blocks: In swap space.
-        dtype: Of keys and values.
+        dtype: Type of keys and values.
         device: Where the cache is.
-        model_dtype: Of the model; default `dtype`.
+        model_dtype: Type of the model; default `dtype`.
     """
 
     def __init__(

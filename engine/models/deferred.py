@@ -101,7 +101,7 @@ def _defer(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> Any:  # noqa: ANN401
-    """Return what an operator of deferred tensors returns, deferred; None if it is no tensor."""
+    """Return the deferred result of an operator; None if that is no tensor."""
     moved = kwargs.get("device")
     options = kwargs if moved is None else kwargs | {"device": torch.device("meta")}
     try:
@@ -141,7 +141,7 @@ def _has_parts(weight: Tensor) -> bool:
 
 
 def _multiply(given: Tensor, weight: DeferredTensor, bias: Tensor | None = None) -> Tensor:
-    """Return what a linear layer does, which makes its weight's numbers in parts."""
+    """Compute a linear layer, with its weight's numbers made in parts."""
     assert weight.rows is not None
     outputs, inputs = weight.shape
     out = given.new_empty(*given.shape[:-1], outputs)

@@ -31,7 +31,7 @@ def make_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
 
     Args:
         config: The model's.
-        dtype: Of its weights.
+        dtype: Type of its weights.
     """
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -47,7 +47,7 @@ def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
 
     Args:
         config: The model's.
-        dtype: Of its weights.
+        dtype: Type of its weights.
     """
     model: Any = make_on_meta(config, dtype)
     for module in model.modules():

@@ -21,7 +21,7 @@ def measure_kv_scales(
         model: The model as loaded.
         shape: Its dimensions.
         path: The model's directory.
-        dtype: Of the cache.
+        dtype: Type of the cache.
     """
     largest = torch.finfo(dtype).max
     layers = run_alone(model, shape, calibration_tokens(path, shape))

@@ -76,8 +76,8 @@ class LoadedModel:
     Attributes:
         model: The model, with its attention replaced.
         shape: Its dimensions.
-        dtype: Of its weights.
-        cache_dtype: Of the KV cache.
+        dtype: Type of its weights.
+        cache_dtype: Type of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where the model is.
         check: The self-check of its steps.
@@ -124,7 +124,7 @@ class TrialCheck:
 
     Attributes:
         check: Against what transformers computes with it.
-        scales: Of each layer that it adapts, by name.
+        scales: Scales by the name of each layer that it adapts.
     """
 
     check: SelfCheck
@@ -137,9 +137,9 @@ class EmptyModel:
 
     Attributes:
         model: The model; see `empty_model.py`.
-        shape: As `LoadedModel`, like those below.
-        dtype: Likewise.
-        cache_dtype: Likewise.
+        shape: See `LoadedModel`.
+        dtype: See `LoadedModel`.
+        cache_dtype: See `LoadedModel`.
         device: Where it would run.
         stored: The format of its checkpoint, if its weights are quantized.
     """
@@ -176,8 +176,8 @@ def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> t
     """Return the dtype of a device's KV cache.
 
     Args:
-        name: As `EngineSettings.kv_cache_dtype`; for fp8_e4m3 devices have different types.
-        dtype: Of the weights, which `auto` stands for.
+        name: Value of `EngineSettings.kv_cache_dtype`; devices have different types for fp8_e4m3.
+        dtype: Type of the weights, which `auto` stands for.
         device: Where the cache is.
     """
     if name == "fp8_e4m3":
@@ -240,12 +240,12 @@ def load_unchecked(
 
     Args:
         path: A directory or a hub name.
-        dtype: As `EngineSettings`, like the arguments below.
-        device: Likewise.
-        block_size: Likewise.
-        quantization: Likewise.
-        kv_cache_dtype: Likewise.
-        max_model_len: Likewise.
+        dtype: See `EngineSettings`.
+        device: See `EngineSettings`.
+        block_size: See `EngineSettings`.
+        quantization: See `EngineSettings`.
+        kv_cache_dtype: See `EngineSettings`.
+        max_model_len: See `EngineSettings`.
         world: The ranks that hold the model, all of which call this. Default: this process alone.
         adapters: Whether it is to take adapters, with this process alone; see `LoadedModel.trial`.
 
@@ -331,7 +331,7 @@ def _expect(  # noqa: PLR0917
     known: Reference | None,
     adapters: bool,
 ) -> tuple[Reference, TrialReference | None, Step]:
-    """Return what a model, and it with the trial adapter, must compute, and what computes it.
+    """Return the references without and with the trial adapter, and the step that is checked.
 
     Args:
         model: The model with its own attention, or this rank's part of it.
@@ -370,12 +370,12 @@ def load_empty(
 
     Args:
         path: A directory with a config.
-        dtype: As `EngineSettings`, like the arguments below.
-        device: Likewise.
-        block_size: Likewise.
-        quantization: Likewise.
-        kv_cache_dtype: Likewise.
-        max_model_len: Likewise.
+        dtype: See `EngineSettings`.
+        device: See `EngineSettings`.
+        block_size: See `EngineSettings`.
+        quantization: See `EngineSettings`.
+        kv_cache_dtype: See `EngineSettings`.
+        max_model_len: See `EngineSettings`.
 
     Raises:
         UnsupportedModelError: The engine cannot serve the model; the message says why.
@@ -405,9 +405,9 @@ class _Source:
         path: A directory or a hub name.
         config: The model's.
         checkpoint: Its checkpoint if its weights are quantized.
-        dtype: Of its weights.
+        dtype: Type of its weights.
         device: Where it runs.
-        max_model_len: As `EngineSettings`.
+        max_model_len: See `EngineSettings`.
         deferred: Whether large weights stay in the files until they are packed.
     """
 
@@ -433,9 +433,9 @@ class _Source:
 
         Args:
             path: See the attributes.
-            dtype: As `EngineSettings`.
+            dtype: See `EngineSettings`.
             device: See the attributes.
-            max_model_len: Likewise.
+            max_model_len: See the attributes.
             quantized: Whether weights are to be quantized.
         """
         checkpoint = open_checkpoint(path)
@@ -658,7 +658,7 @@ def _check_room(model: PreTrainedModel, source: _Source, quantization: str) -> N
     Args:
         model: The model; its weights are not read.
         source: Where it is from.
-        quantization: As `EngineSettings`.
+        quantization: See `EngineSettings`.
 
     Raises:
         ModelError: They do not; the message says what would.

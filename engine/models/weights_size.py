@@ -29,7 +29,7 @@ def weight_bytes(
 
     Args:
         model: The model as transformers makes it; its weights may be empty.
-        quantization: As `EngineSettings.quantization`.
+        quantization: Value of `EngineSettings.quantization`.
         device: Where it would run.
         stored: The format of its checkpoint, if its weights are quantized.
     """
@@ -91,9 +91,9 @@ def sizes_by_quantization(
     """Return about how many bytes a model's weights take, by each quantization that it may have.
 
     Args:
-        model: As for `weight_bytes`, like those below.
-        device: Likewise.
-        stored: Likewise.
+        model: See `weight_bytes`.
+        device: See `weight_bytes`.
+        stored: See `weight_bytes`.
     """
     names = ["none"] if stored is not None else ["none", *schemes_for(device)]
     return {name: weight_bytes(model, name, device, stored) for name in names}

@@ -151,7 +151,7 @@ class World:
             return None if parts is None else torch.cat(parts, 1)[:, :width]
 
     def gather_columns_everywhere(self, own: Tensor, width: int) -> Tensor:
-        """Return what `gather_columns` does, on all ranks."""
+        """Return the columns of all ranks, on all ranks; see `gather_columns`."""
         padded = self._padded(own, width)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.tensors)

@@ -33,10 +33,10 @@ async def watch(
     never releases the lock.
 
     Args:
-        core: the core to watch.
-        send: called with the load, which says for how long the step has run.
+        core: The core to watch.
+        send: Called with the load, which says for how long the step has run.
         device: "cpu", or a GPU's name.
-        step_timeout: in seconds; 0 for none, None for the device's default.
+        step_timeout: In seconds; 0 for none, None for the device's default.
     """
     if step_timeout is None:
         step_timeout = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT

@@ -36,7 +36,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
     async def GetEngineInfo(  # noqa: N802 - the contract's name
         self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
-        """Return what is served and its load."""
+        """Return the description of the engine and its load."""
         answer: Any = self._service().GetEngineInfo(request, context)  # type: ignore[arg-type]
         info: engine_pb2.GetEngineInfoResponse = await answer
         return info

@@ -112,7 +112,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         request: engine_pb2.GetEngineInfoRequest,  # noqa: ARG002 - empty
         context: Context,  # noqa: ARG002
     ) -> engine_pb2.GetEngineInfoResponse:
-        """Return what is served and its load."""
+        """Return the description of the engine and its load."""
         parts, limits, settings = self._parts, self._parts.limits, self._settings
         (budget,) = limits.budgets
         return engine_pb2.GetEngineInfoResponse(
@@ -202,7 +202,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
 
 
 def _compiler(settings: EngineSettings, parts: Parts) -> ConstraintCompiler | None:
-    """Return what compiles constraints, where the engine accepts them."""
+    """Return the compiler of constraints; None if the engine accepts none."""
     if parts.read_tokens is None:
         return None
     return ConstraintCompiler(

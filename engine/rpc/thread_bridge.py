@@ -19,11 +19,11 @@ class ThreadBridge:
     CPUs.
 
     Args:
-        loop: the event loop.
-        on_prefixes: called in the loop with each change of the prefix cache.
-        on_events: called in the loop with events, after the prefix changes of their steps, and
+        loop: The event loop.
+        on_prefixes: Called in the loop with each change of the prefix cache.
+        on_events: Called in the loop with events, after the prefix changes of their steps, and
             the newest load.
-        on_error: called in the loop after an exception in one of the two: what they were to
+        on_error: Called in the loop after an exception in one of the two: what they were to
             pass on is lost, so no session can go on.
     """
 

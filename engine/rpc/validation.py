@@ -37,14 +37,14 @@ def to_request(
     """Checks a Submit and translates it.
 
     Args:
-        submit: the message.
-        session: its router's session.
-        limits: the engine's.
-        eos_token_ids: the model's.
-        find_adapter: returns the loaded adapter of a name; None if there is none.
+        submit: The message.
+        session: Its router's session.
+        limits: The engine's.
+        eos_token_ids: The model's.
+        find_adapter: Returns the loaded adapter of a name; None if there is none.
 
     Raises:
-        RpcError: this engine can never serve it.
+        RpcError: This engine can never serve it.
     """
     adapter = find_adapter(submit.adapter) if submit.adapter else None
     if submit.adapter and adapter is None:
@@ -121,7 +121,7 @@ def _resume(
 
 
 def _seconds(duration: Duration) -> float:
-    """As a float, which unlike a timedelta holds whatever a router may send."""
+    """Return a float, which unlike a timedelta holds whatever a router may send."""
     return duration.seconds + duration.nanos / 1e9
 
 

@@ -21,7 +21,7 @@ class Alignment:
     """The place in its own tokens that a sequence copies from.
 
     Attributes:
-        drafted: whether the sequence's last draft was made here, without a match.
+        drafted: Whether the sequence's last draft was made here, without a match.
     """
 
     def __init__(self) -> None:
@@ -34,19 +34,19 @@ class Alignment:
         """Take note of a match.
 
         Args:
-            place: of the token that follows the tokens which match the sequence's end.
-            length: of the sequence.
+            place: Place of the token that follows the tokens which match the sequence's end.
+            length: Length of the sequence.
         """
         self._place, self._length, self._until = place, length, length + LAPSE
 
     def draft(self, tokens: Tokens, most: int) -> list[int]:
-        """Return what follows the last token near the expected place.
+        """Return the tokens that follow the last one near the expected place.
 
         If the last token does not occur there, it is taken to replace the token at that place.
 
         Args:
             tokens: `[n]` int32, the sequence.
-            most: the most tokens to return.
+            most: The most tokens to return.
         """
         self.drafted = True
         if len(tokens) > self._until:

@@ -9,9 +9,9 @@ class History:
     """A sequence's prompt and output, as far as they are known.
 
     Attributes:
-        num_prompt: tokens of the prompt, at the front.
-        salt: what is learnt from sequences of another salt must not show here.
-        alignment: the place that the sequence copies from.
+        num_prompt: Tokens of the prompt, at the front.
+        salt: What is learnt from sequences of another salt must not show here.
+        alignment: The place that the sequence copies from.
     """
 
     def __init__(self, num_prompt: int, salt: str = "") -> None:

@@ -17,7 +17,7 @@ class Matches(NamedTuple):
     """The places where the most of the last tokens occur before.
 
     Attributes:
-        length: how many of the last tokens are the same there, up to `LONGEST`; 0 if none are.
+        length: How many of the last tokens are the same there, up to `LONGEST`; 0 if none are.
         ends: `[n]` int64, one past each place, rising.
     """
 
@@ -47,7 +47,7 @@ def longest_of(tokens: Tokens, ends: NDArray[np.int64], tail: Tokens, length: in
         tokens: `[n]` int32, where to look.
         ends: `[m]` int64, one past each place, rising; the last `length` tokens are the same there.
         tail: `[k]` int32, the tokens to find.
-        length: how many of them are known to match.
+        length: How many of them are known to match.
     """
     if not len(ends):
         return NOWHERE

@@ -11,11 +11,11 @@ class DraftState:
     """What is known of one sequence.
 
     Attributes:
-        history: its tokens.
-        acceptance: the estimated probability that a drafted token is right if those before it are.
-        aligned: likewise of drafts that are made without a match; see `Alignment`.
-        pause: tokens to sample before the next draft.
-        last_pause: how long the last pause was; 0 if the last draft paid.
+        history: Its tokens.
+        acceptance: The estimated probability that a drafted token is right if those before it are.
+        aligned: Likewise of drafts that are made without a match; see `Alignment`.
+        pause: Tokens to sample before the next draft.
+        last_pause: How long the last pause was; 0 if the last draft paid.
     """
 
     history: History
@@ -30,7 +30,7 @@ class Method(ABC):
 
     @abstractmethod
     def draft(self, history: History, most: int) -> list[int]:
-        """Return what may follow a sequence's tokens: at most `most` tokens, maybe none."""
+        """Return tokens that may follow a sequence's: at most `most`, maybe none."""
 
     @abstractmethod
     def learn(self, history: History) -> None:

@@ -15,11 +15,11 @@ AUTO_METHOD = "suffix"
 
 
 def make_speculation(name: str, num_tokens: int) -> Speculation | None:
-    """Return what drafts tokens under a value of `--speculation`; None for `off`.
+    """Return the speculation of a value of `--speculation`; None for `off`.
 
     Args:
         name: `off`, `auto`, `draft` or a method's name.
-        num_tokens: the most tokens of a draft.
+        num_tokens: The most tokens of a draft.
     """
     if name == "off":
         return None

@@ -69,15 +69,15 @@ class DraftPolicy:
     """Decides how many tokens to draft for a sequence in a step.
 
     Attributes:
-        acceptance: the share of drafted tokens that were right, over all sequences lately.
-        aligned: likewise of drafts that are made without a match.
+        acceptance: The share of drafted tokens that were right, over all sequences lately.
+        aligned: Likewise of drafts that are made without a match.
     """
 
     def __init__(self, longest: int) -> None:
         """Begin without a measure.
 
         Args:
-            longest: the most tokens of a draft.
+            longest: The most tokens of a draft.
         """
         self.acceptance = self.aligned = PRIOR
         # The tokens that drafts of 1, 2, ... tokens yield on average, for each level of acceptance.

@@ -10,7 +10,7 @@ class Speculation:
     """A method of drafting, and the rule for when to use it.
 
     Attributes:
-        num_tokens: the most tokens of a draft.
+        num_tokens: The most tokens of a draft.
     """
 
     def __init__(
@@ -19,9 +19,9 @@ class Speculation:
         """Set up for all sequences of an engine.
 
         Args:
-            method: drafts tokens; None where a model does.
-            num_tokens: the most tokens of a draft.
-            policy: says where drafts pay; None: every sequence has one whenever the method has.
+            method: Drafts tokens; None where a model does.
+            num_tokens: The most tokens of a draft.
+            policy: Says where drafts pay; None: every sequence has one whenever the method has.
         """
         self.num_tokens = num_tokens
         self._method = method
@@ -41,12 +41,12 @@ class Speculation:
         return self._policy.begin(History(num_prompt, salt))
 
     def guess(self, state: DraftState, token_ids: list[int], most: int) -> Guess:
-        """Return what may follow a sequence, and how many drafted tokens may pay.
+        """Return tokens that may follow a sequence, and how many drafted tokens may pay.
 
         Args:
-            state: the sequence's.
-            token_ids: its prompt and output, all known.
-            most: the most tokens to draft.
+            state: The sequence's.
+            token_ids: Its prompt and output, all known.
+            most: The most tokens to draft.
         """
         most = min(most, self.num_tokens)
         if self._policy is not None:

@@ -122,12 +122,12 @@ class SuffixLookup(Method):
 
 
 def _most_frequent(tokens: Tokens, ends: NDArray[np.int64], most: int) -> list[int]:
-    """Return what most often follows some places, token by token, the latest first on a tie.
+    """Return the most frequent continuation of some places, token by token, the latest on a tie.
 
     Args:
         tokens: `[n]` int32.
         ends: `[m]` int64, one past each place, rising.
-        most: the most tokens to return.
+        most: The most tokens to return.
     """
     # Of a few short lists, Python's own operations are faster than numpy's.
     paths = [tokens[end : end + most].tolist() for end in ends[::-1].tolist()]

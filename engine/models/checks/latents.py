@@ -22,7 +22,7 @@ Expanded = tuple[Tensor, Tensor, Tensor, Tensor]
 """Latents, rotated elements, and the keys and values that were made from them."""
 LINEAR = "kv_b_proj"
 RANK, HEADS, TOKENS = 8, 2, 3
-"""Of the small expansion."""
+"""Sizes of the small expansion."""
 
 
 @contextmanager
@@ -62,8 +62,8 @@ def find_expansion(
         module: An attention module.
         call: Its latest call of `expand_kv`; None if it has made none.
         query: `[1, num_heads, num_tokens, key_dim]`, as attention is called with it.
-        key: Likewise.
-        value: Likewise.
+        key: `[1, num_heads, num_tokens, key_dim]`, as attention is called with it.
+        value: `[1, num_heads, num_tokens, key_dim]`, as attention is called with it.
 
     Returns:
         None if it does not do so, or if latents would not take less memory.

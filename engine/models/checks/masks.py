@@ -29,8 +29,8 @@ class Mask:
     """The keys that a query at position p sees.
 
     Attributes:
-        window: Only keys in (p - window, p]; None: all up to p.
-        chunk: Of these, only keys since the last multiple of `chunk`; None: all.
+        window: Length of the window: only keys in (p - window, p]; None: all up to p.
+        chunk: Length of a chunk: only keys since its last multiple; None: all.
     """
 
     window: int | None = None

@@ -36,7 +36,7 @@ class Reference:
         logits: `[len(ROWS), vocab_size]` float32, on the CPU.
         rounding: `[passes * len(ROWS)]` float32, the errors of transformers' logits in the model's
             own dtype, with the same choices; zeros in float32, and while they are not measured.
-        choices: Of each layer of experts, in order.
+        choices: Choices of each layer of experts, in order.
         free: Whether the logits are those of a checked step that chose its experts itself.
     """
 
@@ -121,9 +121,9 @@ def with_rounding(
 
     Args:
         expected: What it computes in float32.
-        model: As for `reference`, like those below.
-        routing: Likewise.
-        device: Likewise.
+        model: See `reference`.
+        routing: See `reference`.
+        device: See `reference`.
         passes: The number of passes.
         first: The number of the first.
     """
@@ -178,7 +178,7 @@ def row_errors(found: Tensor, expected: Tensor) -> Tensor:
 
     Args:
         found: `[rows, vocab_size]` float32.
-        expected: Likewise.
+        expected: `[rows, vocab_size]` float32.
 
     Returns:
         `[rows]`.

@@ -45,7 +45,7 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
 
 
 def recall(place: Path) -> Reference | None:
-    """Return what is remembered; None if nothing is."""
+    """Return the remembered reference; None if there is none."""
     try:
         found = Reference.load(place)
         os.utime(place)

@@ -62,7 +62,7 @@ class Routing(Protocol):
         """Let a run within compute the experts of an earlier one.
 
         Args:
-            choices: Of each layer, in order.
+            choices: Choices of each layer, in order.
             first: The first row of the run's batch that computes them.
 
         Yields:

@@ -118,11 +118,11 @@ class SelfCheck:
     Args:
         expected: See above.
         shape: The model's dimensions.
-        dtype: Of activations.
+        dtype: Type of activations.
         device: Where the step runs.
         block_size: Tokens per block.
         tolerance: See above; 0 if the weights are not quantized.
-        cache_dtype: Of the KV cache; default `dtype`.
+        cache_dtype: Type of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
         routing: Forces `expected.choices` on steps, which then are compared; None if they cannot be
             forced.
@@ -361,7 +361,7 @@ class SelfCheck:
 
         Args:
             found: `[rows, vocab_size]` float32.
-            expected: Likewise.
+            expected: `[rows, vocab_size]` float32.
             broken: The relation that does not hold if they differ.
             tolerance: The quantization's, if they may differ by it.
 

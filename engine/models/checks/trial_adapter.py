@@ -29,8 +29,8 @@ class TrialReference:
     """What transformers computes with the trial adapter.
 
     Attributes:
-        expected: As without it.
-        scales: Of each layer that it adapts, by name.
+        expected: The reference with the adapter.
+        scales: Scales by the name of each layer that it adapts.
     """
 
     expected: Reference

@@ -83,7 +83,7 @@ def _is_list(value: object, count: int) -> TypeGuard[list[Any] | tuple[Any, ...]
 
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
-    """Return what a layer consists of."""
+    """Return the types of a layer's modules and the shapes of its weights."""
     modules = tuple((path, type(own).__name__) for path, own in layer.named_modules())
     return modules, tuple((name, tuple(own.shape)) for name, own in layer.named_parameters())
 

@@ -110,7 +110,7 @@ class ExpertLayer:
         """Put the gates before the up projections, as the kernels need them.
 
         Args:
-            values: Of any shape; one dimension has the outputs in the layer's order.
+            values: Tensor of any shape; one dimension has the outputs in the layer's order.
             dim: That dimension.
         """
         if not self.activation.gated or self.module.is_concatenated:
@@ -193,7 +193,7 @@ def _up_name(module: nn.Module) -> str:
 
 @torch.inference_mode()
 def recognize(module: Any) -> Activation | None:  # noqa: ANN401 - one of transformers' classes
-    """Return what a layer computes between its products, or None if no activation here does."""
+    """Return the activation between a layer's products; None if no kernel has it."""
     if module.has_post_expert_norm:
         return None
     gated = bool(module.has_gate)

@@ -63,7 +63,7 @@ def has_kernels(layer: ExpertLayer, dtype: torch.dtype) -> bool:
 
     Args:
         layer: The layer.
-        dtype: Of the packed weights; uint8 for 4 bits.
+        dtype: Type of the packed weights; uint8 for 4 bits.
     """
     if kernels is None or layer.dtype == torch.float16:
         return False
@@ -123,7 +123,7 @@ def padded(layer: ExpertLayer, name: str, values: Tensor) -> Tensor:
 
 
 def stacked(count: int, make: Callable[[int], Tensor]) -> Tensor:
-    """Return what a function makes for each expert, in one tensor."""
+    """Return a function's tensors of all experts in one."""
     first = make(0)
     made = first.new_empty((count, *first.shape))
     made[0] = first

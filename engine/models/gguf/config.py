@@ -34,14 +34,14 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Of Llama 3.1 and all after it. A file holds only the factors that come of them."""
+"""Settings of Llama 3.1 and later. A file holds only the factors that result from them."""
 
 
 def read_fields(reader: Any, architecture: str) -> dict[str, Any]:  # noqa: ANN401 - gguf has no types
     """Return an architecture's fields and the factors of rotary frequencies, by their short names.
 
     Args:
-        reader: Of the file.
+        reader: Reader of the file.
         architecture: Its name, with which the fields' names begin.
     """
     begin = f"{architecture}."

@@ -133,7 +133,7 @@ def _places(
     """Return where matrices are in the files, by name, and the types of those in blocks, by layer.
 
     Args:
-        reader: Of the file, or of all parts.
+        reader: Reader of the file, or of all parts.
         weights: The model's.
     """
     places: dict[str, tuple[int, TensorLocation]] = {}

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 LEAST_DIMENSIONS = 2
-"""Of a tensor with rows."""
+"""Minimum dimensions of a tensor with rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +42,9 @@ class _Names:
     """What transformers does to the tensors of one file.
 
     Args:
-        architecture: As the file names it.
+        architecture: The file's name for it.
         config: What transformers reads of the file.
-        model: Of its class, without weights.
+        model: A model of its class without weights.
     """
 
     def __init__(self, architecture: str, config: Mapping[str, Any], model: Any) -> None:  # noqa: ANN401
@@ -98,9 +98,9 @@ def find_weights(
 
     Args:
         tensors: The file's, as `gguf.GGUFReader` has them.
-        architecture: As the file names it.
+        architecture: The file's name for it.
         config: What transformers reads of the file.
-        model: Of its class, on the meta device.
+        model: A model of its class on the meta device.
     """
     names = _Names(architecture, config, model)
     found: list[Weight] = []

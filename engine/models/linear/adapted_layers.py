@@ -28,7 +28,7 @@ class Placement:
         panel: The panel that has the first output.
         lane: The first lane of its panels that has outputs of the layer.
         lanes: Lanes from there on that have some.
-        shift: Of those of the first panel, how many come before the first output.
+        shift: Number of lanes of the first panel before the first output.
         order: The packed layer's order of inputs, by its number in `Targets.orders`; -1: as in the
             model.
     """
@@ -123,7 +123,7 @@ def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Te
 
     Args:
         kernel: Takes what adapters add as `low_rank`.
-        place: Of the operator's argument that is the layer's number among those that adapters
+        place: Index of the operator's argument that is the layer's number among those that adapters
             adapt, negative if they do not.
     """
 

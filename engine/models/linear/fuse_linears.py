@@ -124,7 +124,7 @@ def split_alike(
 
     Args:
         group: Layers of the same input.
-        weights: Of each; None leaves the layer out.
+        weights: Weights of the layers; None leaves a layer out.
     """
     parts: list[tuple[list[LocatedLinear], list[Weight]]] = []
     for located, weight in zip(group, weights, strict=True):

@@ -97,7 +97,7 @@ def bias_of(layers: list[nn.Linear]) -> Tensor | None:
 
 
 def layout_of(weight: QuantizedWeight) -> list[int]:
-    """Return what a weight is besides its tensors, for an operator."""
+    """Return a weight's numbers besides its tensors, for an operator."""
     numbers, second = weight.numbers.value, weight.second.value
     scales = 0 if weight.scale_type is None else 1 + SCALE_TYPES.index(weight.scale_type)
     return [weight.inputs, weight.group, numbers, weight.zero_point, second, scales]

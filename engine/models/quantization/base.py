@@ -81,7 +81,7 @@ class Scheme(ABC):
         return None
 
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:  # noqa: ARG002
-        """Return what replaces a layer of experts; None if it stays as it is.
+        """Return a replacement for a layer of experts; None if it stays as it is.
 
         Args:
             layer: The layer.

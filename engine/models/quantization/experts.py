@@ -68,7 +68,7 @@ def _to_nibbles(weight: Tensor) -> Tensor:
 
 
 def _between(layer: ExpertLayer, inputs: ExpertInputs, expert: int) -> Tensor:
-    """Return what an expert's second product takes on the calibration text."""
+    """Return the inputs of an expert's second product on the calibration text."""
     projected = inputs.of(expert) @ layer.up(expert).float().t() + layer.up_bias(expert)
     return layer.activation(projected)
 

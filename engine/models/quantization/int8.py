@@ -96,9 +96,9 @@ class PackedInt8Linear(PackedLayer):
     Args:
         linear: The layer to replace.
         weight: See `QuantizedWeights`, as for the others.
-        scale: Likewise.
-        row_sums: Likewise.
-        factors: Likewise.
+        scale: See `QuantizedWeights`, as for the others.
+        row_sums: See `QuantizedWeights`, as for the others.
+        factors: See `QuantizedWeights`, as for the others.
     """
 
     panels: Tensor
@@ -131,9 +131,9 @@ class OneDnnInt8Linear(nn.Module):
     Args:
         linear: The layer to replace.
         weight: See `QuantizedWeights`, as for the others.
-        scale: Likewise.
-        row_sums: Likewise.
-        factors: Likewise.
+        scale: See `QuantizedWeights`, as for the others.
+        row_sums: See `QuantizedWeights`, as for the others.
+        factors: See `QuantizedWeights`, as for the others.
     """
 
     weight: Tensor

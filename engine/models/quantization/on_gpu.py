@@ -27,7 +27,7 @@ from octavo.kernels import ops
 from octavo.kernels.quantized import FP8_MULTIPLE, join
 
 FP8_TOLERANCE = 0.35
-"""Of the self-check, where inputs are rounded to fp8."""
+"""Tolerance of the self-check where inputs are rounded to fp8."""
 
 
 def quantize_on_gpu(

@@ -52,7 +52,7 @@ def round_weights(weight: Tensor, factors: Tensor) -> QuantizedWeights:
 
 
 def to_bytes(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `RoundingKernels.to_bytes` does: the kernel has the same bits."""
+    """Round a weight to 8 bits as `RoundingKernels.to_bytes` does, to the same bits."""
     weight = weight.float() * factors
     scale = weight.abs().amax(1).clamp_min(EPSILON) / 127
     whole = (weight / scale[:, None]).round_().to(torch.int8)

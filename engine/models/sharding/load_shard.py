@@ -98,7 +98,7 @@ def load_shard(
     Args:
         path: A directory.
         config: The model's.
-        dtype: Of its weights.
+        dtype: Type of its weights.
         plan: How it is split.
         world: The ranks, all of which call this.
     """

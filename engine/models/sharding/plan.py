@@ -25,7 +25,7 @@ KEYS_VALUES = "octavo_keys_values"
 """Keys and values of fewer heads than ranks: several ranks have the same head."""
 THREE_TRANSPOSED, ROWS_TRANSPOSED = "octavo_three_transposed", "octavo_rows_transposed"
 COLUMNS_TRANSPOSED = "octavo_columns_transposed"
-"""Of GPT-2's `Conv1D`, whose weights have inputs first; queries, keys and values are one layer."""
+"""Styles of GPT-2's `Conv1D`, whose weights have inputs first; q, k and v are one layer."""
 
 SAME = {"replicated_with_grad_allreduce": WHOLE}
 """Transformers' styles that differ from another in training only."""

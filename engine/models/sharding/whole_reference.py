@@ -36,7 +36,7 @@ def whole_reference(
     Args:
         path: A directory.
         config: The model's.
-        dtype: Of its weights.
+        dtype: Type of its weights.
         shape: The dimensions of a part.
         world: The ranks, all of which call this.
         prepare: Called with the model before it runs.

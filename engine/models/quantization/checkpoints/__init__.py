@@ -33,7 +33,7 @@ def find_format(directory: Path) -> "Format | None":
     Raises:
         UnsupportedModelError: Octavo does not read the format with these settings.
         ModelError: A file cannot be read.
-        OSError: Likewise.
+        OSError: A file cannot be read.
     """
     said = find_statement(directory)
     if said is None or said.method not in FORMATS:

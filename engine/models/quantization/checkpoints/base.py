@@ -60,7 +60,7 @@ class Integers:
         codes: `[outputs, inputs]` uint8, from 0 to `2 ** bits - 1`.
         scale: `[outputs, groups]` float32.
         zero: `[outputs, groups]` float32, whole numbers.
-        bits: Of a code.
+        bits: Bits of a code.
         group_of: `[inputs]` int64, the group of each input.
         rounds_inputs: Whether the checkpoint is made for inputs in 8 bits.
     """
@@ -142,7 +142,7 @@ class Floats:
     """A weight whose numbers and scales are multiplied to floats.
 
     Attributes:
-        values: Of any shape, float32.
+        values: Values of any shape, float32.
     """
 
     values: Tensor
@@ -379,7 +379,7 @@ def group_bits(bits: int, inputs: int, size: int) -> float | None:
     """Return the bits per weight that a GPU's kernels store, with scales; as `kernel_bits`.
 
     Args:
-        bits: Of a number.
+        bits: Bits of a number.
         inputs: The number of inputs.
         size: Inputs that share a scale; -1 for all.
     """
@@ -392,7 +392,7 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
 
     Args:
         words: `[rows, columns]` int32.
-        bits: Of a number: 2, 4 or 8.
+        bits: Bits of a number: 2, 4 or 8.
         dim: 0 if a word has numbers of several rows, 1 if of several columns.
 
     Returns:

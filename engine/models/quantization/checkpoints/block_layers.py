@@ -13,7 +13,7 @@ from octavo.kernels.cpu import blocks as kernels
 from octavo.kernels.cpu.blocks import BlockFormat
 
 DTYPES = {torch.bfloat16, torch.float32}
-"""Of the activations that the kernels take."""
+"""Types of activations that the kernels take."""
 
 FEW = 64
 """Embeddings to find their factor by."""
@@ -25,7 +25,7 @@ class BlockWeights:
 
     Attributes:
         rows: `[outputs, bytes]` uint8, as in the file.
-        format: Of the blocks.
+        format: Format of the blocks.
         packed: The same for the kernels, once they are packed; shared by a head and embeddings.
         wide: Whether outputs are float32.
         order: `[inputs]` int64, the input of each column; None if they are in order.
@@ -38,7 +38,7 @@ class BlockWeights:
     order: Tensor | None = None
 
     def layer(self, linear: nn.Linear) -> PackedLayer:
-        """Return what replaces a layer of these weights."""
+        """Return a packed layer of these weights."""
         return PackedBlocksLinear(linear, self)
 
     def joined(
@@ -111,7 +111,7 @@ class PackedBlocksEmbedding(nn.Module):
 
     Args:
         width: The number of elements of an embedding.
-        dtype: Of embeddings: bfloat16 or float32.
+        dtype: Type of embeddings: bfloat16 or float32.
         weight: The weights, packed.
         number: The format's.
         factor: What embeddings are multiplied by.
@@ -140,7 +140,7 @@ class PackedBlocksEmbedding(nn.Module):
 
 @torch.inference_mode()
 def embedding_factor(layer: nn.Module) -> float | None:
-    """Return what embeddings are multiplied by, as Gemma's are; None if they are something else."""
+    """Return the factor of embeddings, such as Gemma's; None if they are computed otherwise."""
     if type(layer) is nn.Embedding:
         return 1.0
     scale = getattr(layer, "embed_scale", None)

@@ -63,7 +63,7 @@ class Scheme:
 
     Attributes:
         packed: Whether weights are words.
-        bits: Of a number.
+        bits: Bits of a number.
         is_float: Whether numbers are floats.
         symmetric: Whether there are no zero points.
         strategy: What shares a scale: "tensor", "channel", "group" or "block".

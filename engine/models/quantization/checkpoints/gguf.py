@@ -44,7 +44,7 @@ class Blocks:
 
     Attributes:
         stored: `[outputs, bytes]` uint8, as in the file.
-        format: Of the blocks.
+        format: Format of the blocks.
         order: `[outputs]` int64, the row of each output; None if they are in order.
     """
 
@@ -68,7 +68,7 @@ class Blocks:
         return dequantize_blocks(self.stored, self.format, order=self.order)
 
     def fields(self) -> BlockFields:
-        """Return what the bytes say."""
+        """Return the fields that the bytes hold."""
         return read_fields(self.rows, self.format)
 
 

@@ -74,7 +74,7 @@ class Nibbles:
     Attributes:
         codes: `[outputs, inputs / GROUP, GROUP]` uint8, from 0 to 15.
         scale: `[outputs, inputs / GROUP]` float32.
-        zero: As `scale`.
+        zero: `[outputs, inputs / GROUP]` float32.
         order: `[inputs]` int64, the input of each column; None if they are in order.
     """
 
@@ -118,7 +118,7 @@ class Bytes:
     scale: Tensor
 
     def layer(self, linear: nn.Linear) -> PackedLayer:
-        """Return what replaces a layer of these weights."""
+        """Return a packed layer of these weights."""
         row_sums = sum_rows(self.codes, self.scale)
         factors = torch.ones(linear.in_features)
         return PackedInt8Linear(linear, self.codes, self.scale, row_sums, factors)
@@ -289,7 +289,7 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
 
 
 def _end(layer: nn.Module, weight: nn.Parameter, own: BlockWeights, factor: float) -> nn.Module:
-    """Return what replaces embeddings, which are multiplied by a factor, or a head."""
+    """Return a packed layer for a head, or for embeddings, which are multiplied by a factor."""
     if isinstance(layer, nn.Linear):
         return own.layer(layer)
     number = own.format.number

@@ -31,7 +31,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
 from octavo.engine.models.quantization.checkpoints.tensor_files import StoredTensor, open_tensors
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Of weights that may be large, by safetensors' names."""
+"""Types of weights that may be large, by safetensors' names."""
 
 JOINED = 4
 """Most weights that are joined into one, such as those of queries, keys and values."""
@@ -140,7 +140,7 @@ class QuantizedCheckpoint:
         """Return the quantized weight that a model's weight is; None if it is none.
 
         Raises:
-            ModelError: As `read`.
+            ModelError: See `read`.
         """
         name = weight.stored if isinstance(weight, DeferredTensor) else None
         return self.read(name) if name in self.shapes else None
