@@ -31,7 +31,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListEngines(  # noqa: N802 - the contract's name
         self,
-        request: admin_pb2.ListEnginesRequest,  # noqa: ARG002 - says nothing
+        request: admin_pb2.ListEnginesRequest,  # noqa: ARG002 - it is empty
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.ListEnginesResponse:
         """List every engine with its state."""
@@ -92,7 +92,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListAdapters(  # noqa: N802
         self,
-        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - says nothing
+        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - it is empty
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters that connected engines have."""

@@ -116,7 +116,7 @@ class Generator:
             write: Sends a response to the client.
             tenant: The authenticated caller.
             timeout: Seconds until the client gives up; None for never.
-            metadata: The call's; it may name a trace.
+            metadata: The call's metadata; it may name a trace.
             accept_queued: Whether Accepted is written as soon as the request is queued.
 
         Raises:

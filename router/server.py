@@ -61,7 +61,7 @@ class Router:
     Attributes:
         address: HOST:PORT that it listens on, once started.
         registry: Its metrics.
-        authenticator: Tells its tenants by their keys and certificates.
+        authenticator: Finds its tenants by their keys and certificates.
         generator: Serves its requests.
         stats: Stats that its HTTP server shows.
     """

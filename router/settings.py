@@ -323,16 +323,18 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @property
     def authenticates(self) -> bool:
         """Whether callers need a key or a certificate."""
-        return any(given is not None for given in (self.api_key, self.tenants, self.tls_client_ca))
+        return any(
+            setting is not None for setting in (self.api_key, self.tenants, self.tls_client_ca)
+        )
 
     @property
     def listeners(self) -> list[Listener]:
         """Where to listen; a default metrics port may be replaced, and is not among them."""
-        found = [Listener(self.host, self.port)]
+        listeners = [Listener(self.host, self.port)]
         if "metrics_port" in self.model_fields_set:
-            found.append(metrics_listener(self.host, self.metrics_port))
-        found.append(Listener(self.admin_host, self.admin_port, "--admin-port", zero=NO_PORT))
-        return [*found, http_listener(self.http_host, self.http_port)]
+            listeners.append(metrics_listener(self.host, self.metrics_port))
+        listeners.append(Listener(self.admin_host, self.admin_port, "--admin-port", zero=NO_PORT))
+        return [*listeners, http_listener(self.http_host, self.http_port)]
 
     @property
     def serves_http(self) -> bool:

@@ -36,7 +36,7 @@ class RequestSpan:
 
     Args:
         tracing: The router's tracer.
-        metadata: The call's, which may name a trace to be part of.
+        metadata: The call's metadata, which may name a trace to be part of.
         arrival: Time of the request's arrival, in seconds of the monotonic clock.
     """
 

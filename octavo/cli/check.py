@@ -1,4 +1,4 @@
-"""`octavo check`: say from a model's config whether and how it would be served."""
+"""`octavo check`: report from a model's config whether and how it would be served."""
 
 import dataclasses
 import json
@@ -49,7 +49,7 @@ def check(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Say whether a model would be served, how, and what fits into memory; exit code 0 or 1.
+    """Report whether a model would be served, how, and what fits into memory; exit code 0 or 1.
 
     Only the model's config is read, and of a model of the hub only that is downloaded. What depends
     on the weights is checked when it is served: their files, and that the logits are right.
@@ -63,7 +63,7 @@ def check(
     from octavo.engine.startup.model_report import report  # noqa: PLC0415
 
     try:
-        found = report(settings, size)
+        model_report = report(settings, size)
     except (ModelError, StartupError, OSError) as error:
         if not as_json:
             raise fail(str(error)) from None
@@ -71,9 +71,9 @@ def check(
         typer.echo(json.dumps(result, indent=2))
         raise typer.Exit(1) from None
     if as_json:
-        typer.echo(json.dumps({"served": True} | dataclasses.asdict(found), indent=2))
+        typer.echo(json.dumps({"served": True} | dataclasses.asdict(model_report), indent=2))
     else:
-        _show(found)
+        _show(model_report)
 
 
 def parse_bytes(text: str) -> int:
@@ -91,33 +91,33 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * sizes[match[2]])
 
 
-def _show(found: "ModelReport") -> None:
-    out.print(f"[bold green]served[/]: {escape(found.model)} ({found.architecture})")
+def _show(served: "ModelReport") -> None:
+    out.print(f"[bold green]served[/]: {escape(served.model)} ({served.architecture})")
     facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(found).items():
+    for name, value in _facts(served).items():
         facts.add_row(f"[dim]{name}[/]", value)
     out.print(facts)
     groups = Table("layers", "keeps", "a token", "a sequence", box=None, padding=(0, 2, 0, 0))
-    for group in merged(found.groups):
+    for group in merged(served.groups):
         token = "" if group.token_bytes is None else _size(group.token_bytes)
         groups.add_row(str(group.layers), describe(group), token, _size(group.sequence_bytes))
     out.print(groups)
 
 
-def _facts(found: "ModelReport") -> dict[str, str]:
+def _facts(served: "ModelReport") -> dict[str, str]:
     """Return a report's facts by their names."""
-    kinds = found.weights_by_quantization.items()
-    others = [f"{name} {_size(size)}" for name, size in kinds if name != found.quantization]
-    quantized = "" if found.quantization == "none" else f", {found.quantization}"
-    tokens = "tokens of any number" if found.tokens is None else f"{found.tokens:,} tokens"
+    kinds = served.weights_by_quantization.items()
+    others = [f"{name} {_size(size)}" for name, size in kinds if name != served.quantization]
+    quantized = "" if served.quantization == "none" else f", {served.quantization}"
+    tokens = "tokens of any number" if served.tokens is None else f"{served.tokens:,} tokens"
     return {
-        "runs on": f"{found.device}, {found.dtype}{quantized}",
-        "weights": f"{_size(found.weights)} for {found.parameters:,} parameters"
+        "runs on": f"{served.device}, {served.dtype}{quantized}",
+        "weights": f"{_size(served.weights)} for {served.parameters:,} parameters"
         + (f"; with --quantization {', '.join(others)}" if others else ""),
-        "memory": f"{_size(found.memory)} free",
-        "KV cache": f"{_size(found.cache)}, {found.cache_dtype}: {tokens}, or {found.sequences:,}"
-        f" sequences of {found.max_model_len:,}",
-        "context": f"{found.max_model_len:,} of the model's {found.context:,} tokens",
+        "memory": f"{_size(served.memory)} free",
+        "KV cache": f"{_size(served.cache)}, {served.cache_dtype}: {tokens}, or"
+        f" {served.sequences:,} sequences of {served.max_model_len:,}",
+        "context": f"{served.max_model_len:,} of the model's {served.context:,} tokens",
     }
 
 
@@ -128,12 +128,12 @@ def merged(groups: Sequence["GroupReport"]) -> "list[GroupReport]":
         alike.setdefault((group.kind, group.reach), []).append(group)
     return [
         dataclasses.replace(
-            own[0],
-            layers=sum(group.layers for group in own),
-            token_bytes=sum(group.token_bytes or 0 for group in own) or None,
-            sequence_bytes=sum(group.sequence_bytes for group in own),
+            alike_groups[0],
+            layers=sum(group.layers for group in alike_groups),
+            token_bytes=sum(group.token_bytes or 0 for group in alike_groups) or None,
+            sequence_bytes=sum(group.sequence_bytes for group in alike_groups),
         )
-        for own in alike.values()
+        for alike_groups in alike.values()
     ]
 
 

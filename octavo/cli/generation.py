@@ -25,10 +25,12 @@ def with_options(
     Args:
         names: The parameters.
         defaults: The command's own default values.
-        fallbacks: Values that the command uses if neither the flag nor the model says any.
+        fallbacks: Values that the command uses if neither the flag nor the model has one.
     """
-    own, last = defaults or {}, fallbacks or {}
-    shown = [_option(name, PARAMETERS[name], own.get(name), last.get(name)) for name in names]
+    own_defaults, last = defaults or {}, fallbacks or {}
+    shown = [
+        _option(name, PARAMETERS[name], own_defaults.get(name), last.get(name)) for name in names
+    ]
     return lambda command: expand(command, "options", shown, _options)
 
 
@@ -93,6 +95,6 @@ def describe(parameter: Parameter, default: object = None, fallback: float | Non
         text += f" Range {parameter.range}."
     last = parameter.default if fallback is None else fallback
     if default is None and last is not None:
-        own = ": the model's, else" if parameter.generation_config else ""
-        text += f" Default{own} {last:g}."
+        default_source = ": the model's, else" if parameter.generation_config else ""
+        text += f" Default{default_source} {last:g}."
     return text.replace("[", "\\[")

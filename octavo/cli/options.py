@@ -51,18 +51,20 @@ def settings_options(
                 fields.setdefault(name, (field, panel))
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command).parameters.values()
+        _, *own_parameters = inspect.signature(command).parameters.values()
 
         def run(**flags: Any) -> None:  # noqa: ANN401 - whatever typer parsed
-            others = {parameter.name: flags.pop(parameter.name) for parameter in own}
+            others = {parameter.name: flags.pop(parameter.name) for parameter in own_parameters}
             if positional is not None:
                 flags[positional] = _given_once(positional, flags.pop(ARGUMENT), flags[positional])
-            given = {name: value for name, value in flags.items() if value not in (None, [])}
-            command(given, **others)
+            set_flags = {name: value for name, value in flags.items() if value not in (None, [])}
+            command(set_flags, **others)
 
         # A field's present name comes last, so that it wins over a former one.
         parameters = [*former, *(_parameter(name, *fields[name]) for name in fields)]
-        parameters += [parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own]
+        parameters += [
+            parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own_parameters
+        ]
         if positional is not None:
             parameters.insert(0, _argument(positional))
         make_like(run, parameters, command)

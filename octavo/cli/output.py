@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import typer
 from rich.console import Console
 from rich.markup import escape
+from rich.table import Table
 
 from octavo.client import Delta, Error, UnauthenticatedError, UnavailableError
 from octavo.client.address import DEFAULT_PORT
@@ -37,6 +38,14 @@ class Pieces:
         if self._reasoning:
             self._reasoning = False
             err.out("\n")
+
+
+def number_table(first: str, *names: str) -> Table:
+    """Return a table without rows: a column of names, and columns of numbers."""
+    table = Table(first, box=None, padding=(0, 2, 0, 0), header_style="dim")
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+    return table
 
 
 @contextmanager

@@ -21,7 +21,7 @@ def check_router(settings: RouterSettings, others: Iterable[Listener] = ()) -> N
     """Check what a router is about to use.
 
     Args:
-        settings: The router's.
+        settings: The router's settings.
         others: Other addresses on which this process and its children will listen.
 
     Raises:
@@ -51,7 +51,7 @@ def check_engine(settings: EngineSettings) -> None:
 
 
 def check_model(settings: EngineSettings) -> Path:
-    """Check an engine's model, as far as its small files tell; return its directory or GGUF file.
+    """Check the small files of an engine's model; return its directory or GGUF file.
 
     A model of the hub is downloaded. A GGUF file is read by the engine, which has PyTorch.
 

@@ -63,11 +63,11 @@ def serve(flags: Flags) -> None:
             "`octavo serve` is one process: set it to 1 here, or run `octavo engine` and `octavo "
             "router --workers`"
         )
-    own: Flags = {"host": "127.0.0.1"}
+    own_flags: Flags = {"host": "127.0.0.1"}
     # If it is not set, each picks a free port where its default is taken.
     if "metrics_port" in router.model_fields_set:
-        own["metrics_port"] = _metrics_port_of_engine(router.metrics_port, 0)
-    engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own})
+        own_flags["metrics_port"] = _metrics_port_of_engine(router.metrics_port, 0)
+    engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own_flags})
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(update=dict.fromkeys(LINK_TO_ENGINE))
     engine = engine.model_copy(update=dict.fromkeys(PORT_OF_ENGINE))
@@ -83,8 +83,8 @@ def _metrics_port_of_engine(port: int, number: int) -> int:
     """Return an engine's metrics port, by the router's; 0 disables all.
 
     Args:
-        port: The router's.
-        number: The engine's, from 0.
+        port: The router's port.
+        number: The engine's number, from 0.
 
     Raises:
         typer.BadParameter: There is no such port.

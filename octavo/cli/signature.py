@@ -20,8 +20,8 @@ def expand(
         make: Returns the value of the parameter from those of `options`.
     """
     options = list(options)
-    own = inspect.signature(command).parameters.values()
-    shown = [*(p.replace(kind=p.KEYWORD_ONLY) for p in own if p.name != name), *options]
+    parameters = inspect.signature(command).parameters.values()
+    shown = [*(p.replace(kind=p.KEYWORD_ONLY) for p in parameters if p.name != name), *options]
 
     def run(**given: Any) -> None:  # noqa: ANN401 - whatever typer parsed
         value = make(**{option.name: given.pop(option.name) for option in options})

@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from octavo.cli.connection import Server, with_server
-from octavo.cli.output import bar, failures, out, warning
+from octavo.cli.output import bar, failures, number_table, out, warning
 from octavo.client import Client, Error, Model
 from octavo.common.stopping import INTERRUPTED
 
@@ -71,12 +71,12 @@ def warnings(models: tuple[Model, ...]) -> list[str]:
 
 def requests(models: tuple[Model, ...]) -> Table:
     """Return a table of engines and requests, one row per model."""
-    table = _table(
+    table = number_table(
         "model", "engines", "ranks", "kernels", "context", "running", "waiting", "swapped"
     )
     for model in models:
         numbers = model.max_model_len, model.running, model.waiting, model.swapped
-        kernels = ", ".join(model.kernels) or "-"  # of engines before they told
+        kernels = ", ".join(model.kernels) or "-"  # engines of older versions do not report it
         processes = model.engines, model.ranks or model.engines
         table.add_row(escape(model.name), *map(str, processes), escape(kernels), *map(str, numbers))
     return table
@@ -84,7 +84,7 @@ def requests(models: tuple[Model, ...]) -> Table:
 
 def drafts(models: tuple[Model, ...]) -> list[Table]:
     """Return a table of drafted tokens, one row per model that has some; nothing without any."""
-    table = _table("model", "drafted tokens", "accepted")
+    table = number_table("model", "drafted tokens", "accepted")
     for model in models:
         if model.drafted_tokens:
             share = f"{model.accepted_tokens / model.drafted_tokens:.0%}"
@@ -94,7 +94,7 @@ def drafts(models: tuple[Model, ...]) -> list[Table]:
 
 def memory(models: tuple[Model, ...]) -> Table:
     """Return a table of KV-cache blocks, one row per model."""
-    table = _table("model", "cache in use", "blocks", "shared", "cached", "in swap", "waste")
+    table = number_table("model", "cache in use", "blocks", "shared", "cached", "in swap", "waste")
     for model in models:
         table.add_row(
             escape(model.name),
@@ -105,13 +105,6 @@ def memory(models: tuple[Model, ...]) -> Table:
             f"{model.used_swap_blocks}/{model.total_swap_blocks}",
             f"{model.waste:.1%}",
         )
-    return table
-
-
-def _table(first: str, *names: str) -> Table:
-    table = Table(first, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

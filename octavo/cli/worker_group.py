@@ -159,7 +159,7 @@ async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None])
     """Run a router's workers until SIGTERM or SIGINT, then drain; a second signal ends at once.
 
     Args:
-        settings: The router's.
+        settings: The router's settings.
         on_ready: Called with HOST:PORT when all workers listen.
 
     Raises:

@@ -48,7 +48,7 @@ def secure(
     if files is None:
         return credentials, options
     if credentials is not None:
-        raise ValueError("tls and credentials are two ways to say the same: give one of them")
+        raise ValueError("tls and credentials exclude each other: give one of them")
     return tls.channel_credentials(files), (*options, *tls.channel_options(files))
 
 

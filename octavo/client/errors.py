@@ -44,7 +44,7 @@ class Error(Exception):
 
 
 class InvalidArgumentError(Error):
-    """The request is wrong; `violations` says where."""
+    """The request is wrong; `violations` has the fields."""
 
 
 class NotFoundError(Error):
@@ -52,7 +52,7 @@ class NotFoundError(Error):
 
 
 class ResourceExhaustedError(Error):
-    """A queue, quota or memory is full; `retry_after` says when to retry."""
+    """A queue, quota or memory is full; retry after `retry_after` seconds."""
 
 
 class UnavailableError(Error):

@@ -92,10 +92,10 @@ def _add(chat: pb.ChatPrompt, message: Message) -> None:
     )
 
 
-def _message(number: int, given: Mapping[str, Any]) -> Message:
+def _message(number: int, fields: Mapping[str, Any]) -> Message:
     """Return a mapping with the members of a message, which null leaves out."""
     try:
-        members = {name: value for name, value in given.items() if value is not None}
+        members = {name: value for name, value in fields.items() if value is not None}
         content = members.pop("content", "")
         return Message(
             content=content if isinstance(content, str) else [_text(part) for part in content],
@@ -106,7 +106,7 @@ def _message(number: int, given: Mapping[str, Any]) -> Message:
     except (AttributeError, KeyError, TypeError):
         raise TypeError(
             "a prompt is text, a list of messages with role and content, or a list of "
-            f"token ids; item {number} is {given!r}"
+            f"token ids; item {number} is {fields!r}"
         ) from None
 
 
@@ -126,14 +126,14 @@ def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:
     return ToolCall(call["id"], function["name"], function["arguments"])
 
 
-def _tool(number: int, given: Mapping[str, Any]) -> Tool:
+def _tool(number: int, fields: Mapping[str, Any]) -> Tool:
     try:
-        members = _function(given).items()
+        members = _function(fields).items()
         return Tool(**{name: value for name, value in members if value is not None})
     except (AttributeError, TypeError):
         raise TypeError(
             "a tool is a Tool, or a mapping with name, description, parameters and strict; "
-            f"item {number} is {given!r}"
+            f"item {number} is {fields!r}"
         ) from None
 
 

@@ -16,7 +16,7 @@ OWN = 128
 def raise_limit() -> None:
     """Let this process, and its children, open as many files as the hard limit says."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(ValueError, OSError):  # macOS says infinite, but takes no such limit
+    with suppress(ValueError, OSError):  # macOS reports an infinite limit, but refuses to set it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

@@ -40,12 +40,12 @@ class Pointer:
         self.parts = parts
 
     def __str__(self) -> str:
-        found: list[str] = []
+        parts: list[str] = []
         at: Pointer | str = self
         while isinstance(at, Pointer):
-            found += (escape(part) for part in reversed(at.parts))
+            parts += (escape(part) for part in reversed(at.parts))
             at = at.parent
-        return "/".join([at, *reversed(found)])
+        return "/".join([at, *reversed(parts)])
 
 
 LocatedSchema = tuple[Pointer, Mapping[str, Any]]
@@ -60,13 +60,13 @@ def subschemas(schema: object) -> Iterator[LocatedSchema]:
     seen: set[int] = set()
     left: list[tuple[Pointer, object]] = [(Pointer("#"), schema)]
     while left:
-        pointer, found = left.pop()
-        if not isinstance(found, Mapping) or id(found) in seen:
+        pointer, subschema = left.pop()
+        if not isinstance(subschema, Mapping) or id(subschema) in seen:
             continue
-        seen.add(id(found))
-        yield pointer, found
-        left += reversed(list(_inside(pointer, found)))
-        reference = found.get("$ref")
+        seen.add(id(subschema))
+        yield pointer, subschema
+        left += reversed(list(_inside(pointer, subschema)))
+        reference = subschema.get("$ref")
         if isinstance(reference, str) and reference.startswith("#"):
             left.append((Pointer(reference), resolve(schema, reference)))
 
@@ -125,10 +125,10 @@ def escape(name: str) -> str:
 
 def resolve(schema: object, reference: str) -> object:
     """Return the value at a reference into the same document; None if it is not there."""
-    found = schema
+    value = schema
     for name in names(reference):
-        found = member(found, name)
-    return found
+        value = member(value, name)
+    return value
 
 
 def names(reference: str) -> list[str]:

@@ -51,11 +51,11 @@ class LayerGroup:
         return -(-num_tokens // self.block_size)
 
     def held(self, num_tokens: int, step_tokens: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` tokens holds at any time.
+        """Return the maximum blocks that a sequence of `num_tokens` tokens holds at any time.
 
         Args:
             num_tokens: Tokens of the sequence.
-            step_tokens: The most tokens of it that a step computes.
+            step_tokens: Maximum tokens of it in a step.
         """
         if self.state_blocks:
             return self.state_blocks
@@ -67,7 +67,7 @@ class LayerGroup:
 
 
 def blocks_held(groups: Sequence[LayerGroup], num_tokens: int, step_tokens: int) -> int:
-    """Return the most blocks, of all groups, that a sequence holds at any time."""
+    """Return the maximum blocks, of all groups, that a sequence holds at any time."""
     return sum(group.held(num_tokens, step_tokens) for group in groups)
 
 
@@ -78,7 +78,7 @@ class BlockBudget:
     Attributes:
         total_blocks: Blocks on the device.
         groups: The model's layer groups.
-        step_tokens: The most tokens that a step computes.
+        step_tokens: Maximum tokens that a step computes.
     """
 
     total_blocks: int
@@ -100,7 +100,7 @@ class BlockBudget:
         )
 
     def needed(self, prompt_tokens: int, output_tokens: int, outputs: int) -> int:
-        """Return the most blocks that a request holds at any time.
+        """Return the maximum blocks that a request holds at any time.
 
         Its outputs share the prompt's full blocks, except those that can be released.
 

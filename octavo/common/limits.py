@@ -221,7 +221,7 @@ def output_length(
     if stop.min_tokens > max_tokens:
         raise rpc.invalid(
             "stop.min_tokens",
-            f"stop.min_tokens must be in [0, {max_tokens}], the most tokens of the output; "
+            f"stop.min_tokens must be in [0, {max_tokens}], the output's maximum; "
             f"got {stop.min_tokens}",
             reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )

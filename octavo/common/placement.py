@@ -25,7 +25,7 @@ class Placement:
     Attributes:
         cpus: The hardware threads that it runs on.
         node: The NUMA node that they are on.
-        binds_memory: Whether its memory is bound to the node, as there are others.
+        binds_memory: Whether its memory is bound to the node, if there are several.
         engines: Number of engines that share this process' limits.
         engines_on_node: Number of them that share the node.
     """

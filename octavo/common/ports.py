@@ -133,8 +133,8 @@ class Listener:
 
     def _resolve(self) -> tuple[Any, ...]:
         """Return one of the address' meanings, IPv4 before IPv6, as `socket.getaddrinfo` does."""
-        found = socket.getaddrinfo(self.bare_host, self.port, type=socket.SOCK_STREAM)
-        return min(found, key=lambda meaning: meaning[0] != socket.AF_INET)
+        addresses = socket.getaddrinfo(self.bare_host, self.port, type=socket.SOCK_STREAM)
+        return min(addresses, key=lambda meaning: meaning[0] != socket.AF_INET)
 
 
 def metrics_listener(host: str, port: int) -> Listener:

@@ -20,7 +20,7 @@ def is_loopback(host: str) -> bool:
 def proxy_variable(target: str) -> str | None:
     """Return the environment variable by whose proxy gRPC goes to HOST:PORT; None for none.
 
-    Hosts that `no_proxy` excludes are not told apart.
+    It does not consider the hosts that `no_proxy` excludes.
     """
     if is_loopback(target.rpartition(":")[0]):
         return None

@@ -419,7 +419,7 @@ def parameters_of(message: str) -> tuple[tuple[str, Parameter], ...]:
 def set_values(message: Message, name: str) -> Iterator[tuple[str, Parameter, Any]]:
     """Yield name, parameter and value of what is set in a message, by its name in GenerateRequest.
 
-    A field that cannot tell its default from a value that was set is always yielded.
+    A field without presence is always yielded, as its default may have been set.
     """
     fields = message.DESCRIPTOR.fields_by_name
     for parameter_name, parameter in parameters_of(name):

@@ -107,11 +107,13 @@ class Settings(BaseSettings):
             SettingsError: A value is not allowed; the message names its flag,
                 environment variable or TOML key.
         """
-        given = {cls.field_name(name): value for name, value in flags.items() if value is not None}
+        set_flags = {
+            cls.field_name(name): value for name, value in flags.items() if value is not None
+        }
         try:
-            return cls(**cast("dict[str, Any]", given))
+            return cls(**cast("dict[str, Any]", set_flags))
         except ValidationError as error:
-            lines = [_explain(cls, details, given) for details in error.errors()]
+            lines = [_explain(cls, details, set_flags) for details in error.errors()]
             raise SettingsError("\n".join(lines)) from None
 
 
@@ -125,13 +127,13 @@ def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
     """
     data = parse_toml(path, "--config")
     tables = {name: data.pop(name) for name in TABLES if isinstance(data.get(name), dict)}
-    own = {cls.field_name(key): value for key, value in tables.get(cls.table, {}).items()}
-    unknown = sorted(own.keys() - cls.model_fields.keys())
+    of_table = {cls.field_name(key): value for key, value in tables.get(cls.table, {}).items()}
+    unknown = sorted(of_table.keys() - cls.model_fields.keys())
     if unknown:
         raise SettingsError(f"{path}: [{cls.table}] has no key {unknown[0]!r}")
     flat = {cls.field_name(key): value for key, value in data.items()}
     known = {name: value for name, value in flat.items() if name in cls.model_fields}
-    return {**known, **own}
+    return {**known, **of_table}
 
 
 def parse_toml(path: Path, flag: str) -> dict[str, Any]:

@@ -192,5 +192,5 @@ def _read(path: Path | str | None) -> bytes | None:
 
 
 def _reason(error: OSError) -> str:
-    said = error.reason if isinstance(error, ssl.SSLError) else error.strerror
-    return str(said or error).lower().replace("_", " ")
+    reason = error.reason if isinstance(error, ssl.SSLError) else error.strerror
+    return str(reason or error).lower().replace("_", " ")

@@ -126,7 +126,7 @@ class Admission(Generic[E]):
         queue.sequences[claim.tenant] -= claim.sequences
         queue.counters.settle(claim)
         queue.pace.add(claim)
-        if request.min_tokens < request.max_tokens:  # else its length says nothing of others'
+        if request.min_tokens < request.max_tokens:  # else its length is no sample of others'
             for length in claim.state.lengths:
                 queue.lengths.add(length, request.max_tokens)
         self.dispatch(claim.model)

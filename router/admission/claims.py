@@ -241,8 +241,8 @@ class _Forecast:
         """Return the peak of needed blocks if one more request starts with `blocks`."""
         sequences = self._sequences + newcomer.sequences
         peak = needed = float(self._needed + blocks)
-        own = (newcomer.expected, newcomer.sequences, blocks)
-        for remaining, ending, held in merge(self._growing, (own,)):
+        newcomer_entry = (newcomer.expected, newcomer.sequences, blocks)
+        for remaining, ending, held in merge(self._growing, (newcomer_entry,)):
             peak = max(peak, needed + sequences * remaining * self._budget.growth)
             sequences -= ending
             needed -= held

@@ -35,7 +35,7 @@ class _Lengths:
 class OutputLengths:
     """The lengths of one model's recent outputs, grouped by the power of two of their limit.
 
-    Grouped, because an output that its limit cut tells nothing of one with a
+    Grouped, because an output that its limit cut is no sample of one with a
     larger limit, and because those who ask for 16 tokens and those who ask for
     2,000 want different things.
     """

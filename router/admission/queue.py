@@ -148,16 +148,16 @@ class FairQueue(Generic[E]):
         if not self._shares:
             return 0.0
         tenant, counters = newcomer.request.tenant, self._counters
-        own = self._shares.get(tenant.name)
+        own_share = self._shares.get(tenant.name)
         level = counters[tenant.name]
-        if own is None:
+        if own_share is None:
             level = max(level, min(counters[name] for name in self._shares))
-        before = _before(own, newcomer) if own else 0.0
+        before = _before(own_share, newcomer) if own_share else 0.0
         level += before / tenant.weight
         urgent = newcomer.request.priority > max(self._priorities)
         others = 0.0
         for name, share in self._shares.items():
-            if share is not own:
+            if share is not own_share:
                 lead = max(level - counters[name], 0.0) * share.weight
                 others += min(_before(share, newcomer) if urgent else share.tokens, lead)
         return before + others

@@ -11,7 +11,7 @@ from octavo.router.admission.output_lengths import MIN_SAMPLES
 Clock = Callable[[], float]
 
 RECENT_SECONDS = 15.0
-"""Measurements this old count e times less than new ones, or nothing if there are no newer ones."""
+"""Time constant of averages; measurements older than this are dropped if none is newer."""
 SAFE_DEVIATIONS = 2.0
 """Mean deviations above the mean that 19 of 20 requests stay below, were they normally
 distributed. The estimator is that of TCP's timeouts (Jacobson, SIGCOMM 1988)."""
@@ -52,7 +52,7 @@ class DrainRate:
         self._requests += 1
 
     def per_second(self) -> float | None:
-        """Return the rate in tokens, or None where too few have left to tell."""
+        """Return the rate in tokens, or None after too few requests."""
         self._pass_time()
         if self._requests < MIN_SAMPLES or not self._seconds:
             return None

@@ -7,7 +7,7 @@ import grpc
 from octavo.common import rpc
 
 RETRY_BOUNDS = (1.0, 60.0)
-"""Minimum and maximum seconds after which a refused client is told to retry."""
+"""Minimum and maximum seconds after which a refused client is to retry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,8 +15,8 @@ class QueueLimits:
     """Limits of the queue, over all models.
 
     Attributes:
-        requests: Most of them.
-        tokens: Most tokens of prompts and expected outputs.
+        requests: Maximum requests in it.
+        tokens: Maximum tokens of prompts and expected outputs.
         seconds: Longest that one of them waits.
     """
 

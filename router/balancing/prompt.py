@@ -10,7 +10,7 @@ class Prompt:
 
     Args:
         token_ids: The tokens.
-        salt: Text that tells its blocks from others of the same tokens in caches.
+        salt: Text that separates its blocks in caches from others of the same tokens.
         adapter: Digest of the request's adapter, by which they know them too.
     """
 

@@ -79,7 +79,9 @@ class PoolAdapters:
 
         async def unload(engine: Engine) -> None:
             await engine.stub.UnloadAdapter(request, timeout=timeout)
-            self._set(engine, {key: own for key, own in engine.adapters.items() if key != name})
+            self._set(
+                engine, {key: adapter for key, adapter in engine.adapters.items() if key != name}
+            )
 
         await _for_each(engines, unload)
 
@@ -88,13 +90,13 @@ class PoolAdapters:
 
     def _engines(self, address: str) -> list[Engine]:
         """Return the engine at an address, or every connected one."""
-        found = self._pool.up()
+        engines = self._pool.up()
         if address:
             engine = self._pool.link(address).up
-            found = [] if engine is None else [engine]
-        if not found:
+            engines = [] if engine is None else [engine]
+        if not engines:
             raise rpc.unavailable(f"no engine is connected{f' at {address}' if address else ''}")
-        return found
+        return engines
 
     def _set(self, engine: Engine, adapters: dict[str, engine_pb2.Adapter]) -> None:
         """Note an engine's adapters before it sends them itself: the caller may ask at once."""

@@ -22,8 +22,8 @@ async def resolve(name: str, port: int) -> set[str]:
         OSError: The name cannot be resolved now.
     """
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    hosts = {str(address[0]) for *_, address in found}
+    addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    hosts = {str(address[0]) for *_, address in addresses}
     return {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
 
 

@@ -87,7 +87,7 @@ class Engine:
 
     @property
     def max_num_seqs(self) -> int:
-        """Most sequences in its running batch."""
+        """Maximum sequences in its running batch."""
         return self.info.max_num_seqs
 
     def cached_tokens(self, prompt: Prompt) -> int:
@@ -117,7 +117,7 @@ class EngineLink:
     Attributes:
         address: HOST:PORT.
         engine: The connection, or the last one there was; None before the first.
-        draining: Whether the router gives it no new requests, whatever it says itself.
+        draining: Whether the router gives it no new requests, whatever its own report is.
         breaker: Says how long other engines are preferred after failures.
         problem: Why the engine was reached and still cannot be used; else empty.
     """

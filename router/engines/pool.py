@@ -111,14 +111,14 @@ class EnginePool:
     @property
     def used(self) -> list[EngineLink]:
         """Each connected engine once, by the address at which it is used."""
-        found: dict[str, EngineLink] = {}
+        links: dict[str, EngineLink] = {}
         for link in self._links.values():
             if (engine := link.up) is None:
                 continue
-            other = found.setdefault(engine.instance, link)
+            other = links.setdefault(engine.instance, link)
             if other is not link and _rank(link) < _rank(other):
-                found[engine.instance] = link
-        return list(found.values())
+                links[engine.instance] = link
+        return list(links.values())
 
     def up(self, model: str | None = None) -> list[Engine]:
         """Return the engines that are connected, of one model or of all."""
@@ -132,10 +132,10 @@ class EnginePool:
 
     def names(self) -> dict[str, list[str]]:
         """Return all names of each of `models`: its own, then its aliases."""
-        found = {model: [model] for model in self.models()}
+        names_of_model = {model: [model] for model in self.models()}
         for alias, model in sorted(self._aliases().items()):
-            found[model].append(alias)
-        return found
+            names_of_model[model].append(alias)
+        return names_of_model
 
     def names_of(self, name: str) -> list[str]:
         """Return all names of the model that has a name; of an unknown one, the name itself."""
@@ -162,8 +162,8 @@ class EnginePool:
             raise self._none_up("")
         meant = {each: model for model, names in models.items() for each in names}
         served = ", ".join(sorted(meant))
-        own = {link.engine.info.model for link in self.links if link.engine}
-        unnamed = [model for model in models if model in own] or list(models)
+        base_models = {link.engine.info.model for link in self.links if link.engine}
+        unnamed = [model for model in models if model in base_models] or list(models)
         if not name and len(unnamed) == 1:
             return unnamed[0]
         if not name:
@@ -268,12 +268,12 @@ class EnginePool:
         """
         engines = [link.engine for link in self.links if link.engine]
         engines.sort(key=lambda engine: (not engine.up, engine.info.model))
-        own = {model for engine in engines for model in engine.models}
-        found: dict[str, str] = {}
+        served = {model for engine in engines for model in engine.models}
+        aliases: dict[str, str] = {}
         for engine in engines:
-            for alias in set(engine.info.aliases) - own:
-                found.setdefault(alias, engine.info.model)
-        return found
+            for alias in set(engine.info.aliases) - served:
+                aliases.setdefault(alias, engine.info.model)
+        return aliases
 
     def _known(self, model: str) -> list[Engine]:
         """Return the model's engines that are up, or else those that last were.

@@ -19,7 +19,7 @@ from octavo.v1 import engine_pb2
 log = structlog.get_logger(__name__)
 
 MAX_ABORTED = 4096
-"""Number of aborted requests whose late tokens are told from a new request's of the same id."""
+"""Number of aborted requests whose ids are not given again, as tokens of theirs may still come."""
 INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 SILENT_LOOKS = 4
 """How often silence is looked at before it counts: what stops the router itself for a while,
@@ -72,7 +72,7 @@ class EngineSession:
         return len(self._requests)
 
     def submit(self, state: RequestState, submit: engine_pb2.Submit) -> str:
-        """Start an attempt of a request, which is told of its events.
+        """Start an attempt of a request, which gets its events.
 
         Returns:
             The request's id in this session: the one in `submit` unless that
@@ -95,7 +95,7 @@ class EngineSession:
         return session_id
 
     def abort(self, session_id: str, index: int | None = None) -> None:
-        """Stop a request, which is told of no more events, or one output of it."""
+        """Stop a request, which gets no more events, or one output of it."""
         if index is None:
             if self._forget(session_id) is None:
                 return
@@ -178,7 +178,7 @@ class EngineSession:
         self._on_report(response)
 
     def _append_tokens(self, tokens: engine_pb2.NumberedTokens) -> None:
-        """Hand each output of which there is no more to say its tokens."""
+        """Give outputs that only got tokens these tokens."""
         for number, token_ids in by_number(tokens).items():
             if (known := self._outputs.get(number)) is None:
                 continue  # it was aborted
@@ -219,13 +219,13 @@ class EngineSession:
 
 def by_number(tokens: engine_pb2.NumberedTokens) -> dict[int, list[int]]:
     """Return each output's tokens, by its number."""
-    found: dict[int, list[int]] = {}
+    outputs: dict[int, list[int]] = {}
     for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
-        if (own := found.get(number)) is None:
-            found[number] = [token_id]
+        if (token_ids := outputs.get(number)) is None:
+            outputs[number] = [token_id]
         else:
-            own.append(token_id)
-    return found
+            token_ids.append(token_id)
+    return outputs
 
 
 async def _first_reason(tasks: Iterable[asyncio.Task[str | None]]) -> str:

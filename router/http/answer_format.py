@@ -41,13 +41,13 @@ class AnswerFormat(Protocol):
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
-        """Take what is known of a prompt; return the choices of chunks that show it, if any do.
+        """Take an accepted prompt; return the choices of chunks that show it, if any do.
 
         Args:
             indices: Indices of the prompt's outputs.
             accepted: The answer to its request.
             prompt: Its text; None: it was no plain text.
-            vocabulary: The model's.
+            vocabulary: The model's vocabulary.
         """
 
     def piece(
@@ -56,10 +56,10 @@ class AnswerFormat(Protocol):
         """Return the choice of a chunk with a piece of an output; None: it is not shown.
 
         Args:
-            index: The output's.
+            index: The output's index.
             delta: The piece.
             logprobs: The log-probabilities to show.
-            vocabulary: The model's.
+            vocabulary: The model's vocabulary.
         """
 
     def ending(self, index: int, reason: Reason) -> Choice:

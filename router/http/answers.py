@@ -247,7 +247,7 @@ class Answer:
 
 
 def _errors(end: Finished) -> Choice:
-    """Return the member of an output's choice that says what in it breaks its schemas."""
+    """Return an output's errors against its schemas, as a member of its choice."""
     return {"schema_errors": list(end.schema_errors)} if end.schema_errors else {}
 
 

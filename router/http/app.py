@@ -45,7 +45,7 @@ IGNORED = "X-Ignored-Arguments"
 UNENFORCED = "X-Unenforced-Schema"
 """The header that names what is not enforced of schemas, percent-encoded."""
 MAX_UNENFORCED = 1_000
-"""Most characters of its value; the answer's body has all."""
+"""Maximum characters of its value; the answer's body has all."""
 
 
 class Api:

@@ -8,9 +8,9 @@ from pydantic import BaseModel, ConfigDict
 log = structlog.get_logger(__name__)
 
 MAX_NAMES = 20
-"""Most members that a log line or header names."""
+"""Maximum members that a log line or header names."""
 MAX_NAME = 60
-"""Most characters of each."""
+"""Maximum characters of each."""
 
 
 class Strict(BaseModel):
@@ -20,7 +20,7 @@ class Strict(BaseModel):
 
 
 class Open(BaseModel):
-    """JSON that may have members of the client's own, which are passed over.
+    """A JSON object that may have unknown members, which are ignored.
 
     Clients label what they send (`cache_control`, `provider_specific_fields`), and keep what other
     servers answered. A member by whose meaning the answer would be another one is declared, and

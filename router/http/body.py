@@ -15,7 +15,7 @@ SECONDS = 30.0
 """Seconds that a client has to send a body."""
 
 MAX_SHOWN = 128
-"""Most characters of a header that an error shows."""
+"""Maximum characters of a header that an error shows."""
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
@@ -103,7 +103,7 @@ def _inflate(body: bytes, coding: str, max_bytes: int) -> bytes:
         raise _too_long(max_bytes, ", inflated") from None
     except CodingError as error:
         raise ApiError(
-            400, f"the body is not {coding}, which its Content-Encoding says: {error}"
+            400, f"the body is not {coding}, as its Content-Encoding claims: {error}"
         ) from None
 
 

@@ -73,7 +73,7 @@ class Connection(HttpToolsProtocol):
 
     Args:
         shared: The limits.
-        address: The client's, without port.
+        address: The client's address, without port.
         arguments: uvicorn's.
 
     Attributes:
@@ -305,7 +305,7 @@ def _end_of_lines(before: bytes, data: bytearray) -> int:
     if across is not None:
         return across.end() - len(before)
     # No match is kept, as `data` cannot shrink while one refers to it.
-    return next((found.end() for found in _EMPTY_LINE.finditer(data)), len(data))
+    return next((line.end() for line in _EMPTY_LINE.finditer(data)), len(data))
 
 
 def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:

@@ -51,8 +51,10 @@ class OpenConnections:
         """Count a connection and make room for it; return whether it may stay."""
         peers = self._open.get(connection.address, set())
         if self._most_per_peer and len(peers) >= self._most_per_peer:
-            own = self._unknown.get(connection.address) or (c for c in self._idle if c in peers)
-            if not self._evict(own):
+            candidates = self._unknown.get(connection.address) or (
+                c for c in self._idle if c in peers
+            )
+            if not self._evict(candidates):
                 return False
         elif self._count >= self._most:
             # Where all work on requests, the server answers 503 to one connection more.

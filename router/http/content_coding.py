@@ -13,7 +13,7 @@ END_OF_ZLIB_HEADER = 2
 
 
 class CodingError(Exception):
-    """The body is not of the coding that it says, or not whole."""
+    """The body is not in the coding of its header, or not whole."""
 
 
 class TooLongError(Exception):

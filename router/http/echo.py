@@ -35,7 +35,7 @@ class Echo:
         Args:
             accepted: The answer to its request, with the prompt's tokens.
             text: The prompt's text; None: it was given in tokens.
-            vocabulary: The model's.
+            vocabulary: The model's vocabulary.
             logprobs: Whether log-probabilities are shown.
         """
         tokens = accepted.prompt_token_ids
@@ -43,13 +43,13 @@ class Echo:
         if not logprobs:
             return cls(shown, None)
         # The model says nothing of the first token.
-        own = columns(accepted.prompt_logprobs, vocabulary)
+        prompt_columns = columns(accepted.prompt_logprobs, vocabulary)
         return cls(
             shown,
             {
                 "tokens": [vocabulary.token(token_id).name for token_id in tokens],
-                "token_logprobs": [None, *own["token_logprobs"]],
-                "top_logprobs": [None, *own["top_logprobs"]],
+                "token_logprobs": [None, *prompt_columns["token_logprobs"]],
+                "top_logprobs": [None, *prompt_columns["top_logprobs"]],
                 "text_offset": offsets,
             },
         )
@@ -66,7 +66,7 @@ def columns(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> Columns
 
 def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
     """Return the most likely tokens at a token's place, and the token itself."""
-    own = vocabulary.token(one.token_id).name
+    token_name = vocabulary.token(one.token_id).name
     shown: dict[str, float] = {}
     pairs = [(top.token_id, top.logprob) for top in one.top]
     if one.token_id not in dict(pairs):
@@ -74,29 +74,29 @@ def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
     for token_id, logprob in pairs:
         name = vocabulary.token(token_id).name
         # Tokens may share one text, such as a special one and what is spelt like it.
-        if token_id != one.token_id and (name == own or name in shown):
+        if token_id != one.token_id and (name == token_name or name in shown):
             name = f"token_id:{token_id}"
         shown[name] = finite(logprob)
     return shown
 
 
 def _place(
-    tokens: Sequence[int], given: str | None, vocabulary: Vocabulary
+    tokens: Sequence[int], plain_text: str | None, vocabulary: Vocabulary
 ) -> tuple[str, list[int]]:
     """Return a prompt's text, and where in it each token begins.
 
     Special tokens that the tokenizer has added to a text are not in it, and take no place there.
     """
     pieces = vocabulary.pieces
-    detokenizer = Detokenizer(pieces, keep_special=given is None)
+    detokenizer = Detokenizer(pieces, keep_special=plain_text is None)
     text, end, offsets = [], 0, []
     for token_id in tokens:
         offsets.append(end)
         shown = detokenizer.feed(token_id)
-        special = pieces.special_text(token_id) if given is not None else ""
-        if special and given is not None and given.startswith(special, end):
+        special = pieces.special_text(token_id) if plain_text is not None else ""
+        if special and plain_text is not None and plain_text.startswith(special, end):
             shown += special
         text.append(shown)
         end += len(shown)
-    whole = "".join(text) + detokenizer.flush() if given is None else given
+    whole = "".join(text) + detokenizer.flush() if plain_text is None else plain_text
     return whole, [min(offset, len(whole)) for offset in offsets]

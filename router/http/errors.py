@@ -17,7 +17,7 @@ INVALID = "invalid_request_error"
 UNSUPPORTED = "unsupported_parameter"
 WRONG_TYPE = "wrong_type"
 UNAVAILABLE_SECONDS = 1.0
-"""Seconds until a retry of what was unavailable, unless the error says another time."""
+"""Default seconds until a retry of what was unavailable."""
 
 _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
@@ -69,7 +69,7 @@ _PARTS = (
 
 
 class ApiError(Exception):
-    """A failure as an OpenAI client is told of it.
+    """A failure, in the form of OpenAI's API.
 
     Attributes:
         status: The HTTP status.

@@ -68,7 +68,7 @@ class EventStream(Response):
 
 
 class _Body:
-    """What is sent of a stream, each part whole.
+    """The body of a stream; each part is sent whole.
 
     Attributes:
         started: Whether the header has been sent.

@@ -30,15 +30,15 @@ def metadata(request: Request) -> Metadata:
     Raises:
         ApiError: A header is not printable ASCII.
     """
-    found = []
+    pairs = []
     for name in FORWARDED:
         value = request.headers.get(name)
         if value is None:
             continue
         if not (value.isascii() and value.isprintable()):
             raise ApiError(400, f"the header {name} must be printable ASCII")
-        found.append((name, value))
-    return tuple(found)
+        pairs.append((name, value))
+    return tuple(pairs)
 
 
 def timeout(request: Request) -> float | None:
@@ -61,8 +61,8 @@ def timeout(request: Request) -> float | None:
 
 def own_id(headers: Headers) -> str | None:
     """Return the id that a client gives its request, if it is well-formed."""
-    given = headers.get(REQUEST_ID, "")
-    return given if _WELL_FORMED.fullmatch(given) else None
+    client_id = headers.get(REQUEST_ID, "")
+    return client_id if _WELL_FORMED.fullmatch(client_id) else None
 
 
 def new_id() -> str:
@@ -85,15 +85,15 @@ class RequestIds:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
-        own = own_id(Headers(scope=scope))
-        request_id = own or new_id()
+        client_id = own_id(Headers(scope=scope))
+        request_id = client_id or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
         bind_contextvars(http_request_id=request_id)  # in the task of this request alone
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                if own or REQUEST_ID not in headers:
+                if client_id or REQUEST_ID not in headers:
                     headers[REQUEST_ID] = request_id
             await send(message)
 

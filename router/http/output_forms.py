@@ -36,7 +36,7 @@ class JsonSchema(Open):
 
 
 class ResponseFormat(Open):
-    """OpenAI's way to say which form outputs must have."""
+    """The form that outputs must have, as in OpenAI's API."""
 
     type: Annotated[str, only("text", "json_object", "json_schema")]
     json_schema: JsonSchema | None = None
@@ -81,7 +81,7 @@ class Form:
     """A form that outputs must have.
 
     Attributes:
-        param: The argument that says so.
+        param: The argument that asks for it.
         option: The option of the client's `generate`.
         value: The option's value.
         strict: Whether a schema is refused if not all of it can be enforced.

@@ -31,7 +31,7 @@ from octavo.router.http.tool_arguments import ToolArguments
 COMPLETION_TOKENS = 16
 """What /v1/completions makes where max_tokens is not given, as OpenAI's does."""
 MAX_PROMPTS = 128
-"""Most prompts of one request to /v1/completions, each a Generate call."""
+"""Maximum prompts of one request to /v1/completions, each a Generate call."""
 SEEDS = 1 << 64
 """OpenAI's seeds are signed, Octavo's are not; both have 64 bits."""
 ALL_TOKENS = -1
@@ -80,7 +80,7 @@ CHAT_NAMES = [name for name in HTTP_NAMES if PARAMETERS[name].message == "chat"]
 """Parameters of a chat's layout, which only /v1/chat/completions and /tokenize have."""
 PARAMETER_NAMES = [name for name in HTTP_NAMES if name not in CHAT_NAMES]
 MAX_REQUEST_ID = 100
-"""Most characters of `request_id`, which is a part of the answer's id."""
+"""Maximum characters of `request_id`, which is a part of the answer's id."""
 
 
 def _declared(names: Iterable[str]) -> dict[str, Any]:
@@ -121,7 +121,7 @@ class SpecialTokens(Open):
 
     @property
     def keeps_special_tokens(self) -> bool | None:
-        """Whether they do; None: by default. Octavo's name wins."""
+        """Whether special tokens stay in texts; None: the default. Octavo's name wins."""
         if self.keep_special_tokens is None and self.skip_special_tokens is not None:
             return not self.skip_special_tokens
         return self.keep_special_tokens
@@ -220,11 +220,11 @@ class Parameters(FormArguments, SpecialTokens, Declared):
 
     def options(self) -> GenerateOptions:
         """Return the options as the client's `generate` takes them."""
-        given = {name: getattr(self, name) for name in PARAMETER_NAMES}
+        parameters = {name: getattr(self, name) for name in PARAMETER_NAMES}
         if self.beam_width is None:
-            given["length_penalty"] = given["early_stopping"] = None
+            parameters["length_penalty"] = parameters["early_stopping"] = None
         return {
-            **cast("GenerateOptions", given),
+            **cast("GenerateOptions", parameters),
             "n": self.n if self.beam_width is None else None,
             "seed": None if self.seed is None else self.seed % SEEDS,
             "top_k": 0 if self.top_k == ALL_TOKENS else self.top_k,
@@ -280,12 +280,12 @@ class ChatLayoutOptions(ToolArguments, DeclaredChatOptions):
 
     def chat_options(self) -> ChatOptions:
         """Return the options as the client's `tokenize` takes them."""
-        given = cast("ChatOptions", {name: getattr(self, name) for name in CHAT_NAMES})
+        options = cast("ChatOptions", {name: getattr(self, name) for name in CHAT_NAMES})
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
         if effort is not None:
-            own = given.get("chat_template_kwargs") or {}
-            given["chat_template_kwargs"] = {"reasoning_effort": effort, **own}
-        return {**given, **self.tool_options()}
+            variables = options.get("chat_template_kwargs") or {}
+            options["chat_template_kwargs"] = {"reasoning_effort": effort, **variables}
+        return {**options, **self.tool_options()}
 
 
 class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
@@ -370,7 +370,7 @@ class CompletionRequest(Parameters, DeclaredCompletion):
     def shows_ending(self) -> bool:
         """Whether log-probabilities include the token that ends an output.
 
-        With `echo` they do, so that those of the prompt can be told by counting from the end.
+        With `echo` they do, so that a client finds those of the prompt by counting from the end.
         """
         return self.keeps_ending or bool(self.echo)
 

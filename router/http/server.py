@@ -127,7 +127,7 @@ class HttpServer:
         _, serving = self._tasks
         self._config.timeout_graceful_shutdown = math.ceil(seconds)
         self._server.should_exit = True
-        await asyncio.gather(serving, return_exceptions=True)  # `ended` tells its error
+        await asyncio.gather(serving, return_exceptions=True)  # `ended` raises its error
 
     async def _accept(self, listening: socket.socket) -> None:
         """Take connections, one in a turn of the loop; uvicorn would take all that wait."""

@@ -13,7 +13,7 @@ from octavo.v1 import engine_pb2
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 PRIVATE = {"address", "instance", "models"}
-"""What clients are not told of an engine: it is the operator's business; AdminService has it."""
+"""Fields of an engine that only operators see: AdminService has them."""
 
 
 class RouterStats(Protocol):

@@ -54,7 +54,7 @@ class Vocabulary:
         self._tokens: dict[int, Token] = {}
 
     def token(self, token_id: int) -> Token:
-        """Return how a token is shown."""
+        """Return a token's name and bytes, as log-probabilities show them."""
         if token_id not in self._tokens:
             self._tokens[token_id] = self._make(token_id)
         return self._tokens[token_id]

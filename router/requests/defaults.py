@@ -8,7 +8,7 @@ from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """What an engine says that requests have if they do not set it.
+    """An engine's defaults for what requests do not set.
 
     Attributes:
         sampling: The sampling parameters; only those that the model has are set.

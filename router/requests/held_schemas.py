@@ -62,11 +62,11 @@ def held_schemas(message: generation_pb2.GenerateRequest) -> HeldSchemas:
         elif named in {"", tool.name}:
             # Where a tool must be called, its arguments are always those of its schema.
             whole = closed(tool.schema)
-            found = LenientSchema(exact(whole)) if tool.strict else lenient(whole)
-            if found.unenforced:
+            reduced = LenientSchema(exact(whole)) if tool.strict else lenient(whole)
+            if reduced.unenforced:
                 checks.arguments[tool.name] = chat.tools[i].parameters
-                checks.add(f"chat.tools[{i}].parameters", chat.tools[i].parameters, found)
-            tools.append(Tool(tool.name, found.schema, strict=True))
+                checks.add(f"chat.tools[{i}].parameters", chat.tools[i].parameters, reduced)
+            tools.append(Tool(tool.name, reduced.schema, strict=True))
     return HeldSchemas(content, tools, checks.result())
 
 
@@ -77,10 +77,10 @@ class _Checks:
     fields: dict[str, str] = field(default_factory=dict)
     places: list[str] = field(default_factory=list)
 
-    def add(self, name: str, schema: str, found: LenientSchema) -> None:
+    def add(self, name: str, schema: str, reduced: LenientSchema) -> None:
         """Note what is left out of the schema in a field."""
         self.fields[name] = schema
-        self.places += (f"{name}{place}" for place in found.unenforced)
+        self.places += (f"{name}{place}" for place in reduced.unenforced)
 
     def result(self) -> SchemaChecks | None:
         if not self.places:
@@ -97,10 +97,10 @@ def _content(message: generation_pb2.GenerateRequest, checks: _Checks) -> Mappin
         return None
     if not isinstance(schema, dict):
         return None
-    found = lenient(schema)
-    if found.unenforced and not message.constraint.lenient:
+    reduced = lenient(schema)
+    if reduced.unenforced and not message.constraint.lenient:
         return None
-    if found.unenforced:
+    if reduced.unenforced:
         checks.content = text
-        checks.add("constraint.json_schema", text, found)
-    return None if found.schema == schema else found.schema
+        checks.add("constraint.json_schema", text, reduced)
+    return None if reduced.schema == schema else reduced.schema

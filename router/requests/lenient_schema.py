@@ -26,9 +26,9 @@ _NEEDS = {
     "minContains": {"contains"},
     "maxContains": {"contains"},
 }
-"""Keywords that say nothing unless one of others is there."""
+"""Keywords that mean nothing unless another one is there."""
 _MARKS = ("$dynamicAnchor", "$recursiveAnchor")
-"""Keywords that say nothing by themselves, which the grammar does not take."""
+"""Keywords that mean nothing by themselves, which the grammar does not take."""
 FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
     "unknown",
@@ -40,7 +40,7 @@ ENCODINGS = {
 }
 """Regular expressions in place of formats that it does not know."""
 _PREFIX = re.compile(r"\^([A-Za-z0-9_ -])(?![*?{])")
-"""The beginning of an expression that says a text's first character."""
+"""The beginning of an expression that fixes a text's first character."""
 _NAMES_COUNTED = ("minProperties", "maxProperties")
 _OF_OBJECTS = (
     *("properties", "patternProperties", "required", "additionalProperties"),
@@ -49,12 +49,12 @@ _OF_OBJECTS = (
 _ALL_TYPES = ("array", "boolean", "null", "number", "object", "string")
 _MAX_REFERENCES = 32
 _MAX_NAMES = 16
-"""Most properties that are looked at to tell objects apart."""
+"""Maximum properties that are compared to distinguish objects."""
 
 MAX_PLACES = 64
-"""Most places that are named."""
+"""Maximum places that are named."""
 MAX_PLACE = 200
-"""Most characters of one."""
+"""Maximum characters of one."""
 
 Schema: TypeAlias = dict[str, Any]
 
@@ -95,9 +95,9 @@ def lenient(schema: Mapping[str, Any]) -> LenientSchema:
 
 
 def exact(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema in the form that a grammar takes; itself if no form says all of it."""
-    found = lenient(schema)
-    return schema if found.unenforced else found.schema
+    """Return a schema in the form that a grammar takes; itself if that would lose a part of it."""
+    reduced = lenient(schema)
+    return schema if reduced.unenforced else reduced.schema
 
 
 class _Reduction:
@@ -105,7 +105,7 @@ class _Reduction:
 
     Args:
         whole: The original.
-        mixes: Whether it says of the same objects in several places what their properties are.
+        mixes: Whether it describes properties of the same objects in several places.
     """
 
     def __init__(self, whole: Mapping[str, Any], *, mixes: bool) -> None:
@@ -116,12 +116,12 @@ class _Reduction:
         self.places: list[str] = []
 
     def reduce(self, pointer: Pointer, schema: Schema) -> None:
-        """Take out of one schema what a grammar cannot hold."""
+        """Remove from one schema what a grammar cannot enforce."""
         for keyword in _MARKS:
             schema.pop(keyword, None)
-        said = {keyword for keyword in schema if _says_something(keyword, schema)}
+        rules = {keyword for keyword in schema if _says_something(keyword, schema)}
         for keyword in _UNSUPPORTED & set(schema):
-            if keyword in said:
+            if keyword in rules:
                 self.note(pointer, keyword)
             del schema[keyword]
         for keyword in ("const", "enum"):
@@ -137,14 +137,14 @@ class _Reduction:
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return
-        found: object = reduced
+        target: object = reduced
         path: list[str] = []
         for name in names(reference):
-            moved = self._renamed.get(id(found)) if name == "oneOf" else None
+            moved = self._renamed.get(id(target)) if name == "oneOf" else None
             for part in moved or [name]:
-                found = member(found, part)
+                target = member(target, part)
                 path.append(part)
-        if found is None:
+        if target is None:
             if resolve(self._whole, reference) is not None:
                 self._leave_out(pointer, schema, "$ref")
         elif path != names(reference):
@@ -216,7 +216,7 @@ class _Reduction:
         if not (isinstance(least, int) and isinstance(most, int)):
             return
         if 0 <= least < one_more:
-            schema.pop("minProperties", None)  # the names that are required say as much
+            schema.pop("minProperties", None)  # the required names imply it
         counted = [keyword for keyword in _NAMES_COUNTED if keyword in schema]
         optional = set(_members(schema, "properties")) - names
         others = schema.get("additionalProperties") is not False or "patternProperties" in schema
@@ -269,7 +269,7 @@ class _Branches:
         return len(objects) < 2 or any(self._tells(name, objects) for name in names)
 
     def _tells(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether a property tells objects of several schemas from each other."""
+        """Return whether a property's value shows which of several schemas an object has."""
         known: set[str] = set()
         optional = 0
         for one in objects:
@@ -312,7 +312,7 @@ def _says_something(keyword: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _mixes(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema says in several places what an object's properties are."""
+    """Return whether a schema describes an object's properties in several places."""
     every = schema.get("allOf")
     places = len(every) if isinstance(every, list) else 0
     places += sum(keyword in schema for keyword in ("$ref", "anyOf", "oneOf"))

@@ -36,7 +36,7 @@ def arguments_schema(tool: generation_pb2.Tool) -> Mapping[str, Any]:
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return a schema of an object that has no other properties than it names.
 
-    What it accepts, the original does too. A schema that says more of its properties stays.
+    What it accepts, the original does too. A schema with more rules for its properties stays.
     """
     if "properties" not in schema or any(key in schema for key in (*_OPEN_ENDED, *_COMBINING)):
         return schema

@@ -249,7 +249,7 @@ class Output:
             self._reasoning_tokens += 1
 
     def _told_apart(self, spelled: SpelledMarkers, token_id: int, text: str) -> str:
-        """Return a token's text for the parser, told from a marker that is spelt like it."""
+        """Return a token's text for the parser, which must not take it for a marker spelt alike."""
         marker = self._markers.get(token_id, "")
         marker = marker if text.endswith(marker) else ""
         if not marker and self._parser is not None and self._parser.calls:

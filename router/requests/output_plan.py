@@ -24,7 +24,7 @@ from octavo.v1.sampling_pb2 import OutputConstraint
 AUTO, NONE = "auto", "none"
 F = TypeVar("F", ToolFormat, ReasoningFormat)
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a pair of UTF-16: JSON's escapes can say it, UTF-8 cannot."""
+"""Half of a pair of UTF-16: JSON's escapes can spell it, UTF-8 cannot."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class OutputPlan:
         answers: Whether they are calls alone, or an answer in the form that the client wants.
         constraint: The form of whole outputs, reasoning and calls included; None: any.
         checks: Schemas that outputs are checked by at their end; None: a grammar holds them to all.
-        lark: Says which markers are tokens, where a grammar tells these from text; None: a marker
+        lark: Knows the markers that are tokens, if a grammar keeps tokens from text; None: a marker
             counts however it is spelt.
     """
 
@@ -97,7 +97,7 @@ class OutputFormats:
         return next((one for one in REASONING_FORMATS.values() if one.recognizes(model)), None)
 
     def check(self, chat: generation_pb2.ChatPrompt, model: ModelText) -> None:
-        """Check that a chat's tools can be told from its outputs' text.
+        """Check that the router can find calls of a chat's tools in its outputs.
 
         Raises:
             rpc.RpcError: FAILED_PRECONDITION.
@@ -145,7 +145,7 @@ class OutputFormats:
         bounded = message.stop.HasField("max_reasoning_tokens")
         if message.WhichOneof("prompt") != "chat":
             if bounded:
-                raise _unbounded("reasoning is told from the answer in chats alone")
+                raise _unbounded("only outputs of chats have reasoning")
             return OutputPlan(Context(model), constraint=constraint, checks=schemas.checks)
         chat = message.chat
         tools = offered_tools(chat)
@@ -218,7 +218,7 @@ class _OutputGrammar:
         self.held: frozenset[str] = frozenset()
 
     def make(self, limit: int | None) -> str | None:
-        """Return the grammar; None: the client's own constraint, if any, says it all.
+        """Return the grammar; None: the client's own constraint, if any, is enough.
 
         Args:
             limit: Maximum tokens of reasoning; None: any number.
@@ -295,7 +295,7 @@ def read_schema(field: str, text: str) -> Mapping[str, Any]:
     """Return a JSON Schema.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT: it is no JSON object, or no text that UTF-8 can say.
+        rpc.RpcError: INVALID_ARGUMENT: it is no JSON object, or no text in UTF-8.
     """
     try:
         schema = json.loads(text)
@@ -314,17 +314,17 @@ def _unpaired(schema: object) -> str | None:
     """Return the JSON Pointer of a text with half a surrogate pair, or None."""
     left = [(Pointer("#"), schema)]
     while left:
-        place, found = left.pop()
-        match found:
-            case str() if SURROGATE.search(found):
+        place, value = left.pop()
+        match value:
+            case str() if SURROGATE.search(value):
                 return str(place)
             case list():
-                left += [(Pointer(place, str(i)), one) for i, one in enumerate(found)]
+                left += [(Pointer(place, str(i)), one) for i, one in enumerate(value)]
             case dict():
-                for name, one in found.items():
+                for name, one in value.items():
                     shown = SURROGATE.sub("\ufffd", name)
-                    own = Pointer(place, shown)
-                    left += [(own, name), (own, one)]
+                    inner = Pointer(place, shown)
+                    left += [(inner, name), (inner, one)]
     return None
 
 

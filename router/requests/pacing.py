@@ -40,7 +40,7 @@ class WriteLimit:
     it looks again and again, and a write counts that it finds going on too long.
 
     Args:
-        seconds: That a write may take.
+        seconds: Maximum seconds of a write.
 
     Raises:
         TimeoutError: A write took longer; on leaving the context.

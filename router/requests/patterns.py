@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_PATTERN = 4_096
-"""Most characters of an expression that is read; nothing is held of a longer one."""
+"""Maximum characters of an expression that is read; nothing is held of a longer one."""
 _ESCAPE = (
     r"\\(?:[dDwWsSnrtf]|[-.^$*+?()\[\]{}|/\\_~@\#%&=:;,!\"'`\ ]|[pP]\{[A-Z][a-z]?\}"
     r"|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
@@ -95,10 +95,10 @@ def _tokens(pattern: str) -> list[_Token] | None:
     opened: list[int] = []
     at = 0
     while at < len(pattern):
-        found = _TOKEN.match(pattern, at)
-        if found is None or found.lastgroup is None:
+        match = _TOKEN.match(pattern, at)
+        if match is None or match.lastgroup is None:
             return None
-        token = _Token(found.lastgroup, found[0], opened[-1] if opened else -1)
+        token = _Token(match.lastgroup, match[0], opened[-1] if opened else -1)
         if token.kind == "class" and _OTHER_ELSEWHERE.search(token.text):
             return None
         if token.kind == "repeat" and tokens and tokens[-1].kind == "repeat":
@@ -112,7 +112,7 @@ def _tokens(pattern: str) -> list[_Token] | None:
         elif token.kind in {"opening", "assertion"}:
             opened.append(len(tokens))
         tokens.append(token)
-        at = found.end()
+        at = match.end()
     return None if opened else tokens
 
 

@@ -57,13 +57,13 @@ class SchemaChecker:
 
     async def errors(self, checks: Iterable[SchemaCheck]) -> list[str]:
         """Return the errors of an output against its schemas, with their places."""
-        found: list[str] = []
+        messages: list[str] = []
         for check in checks:
             outcome = await self._ask(check.schema, check.text)
             why = outcome.get("invalid")
             errors = outcome["errors"] if why is None else [f": it was not checked: {why}"]
-            found += (f"{check.name}{error}" for error in errors)
-        return found[:MAX_ERRORS]
+            messages += (f"{check.name}{error}" for error in errors)
+        return messages[:MAX_ERRORS]
 
     async def close(self) -> None:
         """End the process."""

@@ -3,8 +3,8 @@
     python -m octavo.router.requests.schema_sandbox SECONDS
 
 The process reads a line of JSON each from its standard input, `[schema, document]`, and writes one
-to its standard output: what breaks the schema, or what is wrong with the schema itself. It ends
-where one takes longer than its processor time.
+to its standard output: the document's errors, or those of the schema itself. It ends
+when one of them takes longer than SECONDS of processor time.
 """
 
 import json
@@ -24,9 +24,9 @@ from octavo.router.requests.lenient_schema import ENCODINGS
 
 MAX_ERRORS = 8
 MAX_ERROR = 200
-"""Most characters of one."""
+"""Maximum characters of one."""
 MEMORY_BYTES = 1 << 30
-"""Most addresses that the process may have."""
+"""Maximum addresses that the process may have."""
 PATTERNS = FancyRegexOptions(backtrack_limit=100_000, size_limit=1 << 20)
 _FORMATS = {
     name: lambda text, known=re.compile(pattern): known.search(text) is not None
@@ -57,10 +57,10 @@ def _check(schema: str, document: str | None) -> dict[str, Any]:
     if document is None:
         return {"errors": []}
     try:
-        found = json.loads(document)
+        value = json.loads(document)
     except (ValueError, RecursionError) as error:
         return {"errors": [_shown((), f"it is not JSON: {error}")]}
-    return {"errors": list(islice(_errors(validator, found), MAX_ERRORS))}
+    return {"errors": list(islice(_errors(validator, value), MAX_ERRORS))}
 
 
 @lru_cache(maxsize=8)

@@ -1,4 +1,4 @@
-"""Tell markers from texts that are spelt like them, where a grammar tells tokens from text."""
+"""Tokens that are markers, among texts spelt like them, where a grammar separates the two."""
 
 from collections.abc import Collection
 
@@ -40,8 +40,8 @@ class SpelledMarkers:
 
     def _broken(self, text: str) -> str:
         left, parts = self._held + text, []
-        while (found := first_match(left, self._markers)) is not None:
-            start, marker = found
+        while (match := first_match(left, self._markers)) is not None:
+            start, marker = match
             parts += [left[:start], marker[0], BREAK, marker[1:]]
             left = left[start + len(marker) :]
         keep = len(left) - possible_start(left, self._markers)

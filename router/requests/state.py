@@ -208,7 +208,7 @@ class RequestState:
         return self._push(output, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
 
     def append_tokens(self, index: int, token_ids: list[int]) -> bool:
-        """Add new tokens of one output, of which there is no more to say; see `append`."""
+        """Add new tokens of one output that got nothing but tokens; see `append`."""
         output = self.outputs[index]
         if output.ended:
             return False

@@ -111,7 +111,7 @@ def output_length(
         default: The model's own default of max_tokens, if it has one.
 
     Returns:
-        The most tokens that each output may have.
+        Maximum tokens that each output may have.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT for what could never be served.

@@ -114,11 +114,11 @@ class Authenticator:
             return ANONYMOUS
         if authorization is None:
             names = set(certificate)
-            found = {self._by_certificate[name] for name in names & self._by_certificate.keys()}
-            tenant = found.pop() if len(found) == 1 else None
+            tenants = {self._by_certificate[name] for name in names & self._by_certificate.keys()}
+            tenant = tenants.pop() if len(tenants) == 1 else None
             why = NOT_ONE_TENANTS_CERTIFICATE if names else KEY_MISSING
         elif authorization.lower().startswith(SCHEME):
-            # The lookup is of a hash: how long it takes says nothing of any key.
+            # The lookup is of a hash, so the time it takes reveals nothing of any key.
             tenant = self._by_key.get(hash_key(authorization[len(SCHEME) :]))
             why = KEY_UNKNOWN
         else:

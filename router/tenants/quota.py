@@ -12,7 +12,7 @@ from octavo.router.metrics import RouterMetrics
 from octavo.router.tenants.tenant import Tenant
 
 BUSY_SECONDS = 1.0
-"""Seconds to wait after too many requests in progress: nothing tells when one will end."""
+"""Seconds to wait after too many requests in progress, as nobody knows when one will end."""
 
 MIN_TOKENS = 2
 """Minimum tokens of a request: one of the prompt and one of the output."""

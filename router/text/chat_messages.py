@@ -1,4 +1,4 @@
-"""A chat as chat templates take it: messages, calls and tools as transformers' conventions say."""
+"""A chat as chat templates take it: messages, calls and tools by transformers' conventions."""
 
 import enum
 import itertools
@@ -35,7 +35,7 @@ To call one, answer with its name and arguments as a JSON object between these t
 <tool_call>
 {{"name": <name>, "arguments": <arguments>}}
 </tool_call>"""
-"""What a model is told of tools whose template has no place for them; the format is Hermes'."""
+"""System message about tools, for templates that have no place for them; in Hermes' format."""
 
 
 class Arguments(enum.Enum):
@@ -55,7 +55,7 @@ class Form:
 
     Attributes:
         arguments: Form of calls' arguments.
-        joined: Whether what an assistant says before its calls is the end of its reasoning:
+        joined: Whether an assistant's text before its calls is the end of its reasoning:
             gpt-oss's template takes only one of both.
     """
 
@@ -160,20 +160,20 @@ def _message(
 
 def _call(call: generation_pb2.ToolCall, change: Change, arguments: Arguments) -> dict[str, Any]:
     text = call.arguments or "{}"
-    given: object = text if arguments is Arguments.TEXTS else _object(call)
-    if given is None:
-        given = text if arguments is Arguments.OBJECTS else {"arguments": text}
-    function = {"name": change(call.name), "arguments": changed(given, change)}
+    call_arguments: object = text if arguments is Arguments.TEXTS else _object(call)
+    if call_arguments is None:
+        call_arguments = text if arguments is Arguments.OBJECTS else {"arguments": text}
+    function = {"name": change(call.name), "arguments": changed(call_arguments, change)}
     return {"id": change(call.id), "type": "function", "function": function}
 
 
 def _object(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
     """Return a call's arguments; None if they are no JSON object: an answer may be cut in them."""
     try:
-        found = json.loads(call.arguments or "{}")
+        arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return arguments if isinstance(arguments, dict) else None
 
 
 def _in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,8 +1,7 @@
 """Control tokens: those that a tokenizer marks special, and that a chat's template alone writes.
 
 A text of the caller may spell one, such as `<|im_end|>`. It stays text, and becomes ordinary
-tokens. To tell the caller's from the template's, the chat is rendered once more, with marks around
-what the caller's texts spell.
+tokens. To find the caller's spellings, the chat is rendered once more, with marks around them.
 """
 
 import re
@@ -191,8 +190,8 @@ def private_characters(count: int, texts: Iterable[str]) -> list[str]:
         rpc.RpcError: INVALID_ARGUMENT: the texts have them all.
     """
     texts = list(texts)
-    found = set().union(*texts)
-    free = (chr(code) for code in PRIVATE_USE if chr(code) not in found)
+    used = set().union(*texts)
+    free = (chr(code) for code in PRIVATE_USE if chr(code) not in used)
     chosen = []
     for one in free:
         if not any(_in_json(one) in text for text in texts):

@@ -199,21 +199,21 @@ _WORDS = re.compile(
 def rename(grammar: str, old: str, new: str) -> str:
     """Return a grammar in which a rule has another name; texts in it stay."""
     parts, at = [], 0
-    while (found := _WORDS.search(grammar, at)) is not None:
-        parts.append(grammar[at : found.start()])
-        at = found.end()
-        if found["json"]:
+    while (match := _WORDS.search(grammar, at)) is not None:
+        parts.append(grammar[at : match.start()])
+        at = match.end()
+        if match["json"]:
             try:
-                at = json.JSONDecoder().raw_decode(grammar, found.start("json"))[1]
+                at = json.JSONDecoder().raw_decode(grammar, match.start("json"))[1]
             except ValueError:
-                at = found.end()
-        text = grammar[found.start() : at]
-        parts.append(new if found["word"] == old else text)
+                at = match.end()
+        text = grammar[match.start() : at]
+        parts.append(new if match["word"] == old else text)
     return "".join([*parts, grammar[at:]])
 
 
-def _slash(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+def _slash(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def escaped(text: str) -> str:

@@ -8,10 +8,10 @@ def first_match(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
 
     Of those that start together it is the shortest.
     """
-    found = [(start, len(m), m) for m in markers if (start := text.find(m)) >= 0]
-    if not found:
+    matches = [(start, len(m), m) for m in markers if (start := text.find(m)) >= 0]
+    if not matches:
         return None
-    start, _, marker = min(found)
+    start, _, marker = min(matches)
     return start, marker
 
 

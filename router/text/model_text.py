@@ -1,4 +1,4 @@
-"""What a model's tokenizer says of how the model writes: its template and its markers."""
+"""How a model writes, by its tokenizer: its template and its markers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

@@ -25,7 +25,7 @@ LOSSLESS = {"ByteLevel", "Digits"}
 
 
 def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers has no types
-    """Return the most bytes of a text that one token of a `tokenizers.Tokenizer` stands for.
+    """Return the maximum bytes of a text that one token of a `tokenizers.Tokenizer` stands for.
 
     None where there is no such number: a tokenizer that normalizes a text or drops spaces
     can make few tokens of a text of any length.

@@ -17,7 +17,7 @@ class ChatRenderer:
     """Renders chats by a model's template.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         model: Its template.
         variables: Variables of the template, for chats that do not set them.
     """
@@ -66,8 +66,8 @@ class ChatRenderer:
                 " them out",
             )
         text = text_of(last)
-        given = chat.SerializeToString().decode(errors="replace")
-        (end,) = private_characters(1, [given, self._model.template])
+        serialized = chat.SerializeToString().decode(errors="replace")
+        (end,) = private_characters(1, [serialized, self._model.template])
 
         def before_end(content: str, change: Change) -> str:
             before, *others = self._fill(_ending(chat, content), change, opens=False).split(end)
@@ -95,7 +95,7 @@ class ChatRenderer:
                 add_generation_prompt=opens,
                 **variables,
             )
-            # Half a surrogate pair, which only JSON's escapes can say, stays an escape.
+            # Half a surrogate pair, which only JSON's escapes can spell, stays an escape.
             return text.encode("utf-8", "backslashreplace").decode()
 
         first: Exception | None = None

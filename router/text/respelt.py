@@ -21,7 +21,7 @@ class Respelt:
         control: Added tokens that are control tokens.
 
     Attributes:
-        spellings: The secret spellings by the model's.
+        spellings: The secret spelling of each control token, by its spelling in the model.
     """
 
     def __init__(
@@ -53,13 +53,13 @@ class Respelt:
 
     def made_of_text(self, ids: Sequence[int], control: Collection[str]) -> str | None:
         """Return one of some control tokens that ordinary text became, if any did."""
-        found = set(ids).difference(self._ids)
+        spelt = set(ids).difference(self._ids)
         return next(
             (
                 text
                 for text in sorted(control)
                 # What is not in the vocabulary becomes the unknown token, whatever it is.
-                if self._in_vocabulary.get(text) in found and text != self._unknown
+                if self._in_vocabulary.get(text) in spelt and text != self._unknown
             ),
             None,
         )

@@ -69,7 +69,7 @@ class Tokenizer:
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Check a text's length, where that alone says that its tokens are too many.
+        """Refuse a text whose length alone shows that its tokens are too many.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT.
@@ -244,7 +244,7 @@ class Tokenizers:
         """Return the tokens of a request's text or chat.
 
         Args:
-            tokenizer: The model's.
+            tokenizer: The model's tokenizer.
             request: One with a prompt that is not in tokens.
             tenant: The request's tenant.
             max_tokens: Maximum tokens; a text that has clearly more is not looked at to
@@ -333,12 +333,12 @@ def _explain(source: str, error: Exception) -> str:
     why = f"{type(error).__name__}: {first_line(error)}"
     if "custom code" in why:
         why = "it needs Python code of its own, which Octavo does not run"
-    found = ""
+    reason = ""
     directory = Path(source).expanduser()
     if directory.is_dir():
         sizes = [f"{f.name} ({f.stat().st_size} bytes)" for f in tokenizer_files(directory)]
-        found = f"; {directory} has {', '.join(sizes)}"
+        reason = f"; {directory} has {', '.join(sizes)}"
     return (
-        f"the tokenizer {source!r} cannot be loaded ({why}){found}; repair its files, or"
+        f"the tokenizer {source!r} cannot be loaded ({why}){reason}; repair its files, or"
         f" {_ELSEWHERE}"
     )

@@ -38,7 +38,7 @@ class Turns:
     Args:
         places: Pieces of work that are done at once; at least two.
         long_size: Work that is larger is long.
-        max_waiting: Most that a tenant's work may have in size while it waits.
+        max_waiting: Maximum size of a tenant's work that waits.
     """
 
     def __init__(self, places: int, long_size: int, max_waiting: int) -> None:

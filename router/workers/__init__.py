@@ -1,1 +1,1 @@
-"""A router with several worker processes: what they share, and what shows them as one router."""
+"""A router with several worker processes, which operators and clients see as one."""

@@ -11,7 +11,7 @@ _ORDER = (
     admin_pb2.ENGINE_STATE_DRAINING,
     admin_pb2.ENGINE_STATE_SERVING,
 )
-"""The state that is told is the first that any worker has."""
+"""Order of states: an engine's state is the first that any worker has."""
 
 
 def merged_status(statuses: Iterable[admin_pb2.EngineStatus]) -> admin_pb2.EngineStatus:

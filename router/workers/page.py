@@ -40,15 +40,15 @@ class WorkerMetrics:
 class Page:
     """The metrics of all processes of a router, as one.
 
-    What a worker had counted stays when it ends, as far as it was collected: else sums would fall,
-    which Prometheus takes for counters that begin again, and counts what is left a second time.
+    When a worker ends, the counts that were collected from it stay: if sums fell, Prometheus would
+    take that for counters that begin again, and count the rest a second time.
 
     Args:
         members: The workers.
 
     Attributes:
         own: The parent process' metrics.
-        metrics: Those of the parent's metrics that are about workers.
+        metrics: The parent's metrics about workers.
         registry: All metrics.
     """
 

@@ -30,7 +30,7 @@ class ParentServer:
     """The parent process' servers, for operators and for the workers.
 
     Args:
-        settings: The router's.
+        settings: The router's settings.
         socket: Path of the Unix socket for the workers.
 
     Raises:
@@ -134,7 +134,7 @@ class ParentServer:
         for member in self._members:
             await self._members.remove(member.number)
 
-    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - says nothing
+    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - it is empty
         return to_json(await self._page.collect())
 
     async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002

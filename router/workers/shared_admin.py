@@ -132,7 +132,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
 
     async def ListAdapters(  # noqa: N802
         self,
-        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - says nothing
+        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - it is empty
         context: Context,  # noqa: ARG002
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters that connected engines have."""
@@ -177,7 +177,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> Sequence[R]:
         """Call all workers at once and return the responses, of which there is one at least.
 
-        A worker that ended meanwhile is left out: it is started again, and is told then.
+        A worker that ended meanwhile is left out: it is started again, and gets the changes then.
 
         Args:
             call: Calls one.

@@ -60,7 +60,7 @@ class Control:
         self._router.connect(EngineChanges.from_json(changes))
         self.connected.set()
 
-    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - says nothing
+    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - it is empty
         return to_json(self._router.registry.collect())
 
     async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002
@@ -77,7 +77,7 @@ async def serve(
     """Run a worker until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
 
     Args:
-        settings: The worker's, see `settings_of_worker`.
+        settings: The worker's settings, see `settings_of_worker`.
         slot: The worker's slot.
         on_reachable: Called when its parent may call it.
         on_ready: Called with HOST:PORT when it listens for clients.

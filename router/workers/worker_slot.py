@@ -33,7 +33,7 @@ def settings_of_worker(settings: RouterSettings, port: int) -> RouterSettings:
     metrics and AdminService.
 
     Args:
-        settings: The router's.
+        settings: The router's settings.
         port: The port that its parent has reserved.
     """
     shares = {name: -(-getattr(settings, name) // settings.workers) for name in DIVIDED}

@@ -14,7 +14,7 @@ class Piece:
     """A message with tokens.
 
     Attributes:
-        tokens: How many; None if the server does not say.
+        tokens: Number of tokens; None if the server does not say.
     """
 
     tokens: int | None
@@ -25,7 +25,7 @@ class RequestError(Exception):
 
     Attributes:
         code: Name of the failure; requests that failed are counted by it.
-        message: What the server or the connection said.
+        message: Message of the server or of the connection.
     """
 
     def __init__(self, code: str, message: str) -> None:

@@ -73,8 +73,8 @@ def measure(
             unexpected status; with code 130, ctrl-C.
     """
     date = datetime.now(UTC).isoformat(timespec="seconds")
-    with _running(server, target) as found, failures(found.address):
-        invocation = _Invocation(_connect(found, target), workload, plans, target, objectives)
+    with _running(server, target) as running, failures(running.address):
+        invocation = _Invocation(_connect(running, target), workload, plans, target, objectives)
         interrupted = False
         try:
             uvloop.run(invocation.run())

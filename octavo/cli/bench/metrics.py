@@ -71,7 +71,7 @@ class Record:
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that were read, also of a request that failed if the server says how many."""
+        """Tokens that were read, also of a failed request if the server counts them."""
         return sum(self.message_tokens) or self.output_tokens
 
     @property
@@ -103,7 +103,7 @@ class RunFigures:
     """Metrics of one run.
 
     Attributes:
-        seconds: From the first sending to the last end.
+        seconds: Seconds from the first sending to the last end.
         requests: Successful requests; all fields but `errors` are about them.
         unfinished: Requests interrupted by ctrl-C.
         errors: Failed requests by code.
@@ -111,7 +111,7 @@ class RunFigures:
         goodput: Requests per second within the objectives; None without any.
         lag: Delay of sending after the due time.
         client_cpu_share: Share of one core used by the load generator.
-        client_cpu_us_per_token: Its CPU time per token read, in microseconds.
+        client_cpu_us_per_token: The load generator's CPU time per token read, in microseconds.
         normalized: Latency per output token; its mean is what the PagedAttention paper plots.
     """
 

@@ -19,7 +19,7 @@ CONNECT_SECONDS = 30.0
 LOOKUP_SECONDS = 30.0
 
 VOCABULARY = 30_000
-"""Random prompts have token ids below it: the API does not tell the size of a vocabulary."""
+"""Random prompts have token ids below it: the API has no size of the vocabulary."""
 
 OPTIONS: Mapping[str, Any] = {
     "temperature": 0,
@@ -66,7 +66,7 @@ class OpenAIEndpoint:
 
     Args:
         client: Sends the requests.
-        url: What comes before these paths.
+        url: URL before these paths.
     """
 
     def __init__(self, client: httpx2.AsyncClient, url: str) -> None:
@@ -114,7 +114,7 @@ class OpenAIEndpoint:
         Args:
             request: The prompt, and how many tokens to generate.
             model: Name of the model.
-            salt: Sets the first token of a prompt of tokens, so that prompts with different
+            salt: Seed of the first token of a prompt of tokens, so that prompts with different
                 salts share no prefix; a prompt of text or messages stays as it is.
             timeout: Deadline in seconds.
 
@@ -234,16 +234,16 @@ def _listed(response: httpx2.Response) -> list[ServedModel] | None:
 
 
 def _refusal(response: httpx2.Response) -> RequestError:
-    """Return the failure that a status other than 2xx tells; the body has been read."""
+    """Return the failure of a status other than 2xx; the body has been read."""
     try:
         name = HTTPStatus(response.status_code).name
     except ValueError:
         name = response.reason_phrase
     try:
-        said = _message(response.json())
+        server_message = _message(response.json())
     except ValueError:
-        said = None
-    message = said or response.text.strip()[:300] or response.reason_phrase
+        server_message = None
+    message = server_message or response.text.strip()[:300] or response.reason_phrase
     if (seconds := response.headers.get("Retry-After")) is not None:
         message += f" (Retry-After: {seconds})"
     return RequestError(f"{response.status_code} {name}", message)

@@ -56,8 +56,8 @@ def _sweep(figure: Figure, runs: Sequence[Run]) -> None:
     _requests(grid[1, 0], runs, places)
     for axes, name in zip((grid[0, 1], grid[0, 2], grid[1, 1], grid[1, 2]), LATENCIES, strict=True):
         for percentile, colour in _COLOURS.items():
-            found = [getattr(run.figures, name) for run in runs]
-            times = [np.nan if one is None else getattr(one, percentile) for one in found]
+            distributions = [getattr(run.figures, name) for run in runs]
+            times = [np.nan if one is None else getattr(one, percentile) for one in distributions]
             axes.plot(places, times, "o-", color=colour, label=percentile)
         axes.set(title=_title(name), ylabel="ms")
         axes.set_ylim(bottom=0)

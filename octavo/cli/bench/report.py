@@ -43,7 +43,7 @@ class Report:
         workload: The requests.
         target: The server.
         objectives: Latency limits for goodput.
-        runs: In order of execution.
+        runs: Runs in order of execution.
         interrupted: Whether ctrl-C ended it; the last run is then incomplete.
     """
 

@@ -194,7 +194,7 @@ def parse_objectives(texts: Sequence[str]) -> Objectives | None:
     Raises:
         typer.BadParameter: A text is not NAME:MS, or repeats a name.
     """
-    found: dict[str, float] = {}
+    limits: dict[str, float] = {}
     for text in texts:
         name, _, value = text.partition(":")
         try:
@@ -205,10 +205,10 @@ def parse_objectives(texts: Sequence[str]) -> Objectives | None:
             raise typer.BadParameter(
                 f"--slo {text!r}: must be ttft:MS, tpot:MS or e2e:MS, with MS above 0"
             )
-        if name in found:
+        if name in limits:
             raise typer.BadParameter(f"--slo sets {name} twice; set it once")
-        found[name] = limit
-    return Objectives(**found) if found else None
+        limits[name] = limit
+    return Objectives(**limits) if limits else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from rich.table import Table
 from octavo.cli.bench.metrics import OK, Distribution, RunFigures
 from octavo.cli.bench.report import Report, Run
 from octavo.cli.bench.settings import Closed, Open, Plan
+from octavo.cli.output import number_table
 
 CPU_SHARE_TO_TELL = 0.2
 """Share of a core above which the load generator may slow a server on this machine."""
@@ -103,7 +104,7 @@ def _rates(run: Run) -> Table:
 
 
 def _latencies(figures: RunFigures) -> Table:
-    table = _table("milliseconds", "mean", "p50", "p90", "p99")
+    table = number_table("milliseconds", "mean", "p50", "p90", "p99")
     for name in LATENCIES:
         times: Distribution | None = getattr(figures, name)
         shown = name.upper() if name in ACRONYMS else name
@@ -126,7 +127,7 @@ def _sweep(report: Report) -> Table:
         "normalized\nmean ms",
         "e2e s\np50/p99",
     ]
-    table = _table(variable, *names, *(["failed"] if failed else []))
+    table = number_table(variable, *names, *(["failed"] if failed else []))
     for run in runs:
         figures = run.figures
         cells = [run.label, f"{figures.requests_per_s:,.2f}"]
@@ -139,13 +140,6 @@ def _sweep(report: Report) -> Table:
         e2e = figures.e2e
         cells.append(f"{e2e.p50 / 1e3:,.1f}/{e2e.p99 / 1e3:,.1f}" if e2e else "")
         table.add_row(*cells, *([str(sum(figures.errors.values()))] if failed else []))
-    return table
-
-
-def _table(first: str, *names: str) -> Table:
-    table = Table(first, box=None, padding=(0, 2, 0, 0), header_style="dim")
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

@@ -1,7 +1,7 @@
 """Refuse checkpoints that Octavo cannot serve, before any weights are read.
 
 These checks read a few kilobytes: `config.json`, other JSON files and the headers of safetensors
-files. What only transformers can tell, `octavo.engine.models.checks` refuses later.
+files. `octavo.engine.models.checks` later refuses what only transformers can detect.
 """
 
 from collections.abc import Callable
@@ -59,7 +59,7 @@ def check_checkpoint(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """Refuse a model's directory by what its JSON files say; its weights may be absent.
+    """Refuse a model's directory by its JSON files; its weights may be absent.
 
     Raises:
         UnsupportedModelError: Octavo cannot serve the model.
@@ -104,18 +104,18 @@ def _adapter(directory: Path) -> str:
 
 
 def _check_quantization(directory: Path, _: Config) -> None:
-    said = find_statement(directory)
-    if said is None:
+    stated = find_statement(directory)
+    if stated is None:
         return
     if held := _unquantized_type(directory):
         raise UnsupportedModelError(
-            f"{directory} contradicts itself: {said.where} says that its weights are quantized with"
-            f" {said.name}, but they are {held} without scales. If they are the original weights,"
-            " remove that statement; else download the model again"
+            f"{directory} contradicts itself: {stated.where} says that its weights are quantized"
+            f" with {stated.name}, but they are {held} without scales. If they are the original"
+            " weights, remove that statement; else download the model again"
         )
-    if said.method not in METHODS:
+    if stated.method not in METHODS:
         raise UnsupportedModelError(
-            f"{directory} is quantized with {said.name} ({said.where}), which Octavo does not"
+            f"{directory} is quantized with {stated.name} ({stated.where}), which Octavo does not"
             f" serve: {USE_INSTEAD}"
         )
 

@@ -152,7 +152,9 @@ def read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
         )
     reader.parts = parts
     reader.part_of = {
-        tensor.name: number for number, own in enumerate(readers) for tensor in own.tensors
+        tensor.name: number
+        for number, part_reader in enumerate(readers)
+        for tensor in part_reader.tensors
     }
     for other in others:
         reader.tensors.extend(other.tensors)

@@ -48,9 +48,9 @@ class TensorLocations:
 
     @classmethod
     def read(cls, directory: Path) -> "TensorLocations":
-        """Read those of a model's directory; there are none in most.
+        """Read the locations in a model's directory; most directories have none.
 
-        Only a directory in the cache is asked: one from elsewhere could name any file.
+        Only a directory in the cache is read: one from elsewhere could name any file.
 
         Raises:
             ModelError: A file is gone, or has another size.
@@ -67,18 +67,21 @@ class TensorLocations:
             if not Path(path).is_file() or Path(path).stat().st_size != size:
                 raise ModelError(f"{path}, of which {directory} is made, is gone or has changed")
         tensors = {
-            name: (int(file), TensorLocation(own["offset"], own["dtype"], tuple(own["shape"])))
-            for name, (file, own) in content["tensors"].items()
+            name: (
+                int(file),
+                TensorLocation(location["offset"], location["dtype"], tuple(location["shape"])),
+            )
+            for name, (file, location) in content["tensors"].items()
         }
         return cls(files, tensors)
 
 
 def relocate(directory: Path, paths: Sequence[Path]) -> None:
-    """Say where a model's files are now, if they were moved; their contents are the same.
+    """Write down where a model's files are now, if they were moved; their contents are the same.
 
     Args:
-        directory: The model's.
-        paths: The files', in order.
+        directory: The model's directory.
+        paths: The files' paths, in order.
     """
     where = directory / FILE
     if not where.is_file():

@@ -76,7 +76,7 @@ _JAIS2 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How texts become words, and what else a name says of a tokenizer.
+    """How texts become words, and other properties that a name stands for.
 
     Attributes:
         steps: Regexes, `DIGITS` or `GPT2`. Each divides what the one before it has left: what it

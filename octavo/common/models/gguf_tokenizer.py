@@ -54,9 +54,9 @@ class GgufTokenizer:
 
     Attributes:
         fields: Fields that begin with `tokenizer.` or `tokenizer.ggml.`, without that prefix.
-        architecture: The model's.
-        name: The model's.
-        context: The model's longest text, in tokens, if the file says it.
+        architecture: The model's architecture.
+        name: The model's name.
+        context: The model's maximum context in tokens, if the file has it.
     """
 
     fields: dict[str, Any] = field(repr=False)
@@ -142,9 +142,9 @@ class GgufTokenizer:
     @cached_property
     def ends(self) -> list[int]:
         """The tokens that end an output, in order: the file's own, and those known by name."""
-        found = [self.ids.get(role) for role in ("eos", "eot", "eom")]
-        found += [self.ids.get(role, self._find(names)) for role, names in FILL_ENDS]
-        ends = {token for token in found if token is not None} | self._named_ends
+        ids = [self.ids.get(role) for role in ("eos", "eot", "eom")]
+        ids += [self.ids.get(role, self._find(names)) for role, names in FILL_ENDS]
+        ends = {token for token in ids if token is not None} | self._named_ends
         texts = {self.tokens[token] for token in ends}
         harmony = {"<|call|>", "<|return|>"} <= texts
         solar = "<|flush|>" in texts and bool({"<|call|>", "<|calls|>"} & texts)
@@ -210,8 +210,8 @@ class GgufTokenizer:
         return {token for token in named_so if self._is_control(token)}
 
     def _find(self, names: tuple[str, ...]) -> int | None:
-        found = (self._by_text[name] for name in names if name in self._by_text)
-        return next((token for token in found if self._is_control(token)), None)
+        tokens = (self._by_text[name] for name in names if name in self._by_text)
+        return next((token for token in tokens if self._is_control(token)), None)
 
     def _is_control(self, token: int) -> bool:
         """Tell whether a token with a control token's name is one."""
@@ -340,7 +340,7 @@ class GgufTokenizer:
         return self.model == SENTENCE_PIECE and bool(phi3) and text not in KEEP_SPACES
 
     def _add_bos_and_eos(self, made: "Tokenizer") -> None:
-        """Have texts begin with BOS and end with EOS, if the file or llama.cpp's rule says so."""
+        """Let texts begin with BOS and end with EOS, by the file or by llama.cpp's rule."""
         from tokenizers import processors  # noqa: PLC0415 - only for GGUF files
 
         adds_bos = self.model != BYTE_LEVEL or named(self.fields.get("pre")).adds_bos

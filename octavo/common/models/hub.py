@@ -60,7 +60,7 @@ def fetch_config(name: str) -> Path:
     """Return the directory of a hub's model, in which only its configs need be.
 
     Raises:
-        ModelError: `fetch_model` would raise it, as far as these and the weights' names tell.
+        ModelError: `fetch_model` would raise it for these files or the weights' names.
     """
     info = _look_up(name)
     if isinstance(info, Path):
@@ -175,12 +175,12 @@ def _cached(name: str) -> Path | None:
 
     try:
         repository, revision = split_revision(name)
-        found = snapshot_download(
+        directory = snapshot_download(
             repository, revision=revision, local_files_only=True, allow_patterns=[CONFIG]
         )
     except (OSError, ValueError):
         return None
-    return Path(found)
+    return Path(directory)
 
 
 def _names(info: "ModelInfo") -> list[str]:

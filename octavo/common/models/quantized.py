@@ -1,4 +1,4 @@
-"""Find out how a checkpoint says that its weights are quantized."""
+"""Read a checkpoint's statement of how its weights are quantized."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,16 +18,16 @@ METHODS = {
 """The methods that Octavo reads, by their names in configs. The engine has a module for each, in
 `octavo.engine.models.quantization.checkpoints`."""
 KEYS = ("quantization_config", "compression_config")
-"""Where a config says how the weights are quantized."""
+"""Keys of a config with the weights' quantization."""
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": None}
-"""Files of older tools that say it beside the config, with the method if they need not name it."""
+"""Files of older tools with the quantization, by the method if they need not name it."""
 
 
 class Statement(NamedTuple):
-    """What a checkpoint says of its quantization.
+    """A checkpoint's statement of its quantization.
 
     Attributes:
-        where: The key or file that says it.
+        where: The key or file that it is in.
         method: Its name, in lower case.
         settings: Its settings in the config.
     """
@@ -50,11 +50,11 @@ def find_statement(directory: Path) -> Statement | None:
         ModelError: A file cannot be read.
         OSError: A file cannot be opened.
     """
-    found = list(_statements(directory, read_json(directory / CONFIG)))
-    if not found:
+    statements = list(_statements(directory, read_json(directory / CONFIG)))
+    if not statements:
         return None
-    first = found[0]
-    for other in found[1:]:
+    first = statements[0]
+    for other in statements[1:]:
         if other.method != first.method:
             raise UnsupportedModelError(
                 f"{directory} contradicts itself: {first.where} says that its weights are"
@@ -66,11 +66,11 @@ def find_statement(directory: Path) -> Statement | None:
 
 def _statements(directory: Path, config: Mapping[str, Any]) -> list[Statement]:
     """Return all statements; those of the config first."""
-    found = []
+    statements = []
     within = {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
     parts: dict[str, Mapping[str, Any]] = {"": config, **within}
     for prefix, part in parts.items():
-        found += [
+        statements += [
             _statement(f"{prefix}{key} in {CONFIG}", part[key], None)
             for key in KEYS
             if isinstance(part.get(key), dict)
@@ -79,12 +79,14 @@ def _statements(directory: Path, config: Mapping[str, Any]) -> list[Statement]:
         if (directory / name).is_file():
             settings = read_json(directory / name)
             inner = settings.get("quantization")
-            own = inner if isinstance(inner, dict) else settings
-            found.append(_statement(name, own, method))
-    return found
+            inner_settings = inner if isinstance(inner, dict) else settings
+            statements.append(_statement(name, inner_settings, method))
+    return statements
 
 
 def _statement(where: str, settings: Mapping[str, Any], method: str | None) -> Statement:
     algorithm = settings.get("quant_algo")  # ModelOpt's, whose FP8 is another format
-    own = settings.get("quant_method") or (algorithm and f"modelopt {algorithm}") or method
-    return Statement(where, str(own or "an unnamed method").lower(), settings)
+    stated_method = (
+        settings.get("quant_method") or (algorithm and f"modelopt {algorithm}") or method
+    )
+    return Statement(where, str(stated_method or "an unnamed method").lower(), settings)

@@ -92,9 +92,11 @@ def _directory(name: str) -> Path | None:
         return path.resolve()
     if name.endswith(".gguf"):
         raise ModelError(f"there is no file {path.absolute()}")
-    own, revision = hub.split_revision(name)
-    if revision is not None and (own == DEMO or Path(own).expanduser().exists()):
-        raise ModelError(f"--revision is for models of the hub, and {own!r} is on this machine")
+    base_name, revision = hub.split_revision(name)
+    if revision is not None and (base_name == DEMO or Path(base_name).expanduser().exists()):
+        raise ModelError(
+            f"--revision is for models of the hub, and {base_name!r} is on this machine"
+        )
     if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(name):
         raise ModelError(
             f"{name!r} is no directory here ({path.absolute()}) and no hub name "

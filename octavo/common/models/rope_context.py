@@ -22,8 +22,8 @@ def first_context(config: Mapping[str, Any]) -> int | None:
         None if its frequencies do not depend on the length.
     """
     text = config.get("text_config") or config
-    given = text.get("rope_parameters") or text.get("rope_scaling") or {}
-    sets = [given, *(kind for kind in given.values() if isinstance(kind, dict))]
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    sets = [rope, *(kind for kind in rope.values() if isinstance(kind, dict))]
     contexts = [_first_context(text, kind) for kind in sets]
     return min((tokens for tokens in contexts if isinstance(tokens, int)), default=None)
 

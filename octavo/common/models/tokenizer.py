@@ -91,8 +91,8 @@ def _with_tokens(loaded: Any, file: Path) -> "PreTrainedTokenizerBase":  # noqa:
     loaded.split_special_tokens = False
     _leave_out_unknown(loaded, backend, file)
     for special, one in zip((False, True), expected, strict=True):
-        found = _by_transformers(loaded, texts, one.tokens, special=special)
-        check_same(file, texts, found, one)
+        ids = _by_transformers(loaded, texts, one.tokens, special=special)
+        check_same(file, texts, ids, one)
     backend.no_padding()
     backend.no_truncation()
     _tell_added(loaded, expected[1].tokens[0], file)
@@ -175,8 +175,8 @@ def _by_transformers(
     *,
     special: bool,
 ) -> Texts:
-    found = loaded(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
-    return Texts(found, [loaded.decode(ids, skip_special_tokens=special) for ids in tokens])
+    encoded = loaded(list(texts), add_special_tokens=special, verbose=False)["input_ids"]
+    return Texts(encoded, [loaded.decode(ids, skip_special_tokens=special) for ids in tokens])
 
 
 @cache

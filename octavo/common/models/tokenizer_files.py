@@ -42,17 +42,17 @@ def check_tokenizer_files(directory: Path) -> None:
     if held:
         return
     if _class(directory) not in WITHOUT_VOCABULARY:
-        found = ", ".join(file.name for file in tokenizer_files(directory))
+        names = ", ".join(file.name for file in tokenizer_files(directory))
         raise ModelError(
             f"{directory} has no tokenizer: no tokenizer.json, tokenizer.model or vocab file"
-            + (f", only {found}" if found else "")
+            + (f", only {names}" if names else "")
         )
 
 
 def tokenizer_files(directory: Path) -> list[Path]:
     """Return the files of a directory's tokenizer, by name."""
-    found = {file for pattern in FILES for file in directory.glob(pattern)}
-    return sorted(file for file in found if file.is_file())
+    files = {file for pattern in FILES for file in directory.glob(pattern)}
+    return sorted(file for file in files if file.is_file())
 
 
 def _class(directory: Path) -> str | None:

@@ -51,7 +51,7 @@ def tensor_types(directory: Path) -> dict[str, str]:
 
 
 def _check_index(index: Path, held: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse shards that do not have what their index says: a copy elsewhere may be a stale one.
+    """Refuse shards without the tensors that their index lists: other copies may be stale.
 
     transformers reads all tensors of all shards, and the last one of a name wins.
 
@@ -158,11 +158,11 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         ValueError: A name is there twice.
     """
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         name = next(name for i, (name, _) in enumerate(pairs) if name in dict(pairs[:i]))
         raise ValueError(f"{name!r} is there twice")
-    return found
+    return entries
 
 
 def check_file(file: Path) -> dict[str, str]:

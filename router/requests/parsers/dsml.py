@@ -1,4 +1,4 @@
-"""DeepSeek V3.2, whose tags say which values are strings.
+"""DeepSeek V3.2, whose tags mark the values that are strings.
 
 <｜DSML｜function_calls>
 <｜DSML｜invoke name="get_weather">

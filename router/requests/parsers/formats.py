@@ -78,7 +78,7 @@ class ToolFormat(ABC):
         """Return a parser of one output."""
 
     def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the beginnings of `forced` outputs; empty: their parser tells calls from text."""
+        """Return the beginnings of `forced` outputs; empty: their parser needs none."""
         return (self.trigger,) if self.trigger else ()
 
     @property

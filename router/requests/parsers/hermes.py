@@ -27,7 +27,7 @@ class Hermes(ToolFormat):
     def recognizes(self, model: ModelText) -> bool:
         """Return whether the template has the marker, or no place for tools.
 
-        A model without one is told of tools in a system message, in this form.
+        For a model without one, a system message describes the tools, in this form.
         """
         return OPENING in model.template or not model.has_tools
 

@@ -71,7 +71,7 @@ class JsonCall(Call):
     given as content, as a whole.
 
     Args:
-        bare: Whether nothing but the object itself says that it is a call: what is incomplete, or
+        bare: Whether only the object itself shows that it is a call: what is incomplete, or
             has other keys, is content then.
     """
 
@@ -277,7 +277,7 @@ class JsonOr(Call):
     """A JSON object that is a call, or what another reader makes of anything else.
 
     Args:
-        other: Makes the other reader; None: what is no object is left to what follows.
+        other: Makes the other reader; None: text that is no object is left to the next reader.
     """
 
     def __init__(self, other: Callable[[], Call] | None = None) -> None:

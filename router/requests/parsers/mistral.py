@@ -46,7 +46,7 @@ class Mistral(ToolFormat):
 
 
 class _ListOrName(Call):
-    """What the first character says: a list or an object, or a name."""
+    """The kind of call by its first character: a list or an object, or a name."""
 
     def __init__(self) -> None:
         self._call: Call | None = None

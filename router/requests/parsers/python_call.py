@@ -22,7 +22,7 @@ class PythonCalls(Call):
     What is not such a list is content.
 
     Args:
-        bare: Whether nothing but the list itself says that it is one.
+        bare: Whether only the list itself shows that it is one.
     """
 
     def __init__(self, *, bare: bool = False) -> None:
@@ -109,21 +109,21 @@ def _read(call: str) -> tuple[str, str]:
 
     It is not read as Python as a whole, where names may have no hyphens and be no keywords.
     """
-    found = _CALL.fullmatch(call)
-    if found is None:
+    match = _CALL.fullmatch(call)
+    if match is None:
         raise ValueError("no call")
-    parts = _split(found["arguments"])
+    parts = _split(match["arguments"])
     if len(parts) == 1 and parts[0].startswith("**"):
-        return found["name"], _mapping(parts[0][2:].strip())
-    return found["name"], f"{{{', '.join(map(_argument, parts))}}}"
+        return match["name"], _mapping(parts[0][2:].strip())
+    return match["name"], f"{{{', '.join(map(_argument, parts))}}}"
 
 
 def _argument(part: str) -> str:
     """Return an argument as a member of a JSON object."""
-    found = _ARGUMENT.fullmatch(part)
-    if found is None:
+    match = _ARGUMENT.fullmatch(part)
+    if match is None:
         raise ValueError("an argument without a name")
-    return f"{json_text(found['name'])}: {_json(found['value'].strip())}"
+    return f"{json_text(match['name'])}: {_json(match['value'].strip())}"
 
 
 def _mapping(text: str) -> str:

@@ -52,5 +52,5 @@ class Pythonic(ToolFormat):
 
 
 def _marks(lark: Lark) -> bool:
-    """Return whether a model writes markers, as LFM2 does; Llama 4 is told to write a bare list."""
+    """Return whether a model writes markers, as LFM2 does; Llama 4 writes a bare list."""
     return LFM2 in lark.template or lark.token(LFM2) is not None

@@ -106,7 +106,7 @@ class ResponseTemplateTools(ToolFormat):
 
     @property
     def constrained(self) -> ToolFormat:
-        """The form of calls where they are constrained: a template tells how to read, not write."""
+        """The form of constrained calls: a template describes how to read, not how to write."""
         return Hermes()
 
     def recognizes(self, model: ModelText) -> bool:

@@ -202,8 +202,8 @@ class TaggedCall(Call):
 def as_json(text: str, types: frozenset[str]) -> str:
     """Return a value as JSON: what its text stands for if its types allow that, else a string."""
     plain = text.strip()
-    found = types_of_json(plain) - {"string"}
-    if found and ("string" not in types or found & types):
+    json_types = types_of_json(plain) - {"string"}
+    if json_types and ("string" not in types or json_types & types):
         return plain
     if "string" in types:
         word = _PYTHON_WORDS.get(plain)

@@ -182,7 +182,7 @@ class TaggedGrammar:
         return not any(re.fullmatch(one, word) for one in read_otherwise(types))
 
     def _text(self, conditions: Sequence[str]) -> str:
-        """Return the grammar of a text under some conditions, and the closing tag."""
+        """Return the grammar of a text that fulfils all conditions, and the closing tag."""
         parts = [ANY_TEXT, *conditions, f"~/(?s:.*){escaped(self._tags.value_close)}(?s:.*)/"]
         if self._tags.trim and not self._pads:
             parts += [r"~/\n(?s:.*)/", r"~/(?s:.*)\n/"]
@@ -193,7 +193,7 @@ class TaggedGrammar:
 
 
 def string_conditions(schema: Schema) -> list[str] | None:
-    """Return the terminals that a string must match; None if they cannot say it."""
+    """Return the terminals that a string must match; None if no terminals can do it."""
     conditions = []
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
     if shortest or longest is not None:
@@ -237,7 +237,7 @@ def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
 
 
 def with_ascii_classes(pattern: str) -> str | None:
-    """Return an expression with what ECMA 262 takes for digits and word characters, in ASCII.
+    """Return an expression whose digits and word characters are ASCII's, as in ECMA 262.
 
     None if it has the opposites of these within brackets.
     """
@@ -257,8 +257,8 @@ def with_ascii_classes(pattern: str) -> str | None:
     return "".join(parts)
 
 
-def _in_terminal(found: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(found[0], found[0])
+def _in_terminal(match: re.Match[str]) -> str:
+    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def read_otherwise(types: frozenset[str]) -> list[str]:

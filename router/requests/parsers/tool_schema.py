@@ -1,4 +1,4 @@
-"""What the JSON Schema of a tool's arguments says of each argument."""
+"""The parts of the JSON Schema of a tool's arguments for each argument."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ ANNOTATIONS = frozenset(
     {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
     | {"writeOnly", "contentEncoding", "contentMediaType", "contentSchema"}
 )
-"""Keywords that say nothing of what is valid."""
+"""Keywords that do not affect what is valid."""
 DEFINITIONS = ("$defs", "definitions")
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
 _MAX_DEPTH = 64
-"""Most parts of a schema within each other, or references, that are followed."""
+"""Maximum parts of a schema within each other, or references, that are followed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Values:
 def arguments_of(schema: Schema) -> Arguments | None:
     """Return the arguments that a tool's schema has.
 
-    None if it says more than which arguments there are and what each may be.
+    None if it has more rules than the arguments and the schema of each.
     """
     if not _only_names_arguments(schema):
         return None
@@ -105,12 +105,12 @@ def _only_names_arguments(schema: Schema) -> bool:
 
 
 def argument_schema(schema: Schema, name: str) -> Schema:
-    """Return the schema of one argument; empty if the tool's schema does not say."""
+    """Return the schema of one argument; empty if the tool's schema has none."""
     for key, one in (("properties", schema.get("properties")), ("additionalProperties", schema)):
         if isinstance(one, Mapping):
-            found = one.get(name if key == "properties" else key)
-            if isinstance(found, Mapping):
-                return found
+            argument = one.get(name if key == "properties" else key)
+            if isinstance(argument, Mapping):
+                return argument
     return {}
 
 
@@ -142,7 +142,7 @@ def with_definitions(schema: Schema, root: Schema) -> Schema:
 
 
 def values_of(schema: Schema, root: Schema) -> Values | None:
-    """Return an argument's possible values; None if strings cannot be told from the rest.
+    """Return an argument's possible values; None if strings look like other values.
 
     Args:
         schema: The schema of its value.
@@ -152,7 +152,7 @@ def values_of(schema: Schema, root: Schema) -> Values | None:
 
 
 class _Reader:
-    """Reads what values a schema allows; each of its parts once, as many may refer to one.
+    """Reads the values that a schema allows; a part that many others refer to is read once.
 
     Args:
         root: The schema that has the definitions.
@@ -178,7 +178,7 @@ class _Reader:
 
     @contextmanager
     def _deeper(self) -> Iterator[bool]:
-        """Go into a part; tell whether it is to be read, or too deep."""
+        """Go into a part; return whether to read it: it may be too deep."""
         self._depth += 1
         yield self._depth <= _MAX_DEPTH
         self._depth -= 1
@@ -199,7 +199,7 @@ class _Reader:
         return next(filter(None, map(self.types, _parts(schema, self._root))), frozenset())
 
     def values(self, schema: Schema) -> Values | None:
-        """Return an argument's possible values; None if strings cannot be told from the rest."""
+        """Return an argument's possible values; None if strings look like other values."""
         if id(schema) not in self._values:
             self._values[id(schema)] = None
             with self._deeper() as read:
@@ -292,6 +292,6 @@ def _parts(schema: Schema, root: Schema) -> Iterator[Schema]:
     if isinstance(reference, str):
         kind, _, name = reference.removeprefix("#/").partition("/")
         known = root.get(kind) if kind in DEFINITIONS else None
-        found = known.get(name) if isinstance(known, Mapping) else None
-        if isinstance(found, Mapping):
-            yield found
+        part = known.get(name) if isinstance(known, Mapping) else None
+        if isinstance(part, Mapping):
+            yield part

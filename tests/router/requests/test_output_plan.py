@@ -368,7 +368,7 @@ def test_bounds_need_marked_reasoning(thinker):
         (
             generation_pb2.GenerateRequest(text="a", stop={"max_reasoning_tokens": 1}),
             thinker,
-            "in chats alone",
+            "only outputs of chats",
         ),
     ):
         with pytest.raises(RpcError, match=says) as caught:
