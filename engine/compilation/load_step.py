@@ -36,8 +36,8 @@ class LoadedStep:
 
     Attributes:
         shape: The model's dimensions.
-        dtype: Of activations.
-        cache_dtype: Of the KV cache.
+        dtype: The type of activations.
+        cache_dtype: The type of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where it runs.
         step: Runs it.
@@ -194,7 +194,7 @@ class _Steps:
         check_adapters(check, TrialStep(step, self._targets, loaded.trial.scales, loaded.device))
 
     def _of_all_ranks(self, step: Step, *, everywhere: bool = False) -> Step:
-        """Return what computes all logits: on rank 0, or on all ranks, if there are several."""
+        """Return a step of all logits: on rank 0, or on all ranks, if there are several."""
         if self._world is None:
             return step
         return RankStep(step, self._world, self._loaded.shape.vocab_size, everywhere=everywhere)

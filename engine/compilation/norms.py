@@ -14,7 +14,7 @@ from octavo.engine.compilation.trace import VALUES, call
 
 aten = torch.ops.aten
 TYPES = torch.bfloat16, torch.float32
-"""Of rows and weights that the kernel takes."""
+"""Types of rows and weights that the kernel takes."""
 
 
 def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, rounds_first: bool) -> Tensor:
@@ -51,10 +51,10 @@ class _Norm:
 
     Attributes:
         x: Its rows.
-        epsilon: As the operator's.
+        epsilon: The operator's argument.
         result: The node that has its result so far.
-        weight: As the operator's, like the next.
-        rounds_first: Likewise.
+        weight: The operator's argument; None if no weights multiply it.
+        rounds_first: The operator's argument.
     """
 
     x: fx.Node
@@ -146,7 +146,7 @@ def _fits(norm: _Norm) -> bool:
 
 
 def _rounding(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """Return what rounds a node to a type, if that is its only use."""
+    """Return a node's only use, if that rounds it to a type."""
     user = _only_user(node, aten._to_copy.default)  # noqa: SLF001
     return user if user is not None and user.meta["val"].dtype == dtype else None
 

@@ -159,7 +159,7 @@ class _Lines:
         self.lines.append(f"{results} = {call}" if results else call)
 
     def _source(self, node: fx.Node) -> fx.Node:
-        """Return what a program takes for a node: itself if it has a name, else its memory's."""
+        """Return a node if it has a name, else the node that owns its memory."""
         return node if node in self._names else self._owners[memory_of(node)]
 
     def _assign(self, node: fx.Node, expression: str) -> str:

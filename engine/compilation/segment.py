@@ -98,7 +98,7 @@ def arguments_of(call: fx.Node) -> list[Any]:
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Return what identifies the memory of a node's tensor, if that was traced."""
+    """Return the identity of the memory of a node's tensor, if that was traced."""
     values = node.meta.get(VALUES)
     return None if values is None else storage_of(values[0])
 

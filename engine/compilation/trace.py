@@ -159,12 +159,12 @@ def _without_data(
     kwargs: dict[str, Any],
     make: Callable[[Tensor], Tensor],
 ) -> Any:  # noqa: ANN401
-    """Return what an operator returns, of the right sizes.
+    """Return an operator's result, of the right sizes.
 
     Args:
         operator: It is not run.
-        args: Its arguments.
-        kwargs: Likewise.
+        args: Its arguments by place.
+        kwargs: Its arguments by name.
         make: Returns a tensor like one on the meta device.
     """
     given: dict[int, Tensor] = {}
@@ -416,7 +416,7 @@ GETITEM = _getitem
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what identifies a tensor's memory."""
+    """Return the identity of a tensor's memory."""
     identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - has no public name
     return identity
 
@@ -446,10 +446,10 @@ def _is_constant(args: tuple[Any, ...], kwargs: dict[str, Any], operator: OpOver
 
 
 def merge_numbers(values: Sequence[Any]) -> Any:  # noqa: ANN401 - an argument
-    """Return what stands for an argument that is not a tensor, or for a number of its layout.
+    """Return a number for all runs: an argument that is no tensor, or a part of its layout.
 
     Args:
-        values: Of all runs.
+        values: The number in each run.
 
     Raises:
         UntraceableError: They differ, and are not linear in the number of tokens and of rows.

@@ -28,7 +28,7 @@ class TracedStep:
     Args:
         step: The step to trace.
         vocab_size: Tokens that it knows.
-        dtype: Of activations.
+        dtype: The type of activations.
         adapters: Whether it applies the current adapters.
 
     Raises:
@@ -66,14 +66,14 @@ class TracedStep:
         """Run the model within `attending`; return each row's most likely token.
 
         Args:
-            token_ids: As for calls, like the next two.
-            positions: Likewise.
-            logit_rows: Likewise.
-            masks: Of the rows whose tokens are masked: `[words]` int32, as for
+            token_ids: The argument of calls.
+            positions: The argument of calls.
+            logit_rows: The argument of calls.
+            masks: A mask for each row that has one: `[words]` int32, as for
                 `octavo.kernels.ops.mask_logits`.
 
         Returns:
-            Of the tokens that are allowed; the first on a tie.
+            The tokens; of those that are equally likely, the first.
         """
         logits = self(token_ids, positions, logit_rows)
         if masks:

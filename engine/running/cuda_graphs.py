@@ -131,7 +131,7 @@ class StepGraphs:
     def _metadata(
         self, size: GraphSize, query_starts: torch.Tensor, planners: Sequence[Planner]
     ) -> list[AttentionMetadata]:
-        """Return what the attention of each layer group reads in the graph of a size."""
+        """Return the metadata that the graph of a size reads, for each layer group."""
         count = len(query_starts) - 1
         return [
             AttentionMetadata(
@@ -268,9 +268,9 @@ def graph_memory(
     that all sizes share, and the smallest only the memory that each graph takes for itself.
 
     Args:
-        sizes: of each of these kinds by rising rows; the smallest first.
+        sizes: graphs of each of these kinds by rising rows, the smallest first.
         record_sizes: makes `StepGraphs` of some sizes; they are dropped at the end.
-        record: as for `StepGraphs`.
+        record: the argument of `StepGraphs`.
         free: returns the bytes that are free on the device.
     """
     left = [free()]

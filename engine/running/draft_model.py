@@ -63,7 +63,7 @@ class DraftModel:
         self._shadows: OrderedDict[int, _Shadow] = OrderedDict()  # least recently drafted for first
 
     def draft(self, wanted: list[Wanted]) -> list[list[int]]:
-        """Return what may follow each sequence: at most as many tokens as are wanted, maybe none.
+        """Return tokens that may follow each sequence: as many as are wanted, or fewer.
 
         A sequence that the draft model has not caught up with, such as one whose prompt is longer
         than a step, has no draft yet. After an error nothing is drafted any more.

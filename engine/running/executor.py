@@ -294,11 +294,11 @@ class Executor:
         """Return the bytes that `record_graphs` will take on the device; record nothing.
 
         Args:
-            max_num_seqs: as for `record_graphs`, like the others.
+            max_num_seqs: the argument of `record_graphs`, like the others.
             max_model_len: likewise.
             record: likewise.
             free: returns the bytes that are free on the device.
-            num_drafted: as for `record_graphs`.
+            num_drafted: the argument of `record_graphs`.
             max_num_batched_tokens: likewise.
 
         Raises:

@@ -84,7 +84,7 @@ def make_inputs(
 
     Args:
         batch: what to compute.
-        layout: of the cache.
+        layout: the cache's layout.
         device: the cache's device.
         planners: plan the attention of each layer group.
     """
@@ -223,7 +223,7 @@ def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:
 
     Args:
         query_lens: tokens of each sequence, none before them.
-        layout: of the cache.
+        layout: the cache's layout.
     """
     lengths = np.array(query_lens, np.int32)
     starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int32)

@@ -146,7 +146,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
 
 
 def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: CacheSize) -> Executor:
-    """Return what computes steps, with its cache, warmed up."""
+    """Return the executor with its cache, warmed up."""
     tensors = allocate(
         plan.layout, loaded.model, size.num_blocks, size.num_swap_blocks, loaded.leader
     )

@@ -180,7 +180,7 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
     Args:
         tokens: Tokens computed; as many prompt tokens are scored as the scheduler allows.
         seqs: Sequences that sample a token.
-        layout: Of the cache.
+        layout: The cache's layout.
     """
     scored = min(tokens, MAX_SCORED_TOKENS)
     params = SamplingParams(logprobs=MAX_LOGPROBS, prompt_logprobs=MAX_LOGPROBS)
@@ -232,7 +232,7 @@ def _memory_taken(
 
 
 def _speculation(settings: EngineSettings, layout: CacheLayout) -> Speculation | None:
-    """Return what drafts tokens.
+    """Return the speculation that drafts tokens; None if none are drafted.
 
     Raises:
         StartupError: Drafted tokens of this model could not be rolled back.

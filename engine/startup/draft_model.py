@@ -65,7 +65,7 @@ class LoadedDraftModel:
         """Allocate its cache and warm up.
 
         Args:
-            num_blocks: Of its cache.
+            num_blocks: Blocks of its cache.
             max_num_batched_tokens: The most tokens that it computes at a time.
         """
         loaded, layout = self._loaded, self._layout

@@ -64,9 +64,9 @@ def follow(settings: EngineSettings, place: Place) -> None:
     Once the model is loaded, a signal to stop makes rank 0 drain first.
 
     Raises:
-        StartupError: As for `build`, like the others.
-        ModelError: Likewise.
-        OSError: Likewise.
+        StartupError: The settings do not fit each other, the model or the machine.
+        ModelError: The model cannot be read.
+        OSError: There is no such model.
     """
     threads = set_threads(place)
     model = resolve(settings.source)

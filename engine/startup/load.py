@@ -48,7 +48,7 @@ class Loaded:
         return self.model.device.type == "cuda"
 
     def device_adapters(self) -> DeviceAdapters | None:
-        """Return what keeps adapters on the device; None if the engine takes none."""
+        """Return the device's adapters, none yet; None if the engine takes none."""
         if self.model.targets is None:
             return None
         return DeviceAdapters(self.model.device, self.adapter_limit, self.model.targets.packed)

@@ -59,13 +59,13 @@ class ModelReport:
         model_type: Its type, by transformers' name.
         architecture: Its class.
         device: That it would run on.
-        dtype: Of its weights.
-        quantization: Of its linear layers and experts; of a quantized checkpoint, its format.
-        cache_dtype: Of the KV cache.
+        dtype: The type of its weights.
+        quantization: The scheme of its linear layers and experts, or a quantized checkpoint's.
+        cache_dtype: The type of the KV cache.
         parameters: The number of its weights.
         weights: About what its weights take.
         weights_by_quantization: The same for each quantization that the device has.
-        memory: Of the device, free before the model is loaded.
+        memory: Bytes of the device's memory, free before the model is loaded.
         cache: What the KV cache takes.
         block_bytes: What a block takes.
         blocks: The number of blocks.
@@ -100,7 +100,7 @@ class ModelReport:
 
 
 def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
-    """Return what serving a model would take.
+    """Return a report of the memory that a model would take.
 
     Args:
         settings: The engine's settings.
@@ -185,10 +185,10 @@ def load_checked(settings: EngineSettings, directory: Path) -> EmptyModel:
 def group_reports(
     layout: CacheLayout, block_bytes: int, num_tokens: int, step_tokens: int
 ) -> tuple[GroupReport, ...]:
-    """Return what each layer group keeps.
+    """Return each layer group's blocks and tokens in words.
 
     Args:
-        layout: Of the cache.
+        layout: The cache's layout.
         block_bytes: Bytes per block.
         num_tokens: Tokens of the longest sequence.
         step_tokens: The most tokens that a step computes.
