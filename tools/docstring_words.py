@@ -20,8 +20,9 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = (
     "benchmarks",
-    *(f"engine/{name}" for name in ("attention", "constraints", "kv_cache", "lora", "memory")),
-    *(f"engine/{name}" for name in ("models", "parallel", "rpc", "speculation")),
+    *(f"engine/{name}" for name in ("attention", "compilation", "constraints", "core", "kv_cache")),
+    *(f"engine/{name}" for name in ("lora", "memory", "models", "parallel", "rpc", "sampling")),
+    *(f"engine/{name}" for name in ("speculation", "startup")),
     "examples",
     "octavo",
     "router",

@@ -6,16 +6,14 @@ are directories: those of `shapes`, or the user's own.
 """
 
 import json
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from filelock import FileLock
-
 from benchmarks.peers import shapes
 from benchmarks.peers.workloads import VOCABULARY
 from octavo.common.models import demo as demo_model
+from octavo.engine.models.resolve import resolve
 
 DIRECTORY = "directory"
 """bf16 safetensors and tokenizer, for `from_pretrained`."""
@@ -66,7 +64,7 @@ def choose(name: str) -> Model:
     """
     if name == DEMO:
         title = "SmolLM2-135M-Instruct; all weights are made from the same 4-bit file"
-        makers = {DIRECTORY: lambda _: demo_model.prepare(), GGUF: _provide_gguf}
+        makers = {DIRECTORY: lambda _: Path(resolve(DEMO)), GGUF: lambda _: demo_model.file()}
         return Model(name, title, VOCABULARY, makers)
     if name in shapes.SHAPES:
         shape = shapes.SHAPES[name]
@@ -86,13 +84,3 @@ def _count_tokens(directory: Path) -> int:
     """Return the size of the vocabulary that a model's config names."""
     config = json.loads((directory / "config.json").read_text())
     return int(config.get("text_config", config)["vocab_size"])
-
-
-def _provide_gguf(folder: Path) -> Path:
-    path = folder / demo_model.GGUF
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder / ".models.lock"):
-        if not path.exists():
-            with tempfile.TemporaryDirectory(dir=folder, prefix=".preparing-") as work:
-                demo_model.fetch(Path(work)).rename(path)
-    return path

@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from octavo.common.models import demo as demo_model
+from octavo.engine.models.resolve import resolve
 
 CONTEXT = 2048
 RECIPE = "recipe.json"
@@ -144,7 +144,7 @@ def save(shape: Shape, directory: Path) -> None:
     import torch  # noqa: PLC0415 - takes long, and most runs have no model to make
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - likewise
 
-    demo = demo_model.prepare()
+    demo = Path(resolve("demo"))
     vocabulary = json.loads((demo / "config.json").read_text())
     own = {
         key: vocabulary[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")
