@@ -141,7 +141,7 @@ def without_model(path: Path) -> None:
         output = step(core)
         counts.put("thread", threading.get_native_id())
         counts.add("steps", 1)
-        counts.add("tokens", len(output.tokens) if output else 0)
+        counts.add("tokens", len(output.token_ids) if output else 0)
         return output
 
     setattr(EngineCore, "step", counted)  # noqa: B010

@@ -1,5 +1,6 @@
 """The engine's Prometheus metrics."""
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,6 +12,7 @@ from octavo.engine.kv_cache import CacheCounters
 from octavo.engine.parallel.times import Times
 from octavo.engine.scheduling.batch import Batch
 from octavo.engine.scheduling.counters import Counters
+from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
@@ -135,6 +137,12 @@ class EngineMetrics:
         self.rank_seconds.labels("broadcast").set_function(lambda: times.broadcast)
         self.rank_seconds.labels("reduce").set_function(lambda: times.reduce)
         self.rank_seconds.labels("gather").set_function(lambda: times.gather)
+
+    def observe_start(self, request: Request, cached_tokens: int) -> None:
+        """Count a request that is computed for the first time."""
+        self.queue_seconds.observe(time.monotonic() - request.arrival)
+        self.prompt_tokens.inc(len(request.prompt))
+        self.cached_tokens.inc(cached_tokens)
 
     def observe_constraints(self, counters: CompileCounters) -> None:
         """Count what was compiled since the last call."""

@@ -1,79 +1,71 @@
 """The events of a step's tokens."""
 
-from collections import defaultdict
-from itertools import zip_longest
+from collections.abc import Iterator
 
 import numpy as np
 
 from octavo.engine.events import Event, NumberedTokens, OutputEvent
-from octavo.engine.scheduling.batch import SampledToken, SamplerOutput
+from octavo.engine.scheduling.batch import Samples, StepOutput
 from octavo.engine.scheduling.beam_search import BeamState
-from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, Sequence, SequenceGroup, TokenLogprob
-from octavo.engine.scheduling.steady import DecodedTokens
-
-_Columns = defaultdict[int, tuple[list[int], list[int]]]
-"""Numbers of outputs, and their tokens, by session."""
 
 
-def output_events(output: SamplerOutput) -> list[Event]:
-    """Return the events of a step's tokens, and of the beam searches that it ends."""
-    columns: _Columns = defaultdict(lambda: ([], []))
-    events = _steady_events(output.steady, columns)
-    events += _ruled_events(output.tokens, columns)
-    for group in output.searches:
-        assert group.beam is not None
-        events += _search_events(group, group.beam)
-    # Columns are first: what ends an output follows its tokens.
-    return [NumberedTokens(session, *each) for session, each in columns.items()] + events
+def output_events(output: StepOutput) -> list[Event]:
+    """Return the events of a step's tokens, and of the beam searches that it ends.
 
-
-def _steady_events(tokens: DecodedTokens, columns: _Columns) -> list[Event]:
-    """Put tokens of steady sequences into the columns of their sessions.
-
-    Returns:
-        Events of the tokens that end an output, and of outputs without a number.
+    Tokens without more to say are in columns, one event for each session. These come first: what
+    ends an output follows its tokens.
     """
-    decodes = tokens.decodes
-    in_columns = decodes.numbers != 0
-    in_columns[tokens.ends] = False
-    token_ids = np.array(tokens.token_ids, np.int64)
-    for session in set(decodes.sessions.tolist()):
-        rows = np.flatnonzero(in_columns & (decodes.sessions == session))
-        if len(rows):
-            numbers, found = columns[session]
-            numbers += decodes.numbers[rows].tolist()
-            found += token_ids[rows].tolist()
-    events: list[Event] = []
-    for i in np.flatnonzero(~in_columns):
-        sequence = decodes.sequences[i]
-        sampled = SampledToken(decodes.groups[i], sequence, tokens.token_ids[i])
-        events.append(_output_event(sampled, [], sequence.finish_reason, (0, 0)))
-    return events
-
-
-def _ruled_events(tokens: list[SampledToken], columns: _Columns) -> list[Event]:
-    """Do the same for the other tokens, which may come with log-probabilities or counts."""
-    events: list[Event] = []
-    for sampled, following in zip_longest(tokens, tokens[1:]):
-        group, sequence, token_id, logprob = sampled
-        request, scores = group.request, _scores_to_report(group, sequence)
-        reason, counts = None, (0, 0)
-        if following is None or following.sequence is not sequence:
-            reason = sequence.finish_reason
-            if sequence.drafted_tokens:
-                counts = sequence.take_draft_counts()
-        more = logprob is not None or scores or reason is not None or counts[0]
-        if request.first_number and not more:
-            numbers, token_ids = columns[request.session]
-            numbers.append(request.first_number + sequence.index)
-            token_ids.append(token_id)
-        else:
-            events.append(_output_event(sampled, scores, reason, counts))
+    samples = output.samples
+    single = samples.numbers == 0  # whether a token has an event of its own
+    single[output.ends] = True
+    single[list(output.logprobs)] = True
+    for i, (group, sequence) in enumerate(zip(samples.groups, samples.sequences, strict=True)):
         if not group.decoding:
             group.decoding = True
             group.record(GroupEvent.DECODE)
+        if sequence.drafted_tokens or group.prompt_logprobs:
+            single[i] |= _ends_draft(samples, i) or bool(_scores_to_report(group, sequence))
+    events: list[Event] = list(_columns(output, ~single))
+    ends = set(output.ends)
+    events += [_output_event(output, i, ends=i in ends) for i in np.flatnonzero(single).tolist()]
+    for group in output.searches:
+        assert group.beam is not None
+        events += _search_events(group, group.beam)
     return events
+
+
+def _columns(output: StepOutput, rows: np.ndarray) -> Iterator[NumberedTokens]:
+    """Yield some tokens with the numbers of their outputs, by session."""
+    samples, token_ids = output.samples, np.array(output.token_ids, np.int64)
+    for session in set(samples.sessions[rows].tolist()):
+        chosen = rows & (samples.sessions == session)
+        yield NumberedTokens(session, samples.numbers[chosen].tolist(), token_ids[chosen].tolist())
+
+
+def _output_event(output: StepOutput, i: int, *, ends: bool) -> OutputEvent:
+    """Return the event of one token, of which there may be more to say."""
+    samples = output.samples
+    group, sequence = samples.groups[i], samples.sequences[i]
+    counts = sequence.take_draft_counts() if _ends_draft(samples, i) else (0, 0)
+    return OutputEvent(
+        group.request.session,
+        group.request.request_id,
+        sequence.index,
+        [output.token_ids[i]],
+        output.logprobs.get(i),
+        _scores_to_report(group, sequence),
+        sequence.finish_reason if ends else None,
+        None,
+        *counts,
+        number=int(samples.numbers[i]),
+    )
+
+
+def _ends_draft(samples: Samples, i: int) -> bool:
+    """Return whether a token is its sequence's last one of a step that had drafted some."""
+    sequence, following = samples.sequences[i], samples.sequences[i + 1 : i + 2]
+    return sequence.drafted_tokens > 0 and (not following or following[0] is not sequence)
 
 
 def _search_events(group: SequenceGroup, search: BeamState) -> list[Event]:
@@ -102,26 +94,3 @@ def _scores_to_report(group: SequenceGroup, sequence: Sequence) -> list[TokenLog
     """Return the prompt's log-probabilities with the first token of the first output, else none."""
     first = group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0
     return group.prompt_logprobs if first else []
-
-
-def _output_event(
-    sampled: SampledToken,
-    scores: list[TokenLogprob],
-    reason: FinishReason | None,
-    draft_counts: tuple[int, int],
-) -> OutputEvent:
-    """Return the event of a token of which there may be more to say."""
-    group, sequence, token_id, logprob = sampled
-    request = group.request
-    return OutputEvent(
-        request.session,
-        request.request_id,
-        sequence.index,
-        [token_id],
-        logprob,
-        scores,
-        reason,
-        None,
-        *draft_counts,
-        number=request.first_number + sequence.index if request.first_number else 0,
-    )

@@ -1,6 +1,6 @@
 """The engine's core: a loop in a thread of its own, that computes step after step."""
 
-from octavo.engine.core.loop import HEARTBEAT_SECONDS, EngineCore, EngineFailedError
-from octavo.engine.core.step import StepError
+from octavo.engine.core.loop import HEARTBEAT_SECONDS, EngineCore
+from octavo.engine.core.step import EngineFailedError, StepError
 
 __all__ = ["HEARTBEAT_SECONDS", "EngineCore", "EngineFailedError", "StepError"]

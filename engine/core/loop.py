@@ -5,30 +5,22 @@ from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
-import structlog
-
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.masks import Masks
 from octavo.engine.core.reporting import Publish, PublishPrefixes, Reporter
 from octavo.engine.core.requests import OnEnd, Requests
 from octavo.engine.core.step import StepError, Steps
-from octavo.engine.events import Event, FailureCode, Load
+from octavo.engine.events import Load
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor
-from octavo.engine.scheduling.batch import SamplerOutput
+from octavo.engine.scheduling.batch import StepOutput
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
-
-log = structlog.get_logger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
 """An idle core publishes its load this often: a longer silence means that it hangs."""
 MAX_FAILED_STEPS = 3
 """Failed steps in a row after which the core ends, by default."""
-
-
-class EngineFailedError(Exception):
-    """The engine cannot compute any more: its process must end, and be started again."""
 
 
 class EngineCore:
@@ -72,14 +64,11 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._constraints = constraints
-        self._max_failed_steps = max_failed_steps
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopped = False
-        events: list[Event] = []
         self.requests = Requests(
             scheduler,
             metrics,
-            events,
             max_waiting=max_waiting,
             on_end=on_end,
             constraints=constraints,
@@ -89,7 +78,6 @@ class EngineCore:
             scheduler,
             self.requests,
             metrics,
-            events=events,
             publish=publish,
             publish_prefixes=publish_prefixes,
             constraints=constraints,
@@ -97,7 +85,13 @@ class EngineCore:
         wake_up = partial(self._call, lambda: None)
         masks = Masks(scheduler, metrics, self.requests.fail_constraint, wake_up)
         self.steps = Steps(
-            scheduler, executor, masks, self._reporter, async_scheduling=async_scheduling
+            scheduler,
+            executor,
+            masks,
+            self._reporter,
+            self.requests,
+            async_scheduling=async_scheduling,
+            max_failed=max_failed_steps,
         )
 
     def submit(self, request: Request) -> None:
@@ -118,17 +112,14 @@ class EngineCore:
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._call(self.requests.drain)
+        self._call(setattr, self.requests, "draining", True)
 
     def stop(self) -> None:
         """End before the next step; requests that are left fail with UNAVAILABLE."""
-        self._call(self._stop)
+        self._call(setattr, self, "_stopped", True)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         self._calls.put(partial(function, *arguments))
-
-    def _stop(self) -> None:
-        self._stopped = True
 
     @property
     def load(self) -> Load:
@@ -137,16 +128,13 @@ class EngineCore:
 
     @property
     def reported(self) -> float:
-        """When the load was last published, in `time.monotonic()` seconds; read from any thread.
-
-        The core publishes it in every step, and once a second while it is idle.
-        """
+        """Time when the load was last published, in `time.monotonic()` seconds; as `load`."""
         return self._reporter.reported
 
     @property
     def idle(self) -> bool:
         """Whether no request is left; a request just submitted may not count yet."""
-        return not self.requests
+        return not self.requests.groups
 
     @property
     def working(self) -> bool:
@@ -170,7 +158,7 @@ class EngineCore:
                     try:
                         self.step()
                     except StepError as error:
-                        self._fail_step(error)
+                        self.steps.fail(error)
                 if self._scheduler.idle or self.steps.stalled:
                     self._reporter.publish()  # else the next step does, while the model runs
         finally:
@@ -179,16 +167,16 @@ class EngineCore:
             self.requests.fail_all("the engine stopped; try again")
             self._reporter.publish()
 
-    def step(self) -> SamplerOutput | None:
+    def step(self) -> StepOutput | None:
         """Compute one step; see `Steps.step`."""
         return self.steps.step()
 
     def _take_calls(self) -> None:
         """Make all calls that wait; wait a while for one if there is nothing else to do."""
         # While a constraint is compiled, a call may come at any moment.
-        unused = not self.working and (self.requests.num_preparing or not self._use_idle_time())
+        unused = not self.working and (bool(self.requests.preparing) or not self._use_idle_time())
         try:
-            call = self._calls.get(self.steps.stalled or bool(unused), HEARTBEAT_SECONDS)
+            call = self._calls.get(self.steps.stalled or unused, HEARTBEAT_SECONDS)
             while True:
                 call()
                 call = self._calls.get_nowait()
@@ -196,41 +184,9 @@ class EngineCore:
             pass
 
     def _use_idle_time(self) -> bool:
-        """Do work that would slow steps down, until a call comes, and not for long.
-
-        Returns:
-            Whether some of it is left.
-        """
+        """Do work that would slow steps down, until a call comes; return whether some is left."""
         until = time.monotonic() + HEARTBEAT_SECONDS / 2
         while self._calls.empty() and time.monotonic() < until:
             if not self._executor.cache.populate():
                 return False
         return True
-
-    def _fail_step(self, error: StepError) -> None:
-        """Fail the requests that a failed step may have harmed; end the core if it cannot go on.
-
-        These are all that have K/V, whose contents are unknown now, or that await the output of a
-        launched step.
-
-        Raises:
-            EngineFailedError: No later step can succeed, or too many in a row have failed.
-        """
-        batch, steps, scheduler = error.batch, self.steps, self._scheduler
-        log.error(
-            "step failed",
-            tokens=batch.num_tokens,
-            sequences=batch.num_sequences,
-            exc_info=error,
-        )
-        steps.pending = None
-        begun = [group for group in scheduler.waiting if group.awaits_output]
-        for group in [*scheduler.running, *scheduler.swapped, *begun]:
-            why = "the model failed on this batch; try again"
-            self.requests.fail(group, FailureCode.INTERNAL, why)
-        scheduler.cache.forget_contents()
-        steps.num_failed += 1
-        if self._executor.device_lost():
-            raise EngineFailedError("the device is lost: every later step would fail") from error
-        if steps.num_failed >= self._max_failed_steps:
-            raise EngineFailedError(f"{steps.num_failed} steps in a row failed") from error

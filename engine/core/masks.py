@@ -24,14 +24,6 @@ class Masks:
         fail: Callable[[SequenceGroup, str], None],
         on_late: Callable[[], None],
     ) -> None:
-        """Start no thread yet.
-
-        Args:
-            scheduler: Schedules the sequences.
-            metrics: Counts late masks, and the time of waits.
-            fail: Called with each group whose outputs cannot go on, and why.
-            on_late: Called in another thread after each mask for which no step waited.
-        """
         self._scheduler = scheduler
         self._metrics = metrics
         self._fail = fail
@@ -65,8 +57,8 @@ class Masks:
         speculation = self._scheduler.speculation
         if speculation is not None and not speculation.begin_step(batch.num_sequences):
             speculation = None
-        for group in dict.fromkeys(scheduled.group for scheduled in batch.ruled):
-            if group.request.constraint is None or group.state is GroupState.FINISHED:
+        for group in batch.constrained:
+            if group.state is GroupState.FINISHED:
                 continue
             if group.beam is not None or not self._scheduler.can_recompute:
                 self._scheduling_needs_them = True
@@ -80,12 +72,3 @@ class Masks:
                     guess = guess_constrained(speculation, group, sequence)
                     self._scheduling_needs_them |= guess.most > 0
                     self._threads.request(group, matcher, new, guess)
-
-
-def late_masks(batch: Batch) -> set[int]:
-    """Return the ids of the sequences whose masks are not ready."""
-    return {
-        scheduled.sequence.id
-        for scheduled in batch.ruled
-        if scheduled.sequence.matcher is not None and not scheduled.sequence.matcher.ready
-    }

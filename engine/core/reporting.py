@@ -9,7 +9,7 @@ from octavo.engine.events import Event, Load, PrefixChange, Started
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_events import output_events
 from octavo.engine.running.executor import Executor
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.batch import Batch, StepOutput
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState
 
@@ -31,7 +31,6 @@ class Reporter:
         requests: Requests,
         metrics: EngineMetrics,
         *,
-        events: list[Event],
         publish: Publish,
         publish_prefixes: PublishPrefixes,
         constraints: ConstraintCompiler | None,
@@ -39,7 +38,6 @@ class Reporter:
         self._scheduler = scheduler
         self._requests = requests
         self._metrics = metrics
-        self._events = events
         self._publish_events = publish
         self._publish_prefixes = publish_prefixes
         self._constraints = constraints
@@ -59,8 +57,7 @@ class Reporter:
         stored, evicted = self._scheduler.cache.take_changes()
         if stored or evicted:
             self._publish_prefixes(PrefixChange(None, stored, evicted))
-        events = list(self._events)
-        self._events.clear()
+        events, self._requests.events = self._requests.events, []
         self._publish_events(events, self.load)
 
     def publish_cache(self, session: int) -> None:
@@ -83,27 +80,21 @@ class Reporter:
 
     def report_starts(self, batch: Batch) -> None:
         """Make a `Started` event for each request that is computed for the first time."""
-        now = time.monotonic()
-        for scheduled in batch.ruled:
-            group, request = scheduled.group, scheduled.group.request
-            if group.start_reported:
-                continue
-            group.start_reported = True
+        for group in dict.fromkeys(g for g in batch.groups if not g.start_reported):
+            request, group.start_reported = group.request, True
             group.record(GroupEvent.PREFILL)
-            self._metrics.queue_seconds.observe(now - request.arrival)
-            self._metrics.prompt_tokens.inc(len(request.prompt))
-            self._metrics.cached_tokens.inc(group.cached_tokens)
-            self._events.append(Started(request.session, request.request_id, group.cached_tokens))
+            self._metrics.observe_start(request, group.cached_tokens)
+            started = Started(request.session, request.request_id, group.cached_tokens)
+            self._requests.events.append(started)
 
-    def report_outputs(self, output: SamplerOutput) -> None:
+    def report_outputs(self, output: StepOutput) -> None:
         """Make the events of new tokens, and forget the groups that are finished."""
-        self._events += output_events(output)
-        finished = [s.group for s in output.tokens if s.group.state is GroupState.FINISHED]
-        finished += [output.steady.decodes.groups[i] for i in output.steady.ends]
+        self._requests.events += output_events(output)
+        ended = [output.samples.groups[i] for i in output.ends]
+        finished = [group for group in ended if group.state is GroupState.FINISHED]
         for group in dict.fromkeys([*finished, *output.searches]):
             self._requests.forget(group, "finished")
-        sampled = len(output.steady) + len(output.tokens) + len(output.continuations)
-        self._metrics.output_tokens.inc(sampled)
+        self._metrics.output_tokens.inc(len(output.token_ids) + len(output.continuations))
 
     def measure(self, batch: Batch, executor: Executor) -> None:
         """Update the metrics, and the rates that the preemption policy compares."""

@@ -16,10 +16,9 @@ from octavo.engine.constraints.compiler import (
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.events import Event, Failure, FailureCode
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup, new_group
 
 log = structlog.get_logger(__name__)
 
@@ -30,6 +29,9 @@ class Requests:
     """The requests that have not ended, each with its sequence group.
 
     Attributes:
+        groups: Group of each request, by session and request id.
+        preparing: Groups whose constraint is compiled now.
+        events: Events to publish; the core's other parts add theirs.
         draining: Whether new requests are refused.
     """
 
@@ -37,54 +39,29 @@ class Requests:
         self,
         scheduler: Scheduler,
         metrics: EngineMetrics,
-        events: list[Event],
         *,
         max_waiting: int,
         on_end: OnEnd | None,
         constraints: ConstraintCompiler | None,
         on_compiled: Callable[[SequenceGroup, Outcome], None],
     ) -> None:
-        """Begin without requests.
-
-        Args:
-            scheduler: Schedules their groups.
-            metrics: Counts how they end.
-            events: Gets the events of those that fail.
-            max_waiting: Maximum number of requests that wait for admission.
-            on_end: Called with each group that ended, and how it ended.
-            constraints: Compiles the constraints of requests; None if none is accepted.
-            on_compiled: Called in another thread with a group whose constraint was compiled; to
-                call `constrain` in this one.
-        """
         self._scheduler = scheduler
         self._metrics = metrics
-        self._events = events
         self._max_waiting = max_waiting
         self._on_end = on_end
         self._constraints = constraints
         self._on_compiled = on_compiled
-        self._preparing: dict[SequenceGroup, Preparation] = {}  # whose constraint is compiled
-        self._groups: dict[tuple[int, str], SequenceGroup] = {}
+        self.groups: dict[tuple[int, str], SequenceGroup] = {}
+        self.preparing: dict[SequenceGroup, Preparation] = {}
+        self.events: list[Event] = []
         self._next_deadline = math.inf  # no request's is earlier
         self._ids = count()
         self.draining = False
 
-    def __bool__(self) -> bool:
-        return bool(self._groups)
-
-    @property
-    def num_preparing(self) -> int:
-        """Requests whose constraint is compiled now."""
-        return len(self._preparing)
-
     @property
     def num_waiting(self) -> int:
         """Requests that wait for admission, or for their constraint to be compiled."""
-        return len(self._scheduler.waiting) + len(self._preparing)
-
-    def find(self, session: int, request_id: str) -> SequenceGroup | None:
-        """Return a request's group; None if it has ended, or never was."""
-        return self._groups.get((session, request_id))
+        return len(self._scheduler.waiting) + len(self.preparing)
 
     def submit(self, request: Request) -> None:
         """Queue a request; or refuse it with an event."""
@@ -92,18 +69,14 @@ class Requests:
         failure = None
         if self.draining:
             failure = FailureCode.UNAVAILABLE, "the engine is draining; try another"
-        elif key in self._groups:
+        elif key in self.groups:
             failure = FailureCode.ALREADY_EXISTS, f"request_id {request.request_id!r} is running"
         elif self.num_waiting >= self._max_waiting:
             failure = FailureCode.RESOURCE_EXHAUSTED, f"{self._max_waiting} requests wait already"
         if failure:
-            self._events.append(Failure(*key, *failure))
+            self.events.append(Failure(*key, *failure))
             return
-        num_sequences = 1 if request.beam else request.sampling.n
-        sequences = [self._new_sequence(request, i) for i in range(num_sequences)]
-        beam = BeamState(request.beam) if request.beam else None
-        group = SequenceGroup(request, sequences, beam=beam)
-        self._groups[key] = group
+        self.groups[key] = group = new_group(request, self._ids)
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         if request.constraint is None:
@@ -111,19 +84,11 @@ class Requests:
         else:
             self._prepare(group, request.constraint)
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        """Return an output's sequence, with the tokens that another engine sampled for it."""
-        tokens, reason = list(request.prompt), None
-        if (resumed := request.resume.get(index)) is not None:
-            tokens += resumed.token_ids
-            reason = FinishReason.ABORTED if resumed.finished else None
-        return Sequence(next(self._ids), index, tokens, len(request.prompt), finish_reason=reason)
-
     def _prepare(self, group: SequenceGroup, constraint: Constraint) -> None:
         """Have a group's constraint compiled; a call of `constrain` follows."""
         assert self._constraints is not None, "validation refuses it"
         group.state = GroupState.COMPILING
-        self._preparing[group] = preparation = Preparation(
+        self.preparing[group] = preparation = Preparation(
             constraint,
             [sequence.token_ids[sequence.num_prompt :] for sequence in group.sequences],
             group.request.end_rule,
@@ -133,7 +98,7 @@ class Requests:
 
     def constrain(self, group: SequenceGroup, outcome: Outcome) -> None:
         """Start a group whose constraint was compiled, unless it has ended meanwhile."""
-        if self._preparing.pop(group, None) is None:
+        if self.preparing.pop(group, None) is None:
             return
         match outcome:
             case ConstraintError():
@@ -150,7 +115,7 @@ class Requests:
 
     def abort(self, session: int, request_id: str, index: int | None) -> None:
         """Stop a request, or one of its outputs."""
-        group = self._groups.get((session, request_id))
+        group = self.groups.get((session, request_id))
         if group is None or (group.beam and index is not None):
             return  # a beam search has no single outputs before it ends
         for sequence in group.live:
@@ -161,7 +126,7 @@ class Requests:
 
     def abort_session(self, session: int) -> None:
         """Stop all requests of a session."""
-        for owner, request_id in list(self._groups):
+        for owner, request_id in list(self.groups):
             if owner == session:
                 self.abort(session, request_id, None)
 
@@ -170,22 +135,18 @@ class Requests:
         now = time.monotonic()
         if now <= self._next_deadline:
             return
-        for group in list(self._groups.values()):
+        for group in list(self.groups.values()):
             if group.request.deadline is not None and group.request.deadline < now:
                 self.fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
-        deadlines = (group.request.deadline for group in self._groups.values())
+        deadlines = (group.request.deadline for group in self.groups.values())
         left = (deadline for deadline in deadlines if deadline is not None)
         self._next_deadline = min(left, default=math.inf)
-
-    def drain(self) -> None:
-        """Refuse new requests from now on."""
-        self.draining = True
 
     def fail(self, group: SequenceGroup, code: FailureCode, message: str, field: str = "") -> None:
         """End a request with an error."""
         self._scheduler.remove(group)
         request = group.request
-        self._events.append(Failure(request.session, request.request_id, code, message, field))
+        self.events.append(Failure(request.session, request.request_id, code, message, field))
         self.forget(group, code.name.lower())
 
     def fail_constraint(self, group: SequenceGroup, message: str) -> None:
@@ -194,14 +155,14 @@ class Requests:
 
     def fail_all(self, message: str) -> None:
         """End all requests: the engine stops."""
-        for group in list(self._groups.values()):
+        for group in list(self.groups.values()):
             self.fail(group, FailureCode.UNAVAILABLE, message)
 
     def forget(self, group: SequenceGroup, outcome: str) -> None:
         """Forget a request that has ended, and count how."""
         request = group.request
-        del self._groups[request.session, request.request_id]
-        if (preparation := self._preparing.pop(group, None)) is not None:
+        del self.groups[request.session, request.request_id]
+        if (preparation := self.preparing.pop(group, None)) is not None:
             preparation.cancelled = True
         self._metrics.requests.labels(outcome).inc()
         if self._on_end is not None:

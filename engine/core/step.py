@@ -3,12 +3,18 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from octavo.engine.core.masks import Masks, late_masks
+import structlog
+
+from octavo.engine.core.masks import Masks
 from octavo.engine.core.reporting import Reporter
-from octavo.engine.running.executor import Executor, LaunchedModel
+from octavo.engine.core.requests import Requests
+from octavo.engine.events import FailureCode
+from octavo.engine.running.executor import Executor
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.batch import Batch, StepOutput
 from octavo.engine.scheduling.scheduler import Scheduler
+
+log = structlog.get_logger(__name__)
 
 
 class StepError(Exception):
@@ -23,13 +29,16 @@ class StepError(Exception):
         self.batch = batch
 
 
+class EngineFailedError(Exception):
+    """The engine cannot compute any more: its process must end, and be started again."""
+
+
 class Steps:
     """Computes one step after the other.
 
     Attributes:
         pending: The step that was launched and is not collected yet; None without one.
         stalled: Whether the last step did nothing, because all groups wait for masks.
-        num_failed: Number of failed steps in a row, counted by the loop.
     """
 
     def __init__(
@@ -38,19 +47,23 @@ class Steps:
         executor: Executor,
         masks: Masks,
         reporter: Reporter,
+        requests: Requests,
         *,
         async_scheduling: bool,
+        max_failed: int,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._masks = masks
         self._reporter = reporter
+        self._requests = requests
         self._async_scheduling = async_scheduling
+        self._max_failed = max_failed
+        self._num_failed = 0  # in a row
         self.pending: PendingStep | None = None
         self.stalled = False
-        self.num_failed = 0
 
-    def step(self) -> SamplerOutput | None:
+    def step(self) -> StepOutput | None:
         """Compute one step: schedule, prepare, launch, sample, collect, update.
 
         With async scheduling, a step is launched before the tokens of the step before it are
@@ -66,20 +79,23 @@ class Steps:
         Raises:
             StepError: The executor failed.
         """
-        previous, launched, output = self.pending, None, None
+        previous = self.pending
+        launched: PendingStep | None = None
+        output: StepOutput | None = None
         self._masks.begin_step()
         batch = self._schedule(previous)
+        constrained = bool(batch.constrained)
         if batch:
-            model = self._launch(batch, previous)
-            # A constraint's masks follow from the tokens of the step before, which are collected
-            # first. All others are sampled now: a GPU goes on without the host.
-            if not batch.constrained:
-                launched = self._sample(model)
+            launched = self._launch(batch, previous)
+            if not constrained:
+                self._sample(launched)
         if previous is not None:
             output = self._collect(previous)
+        # A mask follows from the token before it, which is collected only now. So what has no mask
+        # is sampled above: the device goes on while the host collects.
         self._masks.wait()
-        if batch and launched is None:
-            launched = self._sample(model)
+        if launched is not None and constrained:
+            self._sample(launched)
         self.stalled = previous is None and not batch and self._scheduler.waits_for_masks
         if self._async_scheduling:
             self.pending = launched
@@ -96,7 +112,7 @@ class Steps:
                 return Batch()
         return self._scheduler.schedule()
 
-    def _launch(self, batch: Batch, previous: PendingStep | None) -> LaunchedModel:
+    def _launch(self, batch: Batch, previous: PendingStep | None) -> PendingStep:
         """Prepare a step's inputs, publish the events of the steps before, and run the model."""
         self._reporter.report_starts(batch)
         with _step_errors(batch):
@@ -108,20 +124,18 @@ class Steps:
             if not self._async_scheduling:
                 # On a CPU the model needs the cores that compute the masks.
                 self._masks.wait()
-                late = late_masks(batch)
+                late = batch.late
             return self._executor.launch(batch, inputs, late)
 
-    def _sample(self, model: LaunchedModel) -> PendingStep:
+    def _sample(self, step: PendingStep) -> None:
         """Sample a step's tokens, of those sequences whose masks are ready."""
-        batch = model.batch
         # A mask is late if it was when it was read: here, or by the model that took the tokens.
-        late = late_masks(batch) if model.token_ids is None else model.late
-        with _step_errors(batch):
-            launched = self._executor.sample(model, late)
-        self._scheduler.advance(batch, late)
-        return launched
+        late = step.batch.late if step.greatest is None else step.late
+        with _step_errors(step.batch):
+            self._executor.sample(step, late)
+        self._scheduler.advance(step.batch, late)
 
-    def _collect(self, done: PendingStep) -> SamplerOutput:
+    def _collect(self, done: PendingStep) -> StepOutput:
         """Collect a step's tokens and update their sequences."""
         with _step_errors(done.batch):
             output = done.collect()
@@ -129,8 +143,32 @@ class Steps:
         self._masks.request(done.batch)
         self._reporter.report_outputs(output)
         self._reporter.measure(done.batch, self._executor)
-        self.num_failed = 0
+        self._num_failed = 0
         return output
+
+    def fail(self, error: StepError) -> None:
+        """Fail the requests that a failed step may have harmed.
+
+        These are all that have K/V, whose contents are unknown now, or that await the output of a
+        launched step.
+
+        Raises:
+            EngineFailedError: No later step can succeed, or too many in a row have failed.
+        """
+        batch, scheduler = error.batch, self._scheduler
+        tokens, sequences = batch.num_tokens, batch.num_sequences
+        log.error("step failed", tokens=tokens, sequences=sequences, exc_info=error)
+        self.pending = None
+        begun = [group for group in scheduler.waiting if group.awaits_output]
+        for group in [*scheduler.running, *scheduler.swapped, *begun]:
+            why = "the model failed on this batch; try again"
+            self._requests.fail(group, FailureCode.INTERNAL, why)
+        scheduler.cache.forget_contents()
+        self._num_failed += 1
+        if self._executor.device_lost():
+            raise EngineFailedError("the device is lost: every later step would fail") from error
+        if self._num_failed >= self._max_failed:
+            raise EngineFailedError(f"{self._num_failed} steps in a row failed") from error
 
 
 @contextmanager

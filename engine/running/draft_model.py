@@ -138,17 +138,18 @@ class DraftModel:
             left -= end - start
             tables = self._cache.table(sequence.id)
             sampled = [sequence] if end == sequence.num_tokens else []
-            batch.ruled.append(
+            batch.rest.append(
                 ScheduledSequence(shadow.group, sequence, start, end, tables, sampled)
             )
             sequence.num_computed = end
-        if not batch.ruled:
+        if not batch.rest:
             return []
         batch.transfers = self._cache.take_transfers()
-        for drawn in self._executor.execute(batch).tokens:
-            drawn.sequence.token_ids.append(drawn.token_id)
+        output = self._executor.execute(batch)
+        for sequence, token_id in zip(output.samples.sequences, output.token_ids, strict=True):
+            sequence.token_ids.append(token_id)
         return [
-            self._shadows[scheduled.sequence.id] for scheduled in batch.ruled if scheduled.sampled
+            self._shadows[scheduled.sequence.id] for scheduled in batch.rest if scheduled.sampled
         ]
 
     def _make_room(self, shadow: _Shadow, end: int, keep: Iterable[int]) -> bool:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,40 +24,21 @@ from octavo.engine.running.graph_sizes import GraphSize, graph_sizes, mixed_size
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
 from octavo.engine.running.leader import Leader
 from octavo.engine.running.pending_step import PendingStep
+from octavo.engine.sampling.reports import Report
 from octavo.engine.sampling.sampler import (
-    PendingTokens,
-    Report,
     continue_beams,
     masks_of,
     penalizes_placeholders,
+    rows_of,
     sample,
 )
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
+from octavo.engine.scheduling.batch import Batch, ScheduledSequence, StepOutput
 from octavo.kernels.host import to_device
 from octavo.kernels.ops import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
 """Rows of prompt logits that are turned into log-probabilities at a time."""
-
-
-@dataclass(frozen=True, slots=True)
-class LaunchedModel:
-    """A step whose tokens are not sampled yet.
-
-    Attributes:
-        batch: what it computes.
-        inputs: the model's inputs; None for a batch that only copies blocks.
-        logits: `[num_rows, vocab_size]`; None if the model gave tokens.
-        token_ids: the most likely token of each row, if the model gave these.
-        late: if it did, the sequences whose masks it did not have, so that their tokens are wrong.
-    """
-
-    batch: Batch
-    inputs: StepInputs | None
-    logits: torch.Tensor | None = None
-    token_ids: list[int] | None = None
-    late: Collection[int] = ()
 
 
 class Executor:
@@ -120,8 +101,8 @@ class Executor:
             batch, layout=self.cache.layout, device=self._device, planners=self._planners
         )
         if self._adapters is not None:
-            spans = [(group.request.adapter, 1) for group in batch.steady.groups]
-            spans += [(s.group.request.adapter, s.end - s.start) for s in batch.ruled]
+            adapters = (group.request.adapter for group in batch.groups)
+            spans = list(zip(adapters, arrays.query_lens.tolist(), strict=True))
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
             wants_tokens = inputs.take_greatest and not batch.constrained
@@ -134,7 +115,7 @@ class Executor:
     @torch.inference_mode()
     def launch(
         self, batch: Batch, inputs: StepInputs | None, late: Collection[int] | None = ()
-    ) -> LaunchedModel:
+    ) -> PendingStep:
         """Run the model; `sample` must follow before the next launch.
 
         On a GPU it returns at once, and the step goes on by itself. On a CPU it returns when
@@ -148,46 +129,50 @@ class Executor:
                 takes the tokens.
         """
         if inputs is None:
-            return LaunchedModel(batch, None)
+            return PendingStep(batch)
         # With several ranks, rank 0 tells the others before the masks are ready.
         masked = late is not None and self._leader is None
         if inputs.take_greatest and (masked or not batch.constrained):
-            token_ids = self._most_likely(inputs, late or ())
-            if token_ids is not None:
-                return LaunchedModel(batch, inputs, token_ids=token_ids, late=late or ())
-        return LaunchedModel(batch, inputs, self._forward(inputs))
+            greatest = self._most_likely(inputs, late or ())
+            if greatest is not None:
+                return PendingStep(batch, inputs, greatest=greatest, late=late or ())
+        return PendingStep(batch, inputs, self._forward(inputs))
 
     @torch.inference_mode()
-    def sample(self, launched: LaunchedModel, left_out: Collection[int] = ()) -> PendingStep:
+    def sample(self, step: PendingStep, left_out: Collection[int] = ()) -> None:
         """Sample the tokens of a step whose model was launched; on a GPU it does not wait.
 
         Args:
-            launched: the step.
-            left_out: ids of sequences that get no token.
+            step: The step, which gets its tokens.
+            left_out: Ids of sequences that get no token.
         """
-        batch, inputs, logits = launched.batch, launched.inputs, launched.logits
+        inputs, logits = step.inputs, step.logits
         if inputs is None:
-            return PendingStep(batch)
-        rows = inputs.sampled
+            return
+        samples, rows = inputs.samples, inputs.sample_rows
         if left_out:
-            rows = [row for row in rows if row.sequence.id not in left_out]
+            kept = [i for i, s in enumerate(samples.sequences) if s.id not in left_out]
+            samples, rows = samples.select(kept), [rows[i] for i in kept]
         if logits is None:
-            assert launched.token_ids is not None
-            chosen = launched.token_ids[: len(inputs.steady)]
-            chosen += [launched.token_ids[row.row] for row in rows]
-            token_ids = torch.from_numpy(np.array(chosen, np.int64))
-            return PendingStep(batch, PendingTokens(token_ids, rows, inputs.steady))
-        scores = {i: self._score(logits, row, batch, i) for i, row in inputs.scored.items()}
-        before: torch.Tensor | None = None
-        if penalizes_placeholders(rows):
-            before = inputs.token_ids[0].index_select(0, inputs.logit_rows)
-        tokens = sample(logits, rows, inputs.steady, before)
-        continuations = continue_beams(logits, inputs.beams) if inputs.beams else None
-        return PendingStep(batch, tokens, continuations, scores)
+            assert step.greatest is not None
+            chosen = np.array([step.greatest[row] for row in rows], np.int64)
+            step.set_tokens(samples, torch.from_numpy(chosen))
+            return
+        scores = [(each.group, self._score(logits, row, each)) for each, row in inputs.scored]
+        continued = continue_beams(logits, inputs.beams) if inputs.beams else None
+        tokens, reports = torch.empty(0, dtype=torch.int64), None
+        if rows:
+            before: torch.Tensor | None = None
+            if penalizes_placeholders(samples):
+                before = inputs.token_ids[0].index_select(0, inputs.logit_rows)
+            tokens, reports = sample(logits, samples, rows, before)
+        step.set_tokens(samples, tokens, reports, continued=continued, scores=scores)
 
-    def execute(self, batch: Batch) -> SamplerOutput:
+    def execute(self, batch: Batch) -> StepOutput:
         """Run one step by itself, and wait for it."""
-        return self.sample(self.launch(batch, self.prepare(batch))).collect()
+        step = self.launch(batch, self.prepare(batch))
+        self.sample(step)
+        return step.collect()
 
     def device_lost(self) -> bool:
         """Return whether the device cannot compute any more, as after some errors of a GPU.
@@ -341,8 +326,10 @@ class Executor:
             if isinstance(step, RankStep):
                 return step.most_likely(*arguments)
             if isinstance(step, TracedStep):
-                masked = [row for row in inputs.sampled if row.sequence.id not in late]
-                return step.most_likely(*arguments, masks_of(masked))
+                samples = inputs.samples
+                masked = rows_of(samples, inputs.sample_rows, samples.constrained)
+                ready = [row for row in masked if row.sequence.id not in late]
+                return step.most_likely(*arguments, masks_of(ready))
         return None
 
     @contextmanager
@@ -353,9 +340,8 @@ class Executor:
         with attending(step), applying(inputs.adapters):
             yield
 
-    def _score(self, logits: torch.Tensor, row: int, batch: Batch, i: int) -> list[Report]:
+    def _score(self, logits: torch.Tensor, row: int, scheduled: ScheduledSequence) -> list[Report]:
         """Return a scheduled sequence's prompt log-probabilities, a few rows in each report."""
-        scheduled = batch.ruled[i]
         count = scheduled.group.request.sampling.prompt_logprobs or 0
         token_ids = scheduled.sequence.token_ids
         targets = [token_ids[position + 1] for position in scheduled.scored]

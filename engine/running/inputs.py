@@ -8,9 +8,8 @@ import torch
 
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
-from octavo.engine.sampling.sampler import SamplingRow, take_greatest
-from octavo.engine.scheduling.batch import Batch
-from octavo.engine.scheduling.steady import NO_DECODES, Decodes
+from octavo.engine.sampling.sampler import SamplingRow
+from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
 from octavo.kernels.host import to_device
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata
@@ -46,24 +45,24 @@ class StepInputs:
         positions: `[1, num_tokens]` int64.
         logit_rows: `[num_rows]` int64, the tokens whose logits are wanted; the first
             where none are.
-        groups: for the attention of each layer group.
-        steady: the sequences whose logits are the first, one row each, to sample for.
-        sampled: the others to sample for.
-        beams: the beams to find continuations of.
-        scored: first row of the prompt's logits, by index in the batch of the scheduled
-            sequence, for those that want prompt log-probabilities.
-        adapters: the sequences' adapters; None if no sequence has one.
-        num_chunks: sequences with several tokens: chunks of prompts and drafts.
+        groups: Metadata for the attention of each layer group.
+        samples: The tokens to sample, but for those of beams.
+        sample_rows: Row of logits of each of `samples`.
+        beams: The beams to find continuations of.
+        scored: Sequences that want prompt log-probabilities, each with the first row of its
+            prompt's logits.
+        adapters: The sequences' adapters; None if no sequence has one.
+        num_chunks: Number of sequences with several tokens: chunks of prompts and drafts.
     """
 
     token_ids: torch.Tensor
     positions: torch.Tensor
     logit_rows: torch.Tensor
     groups: Sequence[AttentionMetadata]
-    steady: Decodes = NO_DECODES
-    sampled: list[SamplingRow] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
+    sample_rows: list[int] = field(default_factory=list)
     beams: list[SamplingRow] = field(default_factory=list)
-    scored: dict[int, int] = field(default_factory=dict)
+    scored: list[tuple[ScheduledSequence, int]] = field(default_factory=list)
     adapters: StepAdapters | None = None
     num_chunks: int = 0
 
@@ -72,7 +71,7 @@ class StepInputs:
         """Whether the step is for the most likely of the allowed tokens alone."""
         if self.beams or self.scored:
             return False
-        return self.steady.takes_greatest and take_greatest(self.sampled)
+        return self.samples.take_greatest
 
 
 def make_inputs(
@@ -80,69 +79,76 @@ def make_inputs(
 ) -> tuple[StepArrays, StepInputs]:
     """Lay a batch's sequences end to end.
 
-    The steady ones come first.
-
     Args:
-        batch: what to compute.
-        layout: the cache's layout.
-        device: the cache's device.
-        planners: plan the attention of each layer group.
+        batch: What to compute.
+        layout: Layout of the cache.
+        device: The cache's device.
+        planners: Plan the attention of each layer group.
     """
-    steady = batch.steady
-    count = len(steady)
-    tokens = [sequence.token_ids[-1] for sequence in steady.sequences]
-    rows: list[int] = []  # of the others
-    starts: list[int] = []
-    ends: list[int] = []
-    firsts: list[int] = []  # of their positions
-    sampled: list[SamplingRow] = []
+    starts, ends = batch.starts, batch.ends
+    query_lens = (ends - starts).astype(np.int32)
+    query_starts = np.zeros(len(starts) + 1, np.int32)
+    np.cumsum(query_lens, out=query_starts[1:])
+    laid = np.empty((2 + len(layout.groups), int(query_starts[-1])), np.int64)
+    laid[0] = _tokens(batch, query_starts)
+    seqs = np.repeat(np.arange(len(starts)), query_lens)  # each token's sequence
+    positions = laid[1] = np.arange(laid.shape[1]) + np.repeat(
+        starts - query_starts[:-1], query_lens
+    )
+    tables = [batch.table(group) for group in range(len(layout.groups))]
+    for group, layers in enumerate(layout.groups):
+        if layers.state_blocks:
+            laid[2 + group] = -1
+            continue
+        places, offsets = np.divmod(positions, layers.block_size)
+        laid[2 + group] = tables[group][seqs, places] * layers.block_size + offsets
+        if layers.bounded:
+            tables[group][tables[group] == RELEASED] = 0  # attention does not read them
+    samples = batch.samples()
+    # A token is sampled from the logits of the token before it.
+    flat = query_starts[samples.rows] + samples.positions - 1 - starts[samples.rows]
+    first = np.diff(flat, prepend=-1) > 0  # outputs that begin share the logits of their prompt
+    wanted, others = flat[first], list[int]()
     beams: list[SamplingRow] = []
-    scored: dict[int, int] = {}
-    for i, scheduled in enumerate(batch.ruled):
-        group, sequence, start, end, _, drawing, draft = scheduled
-        starts.append(len(tokens))
-        firsts.append(start)
-        ends.append(end)
-        if end == start + 1:
-            tokens.append(sequence.token_ids[start])
-        else:
-            tokens += sequence.token_ids[start:end]
-            tokens += draft
-        if positions_scored := scheduled.scored:
-            scored[i] = count + len(rows)
-            rows.extend(len(tokens) - end + position for position in positions_scored)
-        if drawing:
-            drawn = beams if group.beam is not None else sampled
-            for each in drawing:
-                drawn.append(SamplingRow(group, each, count + len(rows)))
-            rows.append(len(tokens) - 1 - len(draft))
-            for drafted in range(1, len(draft) + 1):
-                drawn.append(SamplingRow(group, sequence, count + len(rows), draft[:drafted]))
-                rows.append(len(tokens) - 1 - len(draft) + drafted)
-    query_starts = np.arange(count + len(starts) + 1, dtype=np.int32)
-    query_starts[count:] = [*starts, len(tokens)]
-    query_lens = np.diff(query_starts)
-    laid = np.empty((2 + len(layout.groups), len(tokens)), np.int64)
-    laid[0] = tokens
-    laid[1, :count] = steady.starts
-    shifts = np.array(firsts, np.int64) - starts
-    laid[1, count:] = np.arange(count, len(tokens)) + np.repeat(shifts, query_lens[count:])
-    for group_number, layers in enumerate(layout.groups):
-        size = None if layers.state_blocks else layers.block_size
-        laid[2 + group_number] = _slots(batch, group_number, size)
+    scored: list[tuple[ScheduledSequence, int]] = []
+    for i, each in batch.beams:
+        beams += [SamplingRow(each.group, s, len(wanted) + len(others)) for s in each.sampled]
+        others.append(int(query_starts[i + 1]) - 1)
+    for i, each in batch.scored:
+        scored.append((each, len(wanted) + len(others)))
+        others += (np.array(each.scored) + query_starts[i] - each.start).tolist()
+    if not len(samples) and not others:
+        others.append(0)
     arrays = StepArrays(
         laid=laid,
         query_starts=query_starts,
         query_lens=query_lens,
-        seq_lens=np.concatenate([steady.starts + 1, ends], dtype=np.int32, casting="unsafe"),
-        rows=np.concatenate([np.arange(count), np.array(rows or [0] * (not count), np.int64)]),
-        tables=[
-            _tables(batch, group_number, released=layers.bounded)
-            for group_number, layers in enumerate(layout.groups)
-        ],
+        seq_lens=ends.astype(np.int32),
+        rows=np.concatenate([wanted, np.array(others, np.int64)]),
+        tables=tables,
     )
-    inputs = to_inputs(arrays, device=device, planners=planners)
-    return arrays, replace(inputs, steady=steady, sampled=sampled, beams=beams, scored=scored)
+    inputs = replace(
+        to_inputs(arrays, device=device, planners=planners),
+        samples=samples,
+        sample_rows=(first.cumsum() - 1).tolist(),
+        beams=beams,
+        scored=scored,
+    )
+    return arrays, inputs
+
+
+def _tokens(batch: Batch, query_starts: np.ndarray) -> np.ndarray:
+    """Return the tokens of a batch, end to end."""
+    tokens = np.empty(query_starts[-1], np.int64)
+    starts, sequences, drafts = batch.starts, batch.sequences, batch.drafts
+    columns = zip(sequences, starts.tolist(), strict=True)
+    tokens[query_starts[:-1]] = [sequence.token_ids[start] for sequence, start in columns]
+    for i in np.flatnonzero(np.diff(query_starts) > 1).tolist():
+        begin, end = query_starts[i], query_starts[i + 1]
+        start, draft = starts[i], drafts.get(i, ())
+        known = sequences[i].token_ids[start : start + end - begin - len(draft)]
+        tokens[begin:end] = [*known, *draft]
+    return tokens
 
 
 def to_inputs(
@@ -180,42 +186,6 @@ def to_inputs(
     several = int(np.count_nonzero(query_lens > 1))
     wanted = to_device(arrays.rows, device)
     return StepInputs(laid[0:1], laid[1:2], wanted, groups, num_chunks=several)
-
-
-def _tables(batch: Batch, group: int, *, released: bool) -> np.ndarray:
-    """Return a layer group's block tables; what attention does not read is 0."""
-    if not batch.ruled:
-        return batch.steady.tables[group]
-    steady = batch.steady.tables[group] if batch.steady else np.empty((0, 0), np.int32)
-    ruled = [each.tables[group] for each in batch.ruled]
-    count, width = steady.shape
-    tables = np.zeros((count + len(ruled), max(width, *map(len, ruled))), np.int32)
-    tables[:count, :width] = steady
-    for row, blocks in zip(tables[count:], ruled, strict=True):
-        row[: len(blocks)] = blocks
-    if released:
-        tables[tables == RELEASED] = 0
-    return tables
-
-
-def _slots(batch: Batch, group: int, size: int | None) -> np.ndarray:
-    """Return the slots of a batch's tokens in the blocks of a layer group; -1 if those are states.
-
-    A token's slot is `block * block_size + offset`.
-    """
-    if size is None:
-        return np.full(batch.num_tokens, -1)
-    steady = batch.steady
-    found = []
-    if steady:
-        places, offsets = np.divmod(steady.starts, size)
-        found.append(steady.tables[group][np.arange(len(steady)), places] * size + offsets)
-    for each in batch.ruled:
-        first = each.start // size
-        blocks = np.array(each.tables[group][first : -(-each.end // size)], np.int64)
-        slots = (blocks[:, None] * size + np.arange(size)).ravel()
-        found.append(slots[each.start - first * size : each.end - first * size])
-    return np.concatenate(found)
 
 
 def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:

@@ -1,40 +1,87 @@
 """A step that the device was given and may still be computing."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from octavo.engine.sampling.sampler import NO_TOKENS, PendingContinuations, PendingTokens, Report
-from octavo.engine.scheduling.batch import Batch, SamplerOutput
-from octavo.kernels.host import to_device
+from octavo.engine.running.inputs import StepInputs
+from octavo.engine.sampling.reports import Continued, Report
+from octavo.engine.scheduling.batch import Batch, Samples, StepOutput
+from octavo.engine.scheduling.sequence import SequenceGroup
+from octavo.kernels.host import AsyncCopy, to_device
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingStep:
-    """A launched step. It keeps the sampled tokens' tensors alive until it is collected.
+    """A step from its launch until it is collected.
+
+    First it has what its tokens are sampled from: `inputs` and `logits`, or `greatest` and `late`.
+    These are dropped as soon as `set_tokens` is called, since logits take much memory.
 
     Attributes:
-        batch: what it computes.
-        tokens: the tokens that it samples.
-        continuations: of its beams, if it has any.
-        scores: its prompt log-probabilities, in parts, by index in the batch.
+        batch: The step's batch.
+        inputs: The model's inputs; None for a batch that only copies blocks.
+        logits: `[num_rows, vocab_size]`; None if the model gave tokens.
+        greatest: The most likely token of each row of logits, if the model gave these.
+        late: Ids of the sequences whose masks the model did not have, if it gave tokens: theirs
+            are wrong.
+        samples: The sequences that tokens are sampled for.
+        token_ids: `[len(samples)]` int64, kept alive until the next step has read them.
     """
 
     batch: Batch
-    tokens: PendingTokens = NO_TOKENS
-    continuations: PendingContinuations | None = None
-    scores: dict[int, list[Report]] = field(default_factory=dict)
+    inputs: StepInputs | None = None
+    logits: torch.Tensor | None = None
+    greatest: list[int] | None = None
+    late: Collection[int] = ()
+    samples: Samples = field(default_factory=Samples)
+    token_ids: torch.Tensor | None = None
+    _arriving: AsyncCopy | None = None
+    _reports: tuple[list[int], Report] | None = None
+    _continued: Continued | None = None
+    _scores: list[tuple[SequenceGroup, list[Report]]] = field(default_factory=list)
 
-    def collect(self) -> SamplerOutput:
+    def set_tokens(
+        self,
+        samples: Samples,
+        token_ids: torch.Tensor,
+        reports: tuple[list[int], Report] | None = None,
+        *,
+        continued: Continued | None = None,
+        scores: list[tuple[SequenceGroup, list[Report]]] | None = None,
+    ) -> None:
+        """Set what the step samples, which may be on its way to the host.
+
+        Args:
+            samples: The sequences.
+            token_ids: Their tokens.
+            reports: Log-probabilities, with the indices of the tokens that asked for them.
+            continued: The most likely next tokens of its beams, if it has any.
+            scores: Prompt log-probabilities of groups, in parts.
+        """
+        self.inputs = self.logits = self.greatest = None
+        self.samples, self.token_ids = samples, token_ids
+        self._arriving = AsyncCopy(token_ids)
+        self._reports, self._continued = reports, continued
+        self._scores = scores or []
+
+    def collect(self) -> StepOutput:
         """Wait until the step is computed and return its output."""
-        steady, tokens = self.tokens.collect()
-        continuations = self.continuations.collect() if self.continuations is not None else {}
-        scores = {
-            i: [score for report in reports for score in report.logprobs()]
-            for i, reports in self.scores.items()
-        }
-        return SamplerOutput(steady, tokens, continuations, scores)
+        output = StepOutput(self.samples)
+        if self._arriving is not None:
+            output.token_ids = self._arriving.tolist()
+        if self._reports is not None:
+            places, report = self._reports
+            output.logprobs = dict(zip(places, report.logprobs(), strict=True))
+        if self._continued is not None:
+            output.continuations = self._continued.collect()
+        output.prompt_logprobs = [
+            (group, [score for report in reports for score in report.logprobs()])
+            for group, reports in self._scores
+        ]
+        return output
 
     def fill_placeholders(self, batch: Batch, token_ids: torch.Tensor) -> None:
         """Put the tokens that this step samples into the inputs of the step after it.
@@ -42,20 +89,21 @@ class PendingStep:
         The device does it, so the host need not wait for the tokens.
 
         Args:
-            batch: what the step after it computes.
+            batch: The batch of the step after it.
             token_ids: `[1, num_tokens]`, that step's tokens, changed in place where they are
                 placeholders.
         """
-        row_of = {sequence.id: i for i, sequence in enumerate(self.tokens.sequences)}
-        steady, end = batch.steady.sequences, len(batch.steady)
-        places = [i for i, sequence in enumerate(steady) if sequence.num_placeholders]
-        rows = [row_of[steady[i].id] for i in places]
-        for scheduled in batch.ruled:
-            end += scheduled.end - scheduled.start
-            if scheduled.end - len(scheduled.draft) > scheduled.sequence.num_known:
-                places.append(end - 1)
-                rows.append(row_of[scheduled.sequence.id])
-        if places:
+        sequences = batch.sequences
+        waiting = [i for i, sequence in enumerate(sequences) if sequence.num_placeholders]
+        if not waiting:
+            return
+        starts, ends = batch.starts, batch.ends
+        lasts = (ends - starts).cumsum() - 1  # each sequence's last token in the flat batch
+        row_of = {sequence.id: i for i, sequence in enumerate(self.samples.sequences)}
+        read = [i for i in waiting if ends[i] > sequences[i].num_known]
+        if read:
+            assert self.token_ids is not None
+            rows = np.array([row_of[sequences[i].id] for i in read], np.int64)
             device = token_ids.device
-            where, which = (to_device(np.array(each, np.int64), device) for each in (places, rows))
-            token_ids[0].index_copy_(0, where, self.tokens.token_ids.index_select(0, which))
+            sampled = self.token_ids.index_select(0, to_device(rows, device))
+            token_ids[0].index_copy_(0, to_device(lasts[read], device), sampled)

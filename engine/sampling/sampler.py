@@ -6,6 +6,7 @@ the one before it left. Log-probabilities are those of the model's own distribut
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Rows
 from itertools import chain
 from typing import NamedTuple
@@ -15,11 +16,11 @@ import torch
 
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.random_numbers import uniforms
-from octavo.engine.scheduling.batch import Continuations, SampledToken
-from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
-from octavo.engine.scheduling.steady import NO_DECODES, DecodedTokens, Decodes
-from octavo.kernels.host import AsyncCopy, to_device
-from octavo.kernels.ops import argmax, draw_tokens, mask_logits, score_tokens
+from octavo.engine.sampling.reports import Continued, Report
+from octavo.engine.scheduling.batch import Samples
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.kernels.host import to_device
+from octavo.kernels.ops import argmax, draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 
@@ -27,10 +28,10 @@ class SamplingRow(NamedTuple):
     """A sequence to sample a token for.
 
     Attributes:
-        group: the sequence's group.
-        sequence: the sequence.
-        row: the row of the step's logits to sample from.
-        draft: drafted tokens behind the sequence's own, which this one is to follow.
+        group: The sequence's group.
+        sequence: The sequence.
+        row: Row of the step's logits to sample from.
+        draft: Drafted tokens behind the sequence's own, which this one is to follow.
     """
 
     group: SequenceGroup
@@ -63,116 +64,58 @@ class SamplingRow(NamedTuple):
         return self.sequence.num_output + len(self.draft)
 
 
-class PendingTokens:
-    """Tokens sampled in a step, which may still be on their way to the host.
-
-    Args:
-        token_ids: `[len(steady) + len(rows)]` int64, kept alive until they are collected.
-        rows: the sequences that the last tokens are for.
-        steady: the sequences that the first tokens are for.
-        reports: log-probabilities, and the places among all tokens that asked for them.
-    """
-
-    def __init__(
-        self,
-        token_ids: torch.Tensor,
-        rows: Rows[SamplingRow],
-        steady: Decodes = NO_DECODES,
-        reports: tuple[list[int], "Report"] | None = None,
-    ) -> None:
-        self.token_ids = token_ids
-        self._rows = rows
-        self._steady = steady
-        self._arriving = AsyncCopy(token_ids)
-        self._reports = reports
-
-    @property
-    def sequences(self) -> list[Sequence]:
-        """The sequence that each token is for."""
-        return [*self._steady.sequences, *(row.sequence for row in self._rows)]
-
-    def collect(self) -> tuple[DecodedTokens, list[SampledToken]]:
-        """Wait until the tokens have arrived; return those of the steady sequences, and others."""
-        token_ids = self._arriving.tolist()
-        count = len(self._steady)
-        logprobs: dict[int, TokenLogprob] = {}
-        if self._reports is not None:
-            places, report = self._reports
-            logprobs = dict(zip(places, report.logprobs(), strict=True))
-        others = zip(self._rows, token_ids[count:], strict=True)
-        return DecodedTokens(self._steady, token_ids[:count]), [
-            SampledToken(row.group, row.sequence, token_id, logprobs.get(i))
-            for i, (row, token_id) in enumerate(others, count)
-        ]
-
-
-NO_TOKENS = PendingTokens(torch.empty(0, dtype=torch.int64), ())
-
-
-class Report:
-    """Log-probabilities of rows' tokens and of the most likely ones, on their way to the host.
-
-    Args:
-        logits: `[n, vocab_size]`, as the model gave them.
-        tokens: `[n]` int64, the token to report in each row.
-        counts: `[n]`, how many of the most likely tokens to report.
-    """
-
-    def __init__(self, logits: torch.Tensor, tokens: torch.Tensor, counts: Rows[int]) -> None:
-        self._counts = counts
-        scores = score_tokens(logits, tokens, min(max(counts), logits.shape[1]))
-        self._columns = [AsyncCopy(column) for column in (tokens, *scores)]
-
-    def logprobs(self) -> list[TokenLogprob]:
-        """Wait until they have arrived, and return one for each row."""
-        columns = (column.tolist() for column in self._columns)
-        return [
-            TokenLogprob(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
-            for count, token, logprob, ids, values in zip(self._counts, *columns, strict=True)
-        ]
-
-
 def sample(
     logits: torch.Tensor,
-    rows: Rows[SamplingRow],
-    steady: Decodes = NO_DECODES,
+    samples: Samples,
+    rows: Rows[int],
     inputs: torch.Tensor | None = None,
-) -> PendingTokens:
-    """Sample one token for each steady sequence, and one for each other row.
-
-    On a GPU it does not wait for the device.
+) -> tuple[torch.Tensor, tuple[list[int], Report] | None]:
+    """Sample tokens. On a GPU it does not wait for the device.
 
     Args:
         logits: `[num_rows, vocab_size]`, as the model gave them; may be changed.
-        rows: what to sample.
-        steady: sequences to sample for from the first rows of logits.
+        samples: What to sample, at least one token.
+        rows: Row of logits of each one.
         inputs: `[num_rows]` int64, the token that each row of logits follows; needed if
-            `penalizes_placeholders(rows)`.
+            `penalizes_placeholders(samples)`.
+
+    Returns:
+        The tokens, `[len(samples)]` int64. The log-probabilities, with the indices of the tokens
+        that asked for them; None if none did.
     """
-    count = len(steady)
-    if not count and not rows:
-        return NO_TOKENS
-    logits = _select_logits(logits, [*range(count), *(row.row for row in rows)])
-    if steady.takes_greatest and take_greatest(rows):
-        _constrain(logits[count:], rows)
-        return PendingTokens(argmax(logits), rows, steady)
-    others, rows = rows, [*map(SamplingRow, steady.groups, steady.sequences, range(count)), *rows]
+    logits = _select_logits(logits, list(rows))
+    if samples.take_greatest:
+        constrained = samples.constrained
+        _constrain(logits, dict(zip(constrained, rows_of(samples, rows, constrained), strict=True)))
+        return argmax(logits), None
+    chosen = rows_of(samples, rows)
     logits = logits.float().contiguous()
-    reporting = [i for i, row in enumerate(rows) if row.params.logprobs is not None]
-    some = len(reporting) < len(rows)
+    reporting = [i for i, row in enumerate(chosen) if row.params.logprobs is not None]
+    some = len(reporting) < len(chosen)
     own = logits
-    if reporting and (some or any(map(_changes_logits, rows))):
+    if reporting and (some or any(map(_changes_logits, chosen))):
         own = _copy_rows(logits, reporting)  # a copy, before they are changed
-    _add_bias(logits, rows)
-    _penalize(logits, rows, inputs)
-    _mask_stop_tokens(logits, rows)
-    _constrain(logits, rows)
-    tokens = draw_tokens(logits, _sampling_tensors(rows))
+    _add_bias(logits, chosen)
+    _penalize(logits, chosen, inputs)
+    _mask_stop_tokens(logits, chosen)
+    _constrain(logits, dict(enumerate(chosen)))
+    tokens = draw_tokens(logits, _sampling_tensors(chosen))
     if not reporting:
-        return PendingTokens(tokens, others, steady)
+        return tokens, None
     reported = _copy_rows(tokens, reporting) if some else tokens
-    report = Report(own, reported, [rows[i].params.logprobs or 0 for i in reporting])
-    return PendingTokens(tokens, others, steady, (reporting, report))
+    report = Report(own, reported, [chosen[i].params.logprobs or 0 for i in reporting])
+    return tokens, (reporting, report)
+
+
+def rows_of(
+    samples: Samples, rows: Rows[int], chosen: Iterable[int] | None = None
+) -> list[SamplingRow]:
+    """Return some tokens to sample, or all, one by one."""
+    groups, sequences, drafts = samples.groups, samples.sequences, samples.drafts
+    if chosen is None and not drafts:
+        return list(map(SamplingRow, groups, sequences, rows))
+    indices = range(len(samples)) if chosen is None else chosen
+    return [SamplingRow(groups[i], sequences[i], rows[i], drafts.get(i, ())) for i in indices]
 
 
 def _select_logits(logits: torch.Tensor, chosen: list[int]) -> torch.Tensor:
@@ -184,41 +127,7 @@ def _copy_rows(tensor: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
     return tensor.index_select(0, to_device(np.array(chosen, np.int64), tensor.device))
 
 
-class PendingContinuations:
-    """Beams' most likely next tokens, on their way to the host.
-
-    Args:
-        beams: the beams.
-        counts: `[len(beams)]`, how many tokens each one's search looks at.
-        token_ids: `[len(beams), max(counts)]` int64, most likely first.
-        logprobs: the same shape, their log-probabilities.
-    """
-
-    def __init__(
-        self,
-        beams: Rows[SamplingRow],
-        counts: Rows[int],
-        token_ids: torch.Tensor,
-        logprobs: torch.Tensor,
-    ) -> None:
-        self._ids = [beam.sequence.id for beam in beams]
-        self._counts = counts
-        self._columns = AsyncCopy(token_ids), AsyncCopy(logprobs)
-
-    def collect(self) -> dict[int, Continuations]:
-        """Wait until they have arrived; return tokens and log-probabilities by sequence id."""
-        columns = (column.tolist() for column in self._columns)
-        return {
-            id_: [
-                (token_id, value)
-                for token_id, value in zip(ids[:count], values[:count], strict=True)
-                if value > -math.inf  # a constraint may leave fewer
-            ]
-            for id_, count, ids, values in zip(self._ids, self._counts, *columns, strict=True)
-        }
-
-
-def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> PendingContinuations:
+def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> Continued:
     """Find each beam's most likely next tokens, as many as its search looks at.
 
     On a GPU it does not wait for the device.
@@ -231,28 +140,23 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> PendingCon
         _select_logits(logits, [beam.row for beam in beams]).float(), dim=-1
     )
     _mask_stop_tokens(logprobs, beams)
-    _constrain(logprobs, beams)
+    _constrain(logprobs, dict(enumerate(beams)))
     counts = [
         beam.group.beam.candidates_for(len(beam.group.request.stopping))
         for beam in beams
         if beam.group.beam
     ]
     top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    return PendingContinuations(beams, counts, top.indices, top.values)
+    ids = [beam.sequence.id for beam in beams]
+    return Continued(ids, counts, top.indices, top.values)
 
 
-def take_greatest(rows: Rows[SamplingRow]) -> bool:
-    """Return whether all take the most likely token of those allowed, and report nothing more."""
-    return all(
-        row.group.request.takes_greatest
-        and (not row.group.request.min_tokens or not _masks_stop_tokens(row))
-        for row in rows
-    )
-
-
-def penalizes_placeholders(rows: Rows[SamplingRow]) -> bool:
+def penalizes_placeholders(samples: Samples) -> bool:
     """Return whether a penalty counts a token whose id has not reached the host yet."""
-    return any(row.sequence.num_placeholders and row.params.penalised for row in rows)
+    return not samples.take_greatest and any(
+        sequence.num_placeholders and group.request.sampling.penalised
+        for group, sequence in zip(samples.groups, samples.sequences, strict=True)
+    )
 
 
 def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
@@ -368,9 +272,14 @@ def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
         logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
 
 
-def _constrain(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
-    """Make tokens impossible that an output's constraint does not allow next."""
-    masks = {i: mask for i, row in enumerate(rows) if (mask := row.mask) is not None}
+def _constrain(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
+    """Make tokens impossible that an output's constraint does not allow next.
+
+    Args:
+        logits: `[n, vocab_size]`.
+        rows: What is sampled, by the row of these logits.
+    """
+    masks = {i: mask for i, row in rows.items() if (mask := row.mask) is not None}
     if masks:
         mask_logits(logits, list(masks), np.stack(list(masks.values())))
 

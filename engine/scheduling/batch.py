@@ -1,13 +1,17 @@
-"""A step's input and output: `Batch` and `SamplerOutput`."""
+"""A step's work and its output: `Batch`, the tokens that it samples, and `StepOutput`."""
 
 import time
+from collections.abc import Container
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
+
 from octavo.engine.kv_cache import Transfers
+from octavo.engine.scheduling.plain_decodes import NO_DECODES, PlainDecodes
+from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
-from octavo.engine.scheduling.steady import NO_DECODES, DecodedTokens, Decodes
 
 MAX_BEAM_SHARE = 0.5
 """Share of a step's sequences, above which the next step waits for the tokens of beams.
@@ -16,21 +20,24 @@ Let a step take t on the device, the host h to schedule the next one, and beams 
 steps wait, all sequences get a token every t + h; else beams get one every 2 t, and the others one
 every t. That is more tokens if b < 2 h / (t + h): a half where h is a third of t."""
 
+Continuations = list[tuple[int, float]]
+"""A beam's most likely next tokens with their log-probabilities."""
+
 
 class ScheduledSequence(NamedTuple):
     """The tokens [start, end) of one sequence, computed in one step; the last ones may be drafted.
 
     Attributes:
-        group: the sequence's group.
-        sequence: the sequence.
-        start: the first token without K/V.
-        end: one past the last token to compute.
-        tables: the sequence's block table of each layer group, long enough for `end` tokens. They
+        group: The sequence's group.
+        sequence: The sequence.
+        start: The first token without K/V.
+        end: One past the last token to compute.
+        tables: The sequence's block table of each layer group, long enough for `end` tokens. They
             are the cache's own, and change once the next step is scheduled.
-        sampled: sequences whose next token is sampled from the logits of token `end - 1`:
+        sampled: Sequences whose next token is sampled from the logits of token `end - 1`:
             none within a prefill, the sequence itself at its end, all siblings where they
             share the prompt.
-        draft: drafted tokens at its end: what may follow the last known one. The logits of that
+        draft: Drafted tokens at its end: what may follow the last known one. The logits of that
             token and of each drafted one are sampled, so `sampled` is the sequence itself.
     """
 
@@ -55,46 +62,177 @@ class ScheduledSequence(NamedTuple):
 
 
 @dataclass(slots=True)
+class Samples:
+    """The tokens that a step samples, in columns: those of plain decodes first.
+
+    Attributes:
+        groups: Group of each token's sequence.
+        sequences: Sequence that each token is for.
+        positions: `[n]` int64, position of each token in its sequence.
+        limits: `[n]` int64, position of the last token that each output may have.
+        numbers: `[n]` uint64, the session's number of each output; 0 if it has none.
+        sessions: `[n]` int64, session of each request.
+        greedy: `[n]` bool, whether the token is the most likely one that is allowed.
+        rows: `[n]` int64, index in the batch of the sequence that is computed for each token.
+        drafts: Drafted tokens that a token is to follow, by its index.
+    """
+
+    groups: list[SequenceGroup] = field(default_factory=list)
+    sequences: list[Sequence] = field(default_factory=list)
+    positions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    limits: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    numbers: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
+    sessions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    greedy: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
+    rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    drafts: dict[int, Tokens[int]] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.sequences)
+
+    @property
+    def take_greatest(self) -> bool:
+        """Whether all tokens are the most likely ones that are allowed."""
+        return bool(self.greedy.all())
+
+    @property
+    def constrained(self) -> list[int]:
+        """Indices of the tokens that a constraint limits."""
+        return [i for i, s in enumerate(self.sequences) if s.matcher is not None]
+
+    def select(self, kept: list[int]) -> "Samples":
+        """Return some of the tokens."""
+        return Samples(
+            [self.groups[i] for i in kept],
+            [self.sequences[i] for i in kept],
+            self.positions[kept],
+            self.limits[kept],
+            self.numbers[kept],
+            self.sessions[kept],
+            self.greedy[kept],
+            self.rows[kept],
+            {new: self.drafts[old] for new, old in enumerate(kept) if old in self.drafts},
+        )
+
+
+@dataclass(slots=True)
 class Batch:
     """The work of one step.
 
+    Only the scheduler tells plain decodes and the rest apart. For all others a batch is columns of
+    sequences, the plain decodes first: `groups`, `sequences`, `starts`, `ends` and `tables`.
+
     Attributes:
-        steady: the decodes of steady sequences; see `steady.py`.
-        ruled: the other scheduled sequences.
-        transfers: block copies to do before that.
-        created: when scheduling it began, in `time.perf_counter()` seconds.
+        plain: The plain decodes.
+        rest: The other sequences.
+        transfers: Block copies to do before that.
+        created: Time at which scheduling began, in `time.perf_counter()` seconds.
     """
 
-    steady: Decodes = NO_DECODES
-    ruled: list[ScheduledSequence] = field(default_factory=list)
+    plain: PlainDecodes = NO_DECODES
+    rest: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
     created: float = field(default_factory=time.perf_counter)
 
     @property
-    def sequences(self) -> list[ScheduledSequence]:
-        """All scheduled sequences, in the order of the flat batch."""
-        steady = self.steady
-        tables = zip(*(table.tolist() for table in steady.tables), strict=True)
-        columns = zip(steady.groups, steady.sequences, steady.starts.tolist(), tables, strict=True)
-        return [
-            ScheduledSequence(group, sequence, start, start + 1, list(blocks), [sequence])
-            for group, sequence, start, blocks in columns
-        ] + self.ruled
+    def groups(self) -> list[SequenceGroup]:
+        """Group of each sequence."""
+        return [*self.plain.groups, *(each.group for each in self.rest)]
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """The sequences of which it computes tokens."""
+        return [*self.plain.sequences, *(each.sequence for each in self.rest)]
+
+    @property
+    def starts(self) -> np.ndarray:
+        """`[num_sequences]` int64, the first token of each one to compute."""
+        return _joined(self.plain.starts, [each.start for each in self.rest])
+
+    @property
+    def ends(self) -> np.ndarray:
+        """`[num_sequences]` int64, one past the last token of each one, drafts included."""
+        return _joined(self.plain.starts + 1, [each.end for each in self.rest])
+
+    @property
+    def drafts(self) -> dict[int, Tokens[int]]:
+        """Drafted tokens at the end of sequences, by index."""
+        count = len(self.plain)
+        return {i: each.draft for i, each in enumerate(self.rest, count) if each.draft}
+
+    def table(self, group: int) -> np.ndarray:
+        """`[num_sequences, width]` int32, the block tables of a layer group, padded with 0."""
+        plain = self.plain.tables[group] if self.plain else np.empty((0, 0), np.int32)
+        if not self.rest:
+            return plain
+        rest = [each.tables[group] for each in self.rest]
+        count, width = plain.shape
+        table = np.zeros((count + len(rest), max(width, *map(len, rest))), np.int32)
+        table[:count, :width] = plain
+        for row, blocks in zip(table[count:], rest, strict=True):
+            row[: len(blocks)] = blocks
+        return table
+
+    def sampled(self, skipped: Container[int]) -> list[Sequence]:
+        """Return the sequences that get a token, but for those of some indices and for beams."""
+        sampled = [s for i, s in enumerate(self.plain.sequences) if i not in skipped]
+        for i, each in enumerate(self.rest, len(self.plain)):
+            if each.group.beam is None and i not in skipped:
+                sampled += each.sampled
+        return sampled
+
+    def samples(self) -> Samples:
+        """Return the tokens to sample, but for those of beams."""
+        plain, count = self.plain, len(self.plain)
+        rest: list[tuple[SequenceGroup, Sequence, int]] = []  # with its row
+        drafts: dict[int, Tokens[int]] = {}
+        for row, each in enumerate(self.rest, count):
+            if each.group.beam is None:
+                rest += [(each.group, sequence, row) for sequence in each.sampled]
+                for length in range(1, len(each.draft) + 1):
+                    drafts[count + len(rest)] = each.draft[:length]
+                    rest.append((each.group, each.sequence, row))
+        requests = [group.request for group, _, _ in rest]
+        sequences = [sequence for _, sequence, _ in rest]
+        positions = [s.num_tokens + len(drafts.get(i, ())) for i, s in enumerate(sequences, count)]
+        columns = list(zip(requests, sequences, positions, strict=True))
+        return Samples(
+            [*plain.groups, *(group for group, _, _ in rest)],
+            [*plain.sequences, *sequences],
+            _joined(plain.starts + 1, positions),
+            _joined(plain.limits, [s.num_prompt + r.max_tokens - 1 for r, s, _ in columns]),
+            _joined(plain.numbers, [r.number_of(s.index) for r, s, _ in columns]),
+            _joined(plain.sessions, [r.session for r in requests]),
+            _joined(plain.greedy, [_takes_greatest(*each) for each in columns]),
+            _joined(np.arange(count), [row for _, _, row in rest]),
+            drafts,
+        )
+
+    @property
+    def beams(self) -> list[tuple[int, ScheduledSequence]]:
+        """Beams that reach their last token, with their indices."""
+        rest = enumerate(self.rest, len(self.plain))
+        return [(i, each) for i, each in rest if each.group.beam is not None and each.sampled]
+
+    @property
+    def scored(self) -> list[tuple[int, ScheduledSequence]]:
+        """Sequences with prompt log-probabilities to compute, with their indices."""
+        return [(i, each) for i, each in enumerate(self.rest, len(self.plain)) if each.scored]
 
     @property
     def num_sequences(self) -> int:
-        """How many sequences it computes tokens of."""
-        return len(self.steady) + len(self.ruled)
+        """Number of sequences of which it computes tokens."""
+        return len(self.plain) + len(self.rest)
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to compute."""
-        return len(self.steady) + sum(each.end - each.start for each in self.ruled)
+        """Number of tokens to compute."""
+        return len(self.plain) + sum(each.end - each.start for each in self.rest)
 
     @property
     def num_drafted(self) -> int:
-        """Tokens to compute that are drafted."""
-        return sum(len(scheduled.draft) for scheduled in self.ruled)
+        """Number of tokens to compute that are drafted."""
+        return sum(len(each.draft) for each in self.rest)
 
     @property
     def can_overlap(self) -> bool:
@@ -105,54 +243,70 @@ class Batch:
         the next step out. If they are most of the sequences, a step without them would compute too
         little, so it waits for them.
         """
-        if any(scheduled.draft for scheduled in self.ruled):
+        if any(each.draft for each in self.rest):
             return False
-        beams = sum(s.group.beam is not None and bool(s.sampled) for s in self.ruled)
+        beams = sum(each.group.beam is not None and bool(each.sampled) for each in self.rest)
         return beams <= MAX_BEAM_SHARE * self.num_sequences
 
     @property
-    def constrained(self) -> bool:
-        """Whether a constraint says which tokens may be sampled."""
-        return any(s.group.request.constraint is not None for s in self.ruled if s.sampled)
+    def constrained(self) -> list[SequenceGroup]:
+        """Groups whose tokens are sampled, as far as a constraint allows them."""
+        constrained = (
+            each.group
+            for each in self.rest
+            if each.sampled and each.group.request.constraint is not None
+        )
+        return list(dict.fromkeys(constrained))
+
+    @property
+    def late(self) -> set[int]:
+        """Ids of the sequences whose masks are not ready."""
+        sequences = (each.sequence for each in self.rest)
+        return {s.id for s in sequences if s.matcher is not None and not s.matcher.ready}
 
     def __bool__(self) -> bool:
-        return bool(self.steady or self.ruled) or bool(self.transfers)
+        return bool(self.plain or self.rest) or bool(self.transfers)
 
 
-class SampledToken(NamedTuple):
-    """A token sampled for a sequence.
-
-    Attributes:
-        group: the sequence's group.
-        sequence: the sequence.
-        token_id: the token.
-        logprob: where asked for.
-    """
-
-    group: SequenceGroup
-    sequence: Sequence
-    token_id: int
-    logprob: TokenLogprob | None = None
+def _takes_greatest(request: Request, sequence: Sequence, position: int) -> bool:
+    """Return whether a token is the most likely one that is allowed."""
+    # Before `min_tokens` stop tokens are masked, by the constraint's own mask if there is one.
+    long_enough = position - sequence.num_prompt >= request.min_tokens
+    return request.takes_greatest and (long_enough or sequence.matcher is not None)
 
 
-Continuations = list[tuple[int, float]]
-"""A beam's most likely next tokens with their log-probabilities."""
+def _joined(plain: np.ndarray, rest: Tokens[int]) -> np.ndarray:
+    """Return a column of plain decodes and of the rest."""
+    return np.concatenate([plain, np.array(rest, plain.dtype)]) if rest else plain
 
 
 @dataclass(slots=True)
-class SamplerOutput:
+class StepOutput:
     """The output of one step.
 
     Attributes:
-        steady: the sampled tokens of `Batch.steady`, by columns.
-        tokens: those of `Batch.ruled`.
-        continuations: of each beam that has reached its last token, by sequence id.
-        prompt_logprobs: of scheduled sequences that asked for them, by index in the batch.
-        searches: the beam searches that it ends.
+        samples: The sequences that got tokens.
+        token_ids: The sampled tokens, one for each of `samples`.
+        logprobs: Log-probabilities of tokens, by index, for those that asked for them.
+        ends: Indices of the tokens that end their output, rising.
+        continuations: Most likely next tokens of each beam that has reached its last token, by
+            sequence id.
+        prompt_logprobs: Log-probabilities of prompts' tokens, each list with its group.
+        searches: The beam searches that the step ends.
     """
 
-    steady: DecodedTokens = field(default_factory=DecodedTokens)
-    tokens: list[SampledToken] = field(default_factory=list)
+    samples: Samples = field(default_factory=Samples)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
     continuations: dict[int, Continuations] = field(default_factory=dict)
-    prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprob]]] = field(default_factory=list)
     searches: list[SequenceGroup] = field(default_factory=list)
+
+    def keep(self, kept: list[int]) -> None:
+        """Drop all tokens but some."""
+        self.samples = self.samples.select(kept)
+        self.token_ids = [self.token_ids[i] for i in kept]
+        self.logprobs = {
+            new: self.logprobs[old] for new, old in enumerate(kept) if old in self.logprobs
+        }

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.scheduling.batch import Batch, SampledToken
+from octavo.engine.scheduling.batch import Batch, StepOutput
 from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.speculation.guess import NO_GUESS, Guess
@@ -158,32 +158,25 @@ def waits_to_draft(speculation: Speculation, batch: Batch) -> bool:
     Then the next step is not scheduled before they are known.
     """
     sampled = chain(
-        batch.steady.sequences,
-        *(scheduled.sampled for scheduled in batch.ruled if may_draft(scheduled.group)),
+        batch.plain.sequences,
+        *(scheduled.sampled for scheduled in batch.rest if may_draft(scheduled.group)),
     )
     return speculation.begin_step(batch.num_sequences) and any(
         speculation.wants(sequence.drafting) for sequence in sampled
     )
 
 
-def accept(batch: Batch, tokens: list[SampledToken]) -> list[SampledToken]:
-    """Return a step's sampled tokens up to the first of each sequence that its draft has not.
+def rejected(output: StepOutput) -> set[int]:
+    """Return the indices of sampled tokens that follow a wrong drafted one, or an output's end.
 
-    What follows that one was computed from a wrong token.
-
-    Args:
-        batch: the step.
-        tokens: of each ruled sequence in order, one more than it has drafted tokens.
+    They were computed from tokens that are not the output's. A drafted token is right if it is the
+    one that was sampled in its place.
     """
-    drafts = {s.sequence.id: iter(s.draft) for s in batch.ruled if s.draft}
-    if not drafts:
-        return tokens
-    accepted, rejected = list[SampledToken](), set[int]()
-    for sampled in tokens:
-        id_ = sampled.sequence.id
-        if id_ in rejected:
-            continue
-        accepted.append(sampled)
-        if next(drafts.get(id_, iter(())), None) != sampled.token_id:
-            rejected.add(id_)
-    return accepted
+    samples, token_ids = output.samples, output.token_ids
+    wrong = set[int]()
+    for i, draft in samples.drafts.items():
+        right = token_ids[i - len(draft) : i] == list(draft)
+        stopping = samples.groups[i].request.stopping
+        if not right or samples.positions[i] > samples.limits[i] or stopping.intersection(draft):
+            wrong.add(i)
+    return wrong

@@ -83,8 +83,8 @@ class Request:
         first_number: the session's number of output 0, the others follow; 0: they have none.
         takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
         stopping: tokens that end an output.
-        ruled: whether each step must look at its outputs one by one: for penalties,
-            log-probabilities, a constraint, beams or several outputs.
+        plain: Whether its decodes may be plain: one output, without penalties, log-probabilities,
+            a constraint or beams.
     """
 
     session: int
@@ -108,16 +108,16 @@ class Request:
     first_number: int = 0
     takes_greatest: bool = field(init=False, repr=False, compare=False)
     stopping: frozenset[int] = field(init=False, repr=False, compare=False)
-    ruled: bool = field(init=False, repr=False, compare=False)
+    plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "takes_greatest", self.sampling.takes_greatest)
         object.__setattr__(self, "stopping", self.eos_token_ids | self.stop_token_ids)
-        object.__setattr__(self, "ruled", self._ruled())
+        object.__setattr__(self, "plain", self._plain())
 
-    def _ruled(self) -> bool:
+    def _plain(self) -> bool:
         sampling = self.sampling
-        return (
+        return not (
             sampling.n > 1
             or sampling.penalised
             or sampling.logprobs is not None
@@ -125,6 +125,10 @@ class Request:
             or self.beam is not None
             or self.constraint is not None
         )
+
+    def number_of(self, index: int) -> int:
+        """Return the session's number of an output; 0 if it has none."""
+        return self.first_number + index if self.first_number else 0
 
     @property
     def end_rule(self) -> EndRule:

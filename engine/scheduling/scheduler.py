@@ -5,36 +5,14 @@ chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
 preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 """
 
-import itertools
-from bisect import insort
-from collections.abc import Collection, Iterator
-from dataclasses import replace
-from operator import attrgetter
-
-import numpy as np
-
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
-from octavo.engine.scheduling.batch import Batch, SamplerOutput, ScheduledSequence
-from octavo.engine.scheduling.counters import Counters
-from octavo.engine.scheduling.drafting import (
-    DraftModel,
-    Drafts,
-    accept,
-    make_drafts,
-    waits_to_draft,
-)
-from octavo.engine.scheduling.fork_beams import advance_search
+from octavo.engine.scheduling.batch import Batch, ScheduledSequence
+from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
 from octavo.engine.scheduling.preemption import choose_victim, preempt, with_blocks
-from octavo.engine.scheduling.request import FinishReason
-from octavo.engine.scheduling.sequence import (
-    PLACEHOLDER,
-    GroupEvent,
-    GroupState,
-    Sequence,
-    SequenceGroup,
-)
-from octavo.engine.scheduling.steady import DecodedTokens, SteadySequences
+from octavo.engine.scheduling.progress import Progress
+from octavo.engine.scheduling.queues import ORDER, insert
+from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.speculation import Speculation
 
@@ -47,16 +25,12 @@ WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not preempt it again at once."""
 
-_ORDER = attrgetter("order")
-_BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
 
+class Scheduler(Progress):
+    """The rules by which groups move from queue to queue, and which tokens a step computes.
 
-class Scheduler:
-    """Three queues of sequence groups - waiting, running, swapped - and the rules between them.
-
-    Each queue is sorted by `SequenceGroup.order`. A step serves running groups first, then
-    swaps groups in, then admits waiting ones. When blocks run out, `preemption` chooses the
-    running group that gives up its blocks.
+    A step serves running groups first, then swaps groups in, then admits waiting ones. When blocks
+    run out, `preemption` chooses the running group that gives up its blocks.
     """
 
     def __init__(
@@ -71,49 +45,14 @@ class Scheduler:
         speculation: Speculation | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        self.cache = cache
-        self.speculation = speculation
-        self.draft_model = draft_model
+        super().__init__(cache, speculation, draft_model)
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_tokens = max_scored_tokens
         self.adapter_limit = adapter_limit
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
-        self.counters = Counters()
-        self.waiting: list[SequenceGroup] = []
-        self.running: list[SequenceGroup] = []
-        self.swapped: list[SequenceGroup] = []
-        self._steady = SteadySequences(layers.block_size for layers in cache.groups)
-        self._fork_ids = itertools.count(-1, -1)  # submitted sequences count from 0 up
         self._watermark = int(WATERMARK * cache.device.num_blocks)
-
-    def submit(self, group: SequenceGroup) -> None:
-        """Queue a new group."""
-        _insert(self.waiting, group)
-
-    @property
-    def idle(self) -> bool:
-        """Whether no group is left."""
-        return not (self.running or self.swapped or self.waiting)
-
-    @property
-    def can_recompute(self) -> bool:
-        """Whether a token may be computed again: a state would count it twice."""
-        return not any(layers.state_blocks for layers in self.cache.groups)
-
-    @property
-    def waits_for_masks(self) -> bool:
-        """Whether a group cannot be scheduled before a mask of its constraint is ready."""
-        return not all(group.ready for group in self.groups())
-
-    def groups(self) -> Iterator[SequenceGroup]:
-        """Yield every group that is not finished."""
-        yield from self.running
-        yield from self.swapped
-        yield from self.waiting
-
-    # One step.
 
     def schedule(self) -> Batch:
         """Choose what the next step computes, and allocate the blocks for it."""
@@ -126,117 +65,6 @@ class Scheduler:
                 self._admit_waiting(batch)
         batch.transfers = self.cache.take_transfers()
         return batch
-
-    def advance(self, batch: Batch, left_out: Collection[int] = ()) -> None:
-        """Count what a launched step computes as computed, with placeholders for its tokens.
-
-        So the next step can be scheduled before these tokens are known: the device works on
-        the blocks in the order in which steps are launched.
-
-        Args:
-            batch: the step.
-            left_out: ids of sequences whose mask was late. They get no token, so their last one
-                is computed again: the same K and V in the same place.
-        """
-        size, steady = self.cache.block_size, batch.steady
-        if not steady.all_running:
-            running = [group.state is not GroupState.FINISHED for group in steady.groups]
-            steady = steady.rows(np.flatnonzero(running).tolist())
-        for sequence in steady.sequences:
-            sequence.num_computed += 1
-            sequence.token_ids.append(PLACEHOLDER)
-            sequence.num_placeholders += 1
-        for i in np.flatnonzero((steady.starts + 1) % size == 0):
-            self._publish_prefix(steady.sequences[i])
-        for scheduled in batch.ruled:
-            group, sequence, start, end, _, sampled, draft = scheduled
-            group.num_scored += len(scheduled.scored)  # late masks or not
-            end -= len(draft)  # of which `update` counts what was right
-            ended = sequence.finish_reason is not None or group.state is GroupState.FINISHED
-            if ended or sequence.id in left_out:
-                continue
-            sequence.num_computed = end
-            if end // size > start // size:
-                self._publish_prefix(sequence)
-            if end == sequence.num_prompt:
-                self._fork_siblings(scheduled)
-            if group.beam is None:
-                for each in sampled:
-                    each.append_placeholder()
-
-    def update(self, batch: Batch, output: SamplerOutput) -> None:
-        """Fill a step's sampled tokens in, and finish the sequences that they complete.
-
-        A finished sequence has its finish reason set and its blocks freed. Tokens of sequences
-        that ended after the step was launched are taken out of the output.
-        """
-        output.steady = self._update_steady(output.steady.of_running())
-        for i, logprobs in output.prompt_logprobs.items():
-            batch.ruled[i].group.prompt_logprobs.extend(logprobs)
-        self._advance_searches(batch, output)
-        used = []
-        for sampled in accept(batch, output.tokens):
-            group, sequence, token_id, _ = sampled
-            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
-                continue
-            used.append(sampled)
-            left = sequence.num_placeholders
-            if not left:  # the token before it was drafted, and right
-                sequence.append_placeholder()
-                left = 1
-                sequence.num_computed += 1
-                if sequence.num_computed % self.cache.block_size == 0:
-                    self._publish_prefix(sequence)
-            sequence.token_ids[-left] = token_id
-            sequence.num_placeholders = left - 1
-            known = len(sequence.token_ids) - left + 1
-            reason = group.request.finish_reason(token_id, known - sequence.num_prompt)
-            if reason is not None:
-                self.finish(group, sequence, reason)
-            elif sequence.num_computed >= known:  # the next step is launched already
-                self._publish_late(group, sequence)
-        output.tokens = used
-        if self.speculation is not None:
-            self._end_drafts(batch, self.speculation)
-
-    def _update_steady(self, decoded: DecodedTokens) -> DecodedTokens:
-        decodes, stopped = decoded.decodes, list[int]()
-        for i, (group, sequence, token_id) in enumerate(decoded):
-            left = sequence.num_placeholders
-            sequence.token_ids[-left] = token_id
-            sequence.num_placeholders = left - 1
-            if token_id in group.request.stopping:
-                stopped.append(i)
-        for i in np.flatnonzero((decodes.starts + 2) % self.cache.block_size == 0).tolist():
-            sequence = decodes.sequences[i]
-            if sequence.num_computed >= sequence.num_known:  # the next step is launched already
-                self._publish_late(decodes.groups[i], sequence)
-        lasts = np.flatnonzero(decodes.starts + 1 >= decodes.limits).tolist()
-        ends = sorted({*stopped, *lasts})
-        for i in ends:
-            group, sequence = decodes.groups[i], decodes.sequences[i]
-            reason = group.request.finish_reason(decoded.token_ids[i], sequence.num_known_output)
-            assert reason is not None
-            self.finish(group, sequence, reason)
-        return replace(decoded, ends=ends)
-
-    def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
-        """Count the drafted tokens that were right; roll the others back."""
-        for group, sequence, start, end, _, _, draft in batch.ruled:
-            if not draft:
-                continue
-            # A token was sampled behind the last right one; none if the output was aborted.
-            accepted = max(0, sequence.num_known - start - 2)
-            sequence.drafted_tokens += len(draft)
-            sequence.accepted_tokens += accepted
-            self.counters.drafted_tokens += len(draft)
-            self.counters.accepted_tokens += accepted
-            if sequence.drafting is not None:
-                speculation.end_draft(sequence.drafting, len(draft), accepted)
-            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
-                continue  # its blocks are free
-            if sequence.num_computed < end:
-                self.cache.roll_back(sequence.id, sequence.num_computed)
 
     def observe_step(self, batch: Batch, seconds: float) -> None:
         """Take note of how long a step took, for what decides by that."""
@@ -253,71 +81,6 @@ class Scheduler:
         """Return whether tokens are to be drafted once those of a launched step are known."""
         return self.speculation is not None and waits_to_draft(self.speculation, batch)
 
-    def _advance_searches(self, batch: Batch, output: SamplerOutput) -> None:
-        """Take the beam searches further whose beams have all reached their last token."""
-        found = output.continuations
-        for group in dict.fromkeys(s.group for s in batch.ruled if s.group.beam):
-            if group.state is GroupState.FINISHED:  # after the step was launched
-                for beam in group.sequences:
-                    found.pop(beam.id, None)
-            elif all(beam.id in found for beam in group.live) and not advance_search(
-                group, found, self.cache, self._fork_ids
-            ):
-                self.remove(group)
-                output.searches.append(group)
-
-    def _publish_prefix(self, sequence: Sequence) -> None:
-        known = min(sequence.num_computed, sequence.num_known)
-        self.cache.publish(sequence.id, sequence.token_ids, known)
-
-    def _publish_late(self, group: SequenceGroup, sequence: Sequence) -> None:
-        """Publish a block whose last token was a placeholder when it was computed."""
-        if group.state is GroupState.RUNNING and self.cache.holds(sequence.id):
-            self._publish_prefix(sequence)
-
-    # Ends.
-
-    def finish(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
-        """End one output and free its blocks; the last output ends the group."""
-        sequence.finish_reason = reason
-        sequence.drop_placeholders()
-        if self.speculation is not None and sequence.drafting is not None:
-            self.speculation.end(sequence.drafting, sequence.token_ids)
-            sequence.drafting = None
-        self._forget_draft(sequence)
-        if self.cache.holds(sequence.id):
-            self.cache.free(sequence.id)
-        if not group.live:
-            self.remove(group)
-        elif group.state in _BEGUN and not with_blocks(group, self.cache):
-            self._leave_queue(group)  # the lead ended before its siblings shared the prompt
-            group.state = GroupState.WAITING
-            _insert(self.waiting, group)
-
-    def remove(self, group: SequenceGroup) -> None:
-        """Remove a group from its queue, and free all its blocks."""
-        self._steady.remove(group)
-        for sequence in group.sequences:
-            sequence.drop_placeholders()
-            self._forget_draft(sequence)
-            if self.cache.holds(sequence.id):
-                self.cache.free(sequence.id)
-        self._leave_queue(group)
-        group.state = GroupState.FINISHED
-
-    def _forget_draft(self, sequence: Sequence) -> None:
-        if self.draft_model is not None:
-            self.draft_model.forget(sequence.id)
-
-    def _leave_queue(self, group: SequenceGroup) -> None:
-        queues = {
-            GroupState.WAITING: self.waiting,
-            GroupState.RUNNING: self.running,
-            GroupState.SWAPPED: self.swapped,
-        }
-        if group.state in queues:
-            queues[group.state].remove(group)
-
     # Running groups.
 
     def _schedule_running(self, batch: Batch) -> bool:
@@ -330,15 +93,15 @@ class Scheduler:
         Returns:
             Whether a group was preempted.
         """
-        begins_block = self._steady.begin_step()
-        ruled = [group for group in self.running if group.steady_row is None]
+        begins_block = self._decodes.begin_step()
+        others = [group for group in self.running if group.decode_row is None]
         counts = {
             group: [(decoder, 1)]
             if (decoder := group.decoder) is not None
             else self._count_tokens(group)
-            for group in ruled
+            for group in others
         }
-        decodes = len(self._steady)
+        decodes = len(self._decodes)
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
         drafts: Drafts = {}
@@ -353,20 +116,20 @@ class Scheduler:
             )
             budget -= sum(map(len, drafts.values()))
             for group in self.running if drafts else ():
-                if group.steady_row is not None and group.sequences[0].id in drafts:
-                    self._steady.remove(group)
+                if group.decode_row is not None and group.sequences[0].id in drafts:
+                    self._decodes.remove(group)
                     counts[group] = [(group.sequences[0], 1)]
             if drafts:
-                ruled = [group for group in self.running if group.steady_row is None]
-                begins_block = [group for group in begins_block if group.steady_row is not None]
+                others = [group for group in self.running if group.decode_row is None]
+                begins_block = [group for group in begins_block if group.decode_row is not None]
         preempted = False
         most = self._most_blocks(counts, budget, drafts) if begins_block else 0
-        if not self._steady.begin_blocks(self.cache, begins_block, spare=most):
-            ruled = sorted([*ruled, *begins_block], key=_ORDER)
-        for group in ruled:
+        if not self._decodes.begin_blocks(self.cache, begins_block, spare=most):
+            others = sorted([*others, *begins_block], key=ORDER)
+        for group in others:
             while group.state is GroupState.RUNNING:
                 try:
-                    if group.steady_row is not None:
+                    if group.decode_row is not None:
                         self._begin_block(group)
                     else:
                         budget -= self._schedule_group(batch, group, counts[group], budget, drafts)
@@ -374,7 +137,7 @@ class Scheduler:
                 except OutOfBlocksError:
                     self._preempt(choose_victim(self.running))
                     preempted = True
-        batch.steady = self._steady.decodes()
+        batch.plain = self._decodes.next_step()
         return preempted
 
     def _most_blocks(
@@ -413,13 +176,12 @@ class Scheduler:
         elif (decoder := group.decoder) is not None:
             self._make_writable(decoder)
             table = self.cache.own_table(decoder.id)
-            ruled = group.request.ruled or decoder.matcher is not None
-            ruled |= decoder.num_output < group.request.min_tokens
-            if table is not None and not ruled:
-                self._steady.add(group, table)
+            plain = group.request.plain and decoder.matcher is None
+            if table is not None and plain and decoder.num_output >= group.request.min_tokens:
+                self._decodes.add(group, table)
                 return 0
             start, tables = decoder.num_computed, self.cache.table(decoder.id)
-            batch.ruled.append(
+            batch.rest.append(
                 ScheduledSequence(group, decoder, start, start + 1, tables, [decoder])
             )
             return 0
@@ -430,10 +192,10 @@ class Scheduler:
         return used
 
     def _begin_block(self, group: SequenceGroup) -> None:
-        """Allocate the block that the next token of a steady group needs."""
+        """Allocate the block that the next token of a plain decode needs."""
         (sequence,) = group.sequences
         self._make_writable(sequence)
-        self._steady.refresh(group, sequence.num_computed)
+        self._decodes.refresh(group, sequence.num_computed)
 
     def _make_writable(self, decoder: Sequence) -> None:
         """Allocate the slot of a sequence's last token; most tokens need no new block."""
@@ -457,9 +219,9 @@ class Scheduler:
 
     def _preempt(self, group: SequenceGroup) -> None:
         self.running.remove(group)
-        self._steady.remove(group)
+        self._decodes.remove(group)
         preempt(group, self.cache, self.policy, self.counters)
-        _insert(self.swapped if group.state is GroupState.SWAPPED else self.waiting, group)
+        insert(self.swapped if group.state is GroupState.SWAPPED else self.waiting, group)
 
     def _count_tokens(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
         """Return how many tokens each of a group's sequences could compute now; 1 is a decode.
@@ -515,23 +277,16 @@ class Scheduler:
             sequence = by_id[id_]
             sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
             tables, draft = self.cache.table(id_), drafts.get(id_, ()) if drafts else ()
-            batch.ruled.append(
+            batch.rest.append(
                 ScheduledSequence(group, sequence, start, end + len(draft), tables, sampled, draft)
             )
-
-    def _fork_siblings(self, lead: ScheduledSequence) -> None:
-        """Share the blocks of a lead that has computed the prompt with its siblings."""
-        for sibling in lead.group.live:
-            if not self.cache.holds(sibling.id):
-                self.cache.fork(lead.sequence.id, sibling.id, lead.end)
-                sibling.num_computed = lead.end
 
     # Swapped and waiting groups.
 
     def _room(self, batch: Batch) -> tuple[int, int]:
         """Return how many sequences and tokens the batch can still take."""
-        taken = len(self._steady)
-        taken += sum(group.num_slots for group in self.running if group.steady_row is None)
+        taken = len(self._decodes)
+        taken += sum(group.num_slots for group in self.running if group.decode_row is None)
         return self.max_num_seqs - taken, self.max_num_batched_tokens - batch.num_tokens
 
     def _fits(self, blocks: int, slack: int) -> bool:
@@ -594,7 +349,7 @@ class Scheduler:
         decodes = sum(count == 1 for _, count in counts)
         spans, _ = self._next_spans(counts, budget - decodes)
         self.cache.extend(spans)
-        _insert(self.running, group)
+        insert(self.running, group)
         self._add(batch, group, spans)
 
     def _next_spans(
@@ -617,7 +372,3 @@ class Scheduler:
 def _first_ready(queue: list[SequenceGroup]) -> SequenceGroup | None:
     """Return the first group of a queue that does not wait for a mask."""
     return next((group for group in queue if group.ready), None)
-
-
-def _insert(queue: list[SequenceGroup], group: SequenceGroup) -> None:
-    insort(queue, group, key=_ORDER)

@@ -1,6 +1,7 @@
 """Sequences, and the groups in which they are scheduled together."""
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
@@ -135,7 +136,7 @@ class SequenceGroup:
         num_scored: how many of these are known, or will be when the launched steps are computed.
         beam: the beam search whose running beams the sequences are, or None.
         history: its events with their times, in `time.monotonic()` seconds.
-        steady_row: its place in `SteadySequences`; None if it has none.
+        decode_row: Its row in `KeptDecodes`; None if it has none.
     """
 
     request: Request
@@ -149,7 +150,7 @@ class SequenceGroup:
     num_scored: int = 0
     beam: BeamState | None = None
     history: list[tuple[GroupEvent, float]] = field(default_factory=list)
-    steady_row: int | None = None
+    decode_row: int | None = None
     _tie: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -224,3 +225,23 @@ class SequenceGroup:
         """Whether a launched step computes what the group cannot go on without."""
         placeholders = any(sequence.num_placeholders for sequence in self.sequences)
         return placeholders or self.num_scored > len(self.prompt_logprobs)
+
+
+def new_group(request: Request, ids: Iterator[int]) -> SequenceGroup:
+    """Return a request's group, with the tokens that another engine sampled for its outputs.
+
+    Args:
+        request: The request.
+        ids: Yields ids for its sequences.
+    """
+    sequences = []
+    for index in range(1 if request.beam else request.sampling.n):
+        tokens, reason = list(request.prompt), None
+        if (resumed := request.resume.get(index)) is not None:
+            tokens += resumed.token_ids
+            reason = FinishReason.ABORTED if resumed.finished else None
+        sequences.append(
+            Sequence(next(ids), index, tokens, len(request.prompt), finish_reason=reason)
+        )
+    beam = BeamState(request.beam) if request.beam else None
+    return SequenceGroup(request, sequences, beam=beam)

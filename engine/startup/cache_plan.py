@@ -194,8 +194,8 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
         group = SequenceGroup(request, [sequence])
         counts = layout.sequence_blocks(size)
         tables = [list(range(first, first := first + count)) for count in counts]
-        sampled = [sequence] * seqs if not batch else []
-        batch.ruled.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
+        sampled = [Sequence(0, 0, [0] * size, size)] * seqs if not batch else []
+        batch.rest.append(ScheduledSequence(group, sequence, 0, size, tables, sampled))
     return batch
 
 

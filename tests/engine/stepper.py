@@ -2,18 +2,38 @@
 
 import itertools
 import time
-from itertools import starmap
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.running.executor import LaunchedModel
-from octavo.engine.scheduling.batch import SampledToken
+from octavo.engine.scheduling.batch import ScheduledSequence
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.engine.startup.build import Parts
+
+
+class Sampled(NamedTuple):
+    """A sampled token."""
+
+    group: SequenceGroup
+    sequence: Sequence
+    token_id: int
+    logprob: TokenLogprob | None
+
+
+def parts_of(batch):
+    """Return the scheduled sequences of a batch one by one, those of plain decodes too."""
+    plain = batch.plain
+    tables = zip(*(table.tolist() for table in plain.tables), strict=True)
+    columns = zip(plain.groups, plain.sequences, plain.starts.tolist(), tables, strict=True)
+    return [
+        ScheduledSequence(group, sequence, start, start + 1, list(blocks), [sequence])
+        for group, sequence, start, blocks in columns
+    ] + batch.rest
 
 
 class StandIn:
@@ -24,12 +44,10 @@ class StandIn:
 
     def launch(self, batch, inputs, late):
         assert not late, "no request has a constraint"
-        self._computed = self.compute(batch, inputs)
-        return LaunchedModel(batch, inputs)
+        return self.compute(batch, inputs)
 
-    def sample(self, launched, left_out):
+    def sample(self, step, left_out):
         assert not left_out, "no request has a constraint"
-        return self._computed
 
     def take_copy_times(self):
         return []
@@ -105,7 +123,9 @@ class Stepper:
         """Compute a step; without async scheduling, return its batch."""
         output = self.core.step()
         if output is not None:
-            self.sampled += [*starmap(SampledToken, output.steady), *output.tokens]
+            samples, logprobs = output.samples, output.logprobs
+            columns = zip(samples.groups, samples.sequences, output.token_ids, strict=True)
+            self.sampled += [Sampled(*each, logprobs.get(i)) for i, each in enumerate(columns)]
         self.cache.check()
         return self.batches[-1]
 
@@ -139,4 +159,4 @@ def record_batches(scheduler):
 def submit(core, request):
     """Submit a request to a core that runs in this thread; return its group."""
     core.requests.submit(request)
-    return core.requests.find(request.session, request.request_id)
+    return core.requests.groups[request.session, request.request_id]

@@ -29,7 +29,7 @@ ABORTED = {3, 10}
 def launched(stepper):
     """The groups of the step that is not collected yet."""
     pending = stepper.core.steps.pending
-    return {} if pending is None else dict.fromkeys(part.group for part in pending.batch.sequences)
+    return {} if pending is None else dict.fromkeys(pending.batch.groups)
 
 
 def preempt_while_steps_run(stepper):
@@ -169,7 +169,7 @@ def test_after_a_step_that_failed_nothing_is_left_half_scored(tiny_model, expect
         with pytest.raises(StepError) as raised:
             stepper.core.step()
     # A new error has no traceback, which would take seconds to print with all locals.
-    stepper.core._fail_step(StepError(raised.value.batch))
+    stepper.core.steps.fail(StepError(raised.value.batch))
     assert all(group.state is GroupState.FINISHED for group in (*plain, scored))
     stepper.run()
     assert outcome(search)[0] == expected[0][0]
@@ -200,11 +200,7 @@ def test_a_search_that_ends_while_its_step_runs_is_dropped(tiny_model, how):
 
 def steps_of(stepper, group):
     """The numbers of the steps that compute tokens of a group."""
-    return [
-        number
-        for number, batch in enumerate(stepper.batches)
-        if any(part.group is group for part in batch.sequences)
-    ]
+    return [number for number, batch in enumerate(stepper.batches) if group in batch.groups]
 
 
 def assert_overlapped(seen, numbers):

@@ -6,7 +6,7 @@ from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.request import BeamSearch, FinishReason
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
-from tests.engine.stepper import Stepper
+from tests.engine.stepper import Stepper, parts_of
 
 WAYS = (
     {},
@@ -68,7 +68,7 @@ def test_outputs_are_the_same(tiny_model, settings):
     overlapped = engine(tiny_model, async_scheduling=True, **settings)
     assert outputs(overlapped, WAYS) == expected
     sampled = [
-        sum(len(scheduled.sampled) for batch in e.batches for scheduled in batch.sequences)
+        sum(len(scheduled.sampled) for batch in e.batches for scheduled in parts_of(batch))
         for e in (one_by_one, overlapped)
     ]
     assert sampled[1] > sampled[0], "no token was dropped"

@@ -248,7 +248,7 @@ def test_each_of_several_deadlines_counts(running, monkeypatch):
     ):
         monkeypatch.setattr(time, "monotonic", lambda later=later: now + later)
         core.requests.expire()
-        assert [name for _, name in core.requests._groups] == left
+        assert [name for _, name in core.requests.groups] == left
     monkeypatch.undo()
     assert engine.outcome("deadline_exceeded") == 2
     engine.thread.start()

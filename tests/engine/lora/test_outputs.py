@@ -64,7 +64,7 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
     engine.run()
     counters = engine.scheduler.counters
     assert counters.preemptions_swap + counters.preemptions_recompute > 5
-    assert max(len({s.group.request.adapter for s in b.sequences}) for b in engine.batches) > 4
+    assert max(len({group.request.adapter for group in b.groups}) for b in engine.batches) > 4
     for name, group in groups:
         assert own_tokens(group) == expected(name, group.request.prompt, 10), name
 

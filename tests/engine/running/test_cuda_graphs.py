@@ -22,7 +22,7 @@ from octavo.kernels.metadata import AttentionPlan
 from tests.engine.oracle import Oracle
 from tests.engine.running.conftest import LONGEST
 from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
-from tests.engine.stepper import Stepper
+from tests.engine.stepper import Stepper, parts_of
 from tests.plain import shape
 
 SIZES = [
@@ -122,11 +122,11 @@ def test_drafts_that_are_verified_by_a_replay_are_as_others(model, request):
     verified = [
         batch
         for batch in engine.batches
-        if batch.num_drafted and all(s.end - s.start == len(s.draft) + 1 for s in batch.sequences)
+        if batch.num_drafted and all(s.end - s.start == len(s.draft) + 1 for s in parts_of(batch))
     ]
-    drafts = {len(scheduled.draft) for batch in verified for scheduled in batch.sequences}
+    drafts = {len(scheduled.draft) for batch in verified for scheduled in parts_of(batch)}
     assert drafts == set(range(ROWS))
-    assert max(scheduled.end for batch in verified for scheduled in batch.ruled) == LONGEST - 1
+    assert max(batch.ends.max() for batch in verified) == LONGEST - 1
     counts = [batch.num_sequences for batch in verified]
     rooms = [next(size for size in (2, 4, 6) if size >= count) * ROWS for count in counts]
     assert [rows for rows in replayed if rows > 6] == rooms

@@ -29,7 +29,7 @@ from tests.engine.oracle import Oracle
 from tests.engine.random_model import TINY, save_random_model
 from tests.engine.running.conftest import LONGEST
 from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
-from tests.engine.stepper import Stepper
+from tests.engine.stepper import Stepper, parts_of
 
 
 @pytest.mark.parametrize("num_drafted", [0, 4])
@@ -94,7 +94,7 @@ def run(model, outputs=None, *, again=None):
 def kinds(batch):
     """Which kinds of work a batch has."""
     found = set()
-    for each in batch.sequences:
+    for each in parts_of(batch):
         several = each.end - each.start - len(each.draft) > 1
         found.add("chunk" if several else "draft" if each.draft else "decode")
     return frozenset(found)
@@ -109,7 +109,7 @@ def test_steps_that_are_replayed_are_as_others(model, drafted, request):
     engine, outputs = run(path, expected if drafted else None, again=again)
     assert outputs == expected
     assert [len(output) for output in outputs] == [*[LONGEST] * 8, 6]
-    assert max(scheduled.end for batch in engine.batches for scheduled in batch.sequences) == 63
+    assert max(batch.ends.max(initial=0) for batch in engine.batches) == 63
     batches = [batch for batch in engine.batches if batch.num_sequences]
     assert len(again.replayed) == len(batches) - 1  # but that with prompt log-probabilities
     mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode", *["draft"] * drafted})}

@@ -127,8 +127,7 @@ def run(engine):
     ]
     engine.run()
     mixed = [
-        {each.end - each.start == 1 for each in batch.sequences} == {True, False}
-        for batch in engine.batches
+        set((batch.ends - batch.starts == 1).tolist()) == {True, False} for batch in engine.batches
     ]
     assert any(mixed), "no step had both decodes and a chunk of a prompt"
     return [group.sequences[0].token_ids[group.sequences[0].num_prompt :] for group in groups]

@@ -1,6 +1,7 @@
 """The sampler draws from exactly the distribution that the contract names."""
 
 import itertools
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -21,8 +22,9 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling import sampler
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.sampling.sampler import SamplingRow
+from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
-from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.kernels.cpu.fallback_draws import CANDIDATES
 
 VOCAB = 2 * CANDIDATES
@@ -39,9 +41,23 @@ def sampling_row(output=(), *, index=0, min_tokens=0, eos=(), **params):
     return SamplingRow(SequenceGroup(request, [sequence]), sequence, 0)
 
 
+class Draw(NamedTuple):
+    """A sampled token."""
+
+    token_id: int
+    logprob: TokenLogprob | None
+
+
 def sample(logits, rows):
-    rows = [row._replace(row=i) for i, row in enumerate(rows)]
-    return sampler.sample(logits, rows).collect()[1]
+    whole = [
+        ScheduledSequence(row.group, row.sequence, 0, row.sequence.num_tokens, [], [row.sequence])
+        for row in rows
+    ]
+    samples = Batch(rest=whole).samples()
+    tokens, reports = sampler.sample(logits, samples, range(len(rows)))
+    places, report = reports or ([], None)
+    logprobs = dict(zip(places, report.logprobs() if report else [], strict=True))
+    return [Draw(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
 
 
 def logits_of(seed, vocab=VOCAB, scale=2.0):

@@ -11,13 +11,14 @@ from octavo.common.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.sampling.sampler import PendingContinuations, PendingTokens, SamplingRow
+from octavo.engine.sampling.reports import Continued
+from octavo.engine.sampling.sampler import SamplingRow
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.request import BeamSearch, FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
-from tests.engine.stepper import StandIn, make_core, record_batches, submit
+from tests.engine.stepper import StandIn, make_core, parts_of, record_batches, submit
 from tests.plain import budget
 
 BLOCK_SIZE = 4
@@ -81,14 +82,14 @@ class Memory:
         ):
             for a, b in pairs:
                 target[b] = list(source[a])
-        for part in batch.sequences:
+        for part in parts_of(batch):
             self.assert_holds(part, part.start, token_at)
-        for part in batch.sequences:
+        for part in parts_of(batch):
             for position in range(part.start, part.end):
                 block = part.tables[0][position // BLOCK_SIZE]
                 assert self.pool.references(block) == 1, "a shared block is written"
                 self.device[block][position % BLOCK_SIZE] = token_at(part.sequence, position)
-        for part in batch.sequences:
+        for part in parts_of(batch):
             self.assert_holds(part, part.end, token_at)
 
     def assert_holds(self, part, count, token_at):
@@ -117,15 +118,15 @@ class Machine(StandIn):
 
         if self.memory is not None:
             self.memory.execute(batch, token_at)
-        drawn = [SamplingRow(part.group, s, 0) for part in batch.ruled for s in part.sampled]
-        rows = [row for row in drawn if row.group.beam is None]
-        beams = [row for row in drawn if row.group.beam is not None]
-        sequences = [*batch.steady.sequences, *(row.sequence for row in rows)]
-        token_ids = torch.tensor(list(map(self.choose, sequences)), dtype=torch.int64)
-        scores = {i: [Scores(part.scored)] for i, part in enumerate(batch.ruled) if part.scored}
-        self.most_scored = max(self.most_scored, sum(len(part.scored) for part in batch.ruled))
-        tokens = PendingTokens(token_ids, rows, batch.steady)
-        return PendingStep(batch, tokens, continuations_of(beams) if beams else None, scores)
+        beams = [SamplingRow(part.group, s, 0) for _, part in batch.beams for s in part.sampled]
+        samples = batch.samples()
+        token_ids = torch.tensor(list(map(self.choose, samples.sequences)), dtype=torch.int64)
+        scores = [(part.group, [Scores(part.scored)]) for _, part in batch.scored]
+        self.most_scored = max(self.most_scored, sum(len(part.scored) for _, part in batch.scored))
+        step = PendingStep(batch)
+        continued = continuations_of(beams) if beams else None
+        step.set_tokens(samples, token_ids, continued=continued, scores=scores)
+        return step
 
 
 class Scores:
@@ -150,16 +151,17 @@ def continuations_of(beams):
         if first % 5 == 0 and row.group.request.stopping:
             token_ids[i, first % 3 % counts[i]] = 9
     falls = 0.1 + (token_ids[:, :1] % 4) / 10
-    return PendingContinuations(beams, counts, token_ids, -falls * (1 + torch.arange(most)))
+    return Continued(
+        [row.sequence.id for row in beams], counts, token_ids, -falls * (1 + torch.arange(most))
+    )
 
 
 def tokens_of(pending):
     """The token that a launched step samples for each sequence, by id."""
     if pending is None:
         return {}
-    tokens = pending.tokens
-    ids = [sequence.id for sequence in tokens.sequences]
-    return dict(zip(ids, tokens.token_ids.tolist(), strict=True))
+    ids = [sequence.id for sequence in pending.samples.sequences]
+    return dict(zip(ids, pending.token_ids.tolist(), strict=True))
 
 
 def core_of(engine, machine, *, async_scheduling):
@@ -347,7 +349,7 @@ def checked_step(engine, core, batches):
     assert len(batches) > number or output or engine.idle, "a step did nothing though work is left"
     for batch in batches[number:]:
         assert batch.num_tokens <= engine.max_num_batched_tokens
-        for part in batch.sequences:
+        for part in parts_of(batch):
             assert part.start < part.end <= len(part.tables[0]) * BLOCK_SIZE
             for sequence in part.sampled if part.group.beam is None else ():
                 known = before[id(part.group)][sequence.index]
@@ -364,7 +366,7 @@ def advances(search):
 
 
 def groups_of(batch):
-    return {part.group for part in batch.sequences}
+    return set(batch.groups)
 
 
 def test_decodes_come_first_and_prefill_takes_what_is_left():
@@ -372,9 +374,9 @@ def test_decodes_come_first_and_prefill_takes_what_is_left():
     engine.submit(group(0, range(4)))
     engine.submit(group(1, range(100, 140)))
     first = step(engine)
-    assert [(part.start, part.end) for part in first.sequences] == [(0, 4), (0, 12)]
+    assert [(part.start, part.end) for part in parts_of(first)] == [(0, 4), (0, 12)]
     second = step(engine)
-    assert [(part.start, part.end) for part in second.sequences] == [(4, 5), (12, 27)]
+    assert [(part.start, part.end) for part in parts_of(second)] == [(4, 5), (12, 27)]
 
 
 def test_scored_prompts_take_turns_and_keep_nobody_else_waiting():
@@ -382,9 +384,11 @@ def test_scored_prompts_take_turns_and_keep_nobody_else_waiting():
     for i in range(2):
         engine.submit(group(i, range(100 * i, 100 * i + 12), scored=True))
     engine.submit(group(2, range(500, 512)))
-    spans = [[(p.group.request.request_id, p.start, p.end) for p in step(engine).sequences]]
+    spans = [
+        [(part.group.request.request_id, part.start, part.end) for part in parts_of(step(engine))]
+        for _ in range(2)
+    ]
     assert spans[0] == [("0", 0, 8), ("2", 0, 12)]
-    spans.append([(p.group.request.request_id, p.start, p.end) for p in step(engine).sequences])
     assert sorted(spans[1]) == [("0", 8, 12), ("1", 0, 5), ("2", 12, 13)]
 
 

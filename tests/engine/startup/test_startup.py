@@ -17,6 +17,7 @@ from octavo.engine.startup.cache_plan import largest_batch
 from octavo.engine.startup.capacity import StartupError
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
+from tests.engine.stepper import parts_of
 from tests.plain import shape
 
 LAYOUT = plan_layout(shape(2, 2, 1, 32, 99, 8192), 16, torch.float32, torch.float32)
@@ -100,11 +101,11 @@ def test_a_budget_below_the_batch_is_refused(tiny_model):
 def test_the_largest_step_has_all_the_logits_that_a_step_may_have():
     batch = largest_batch(8192, 256, LAYOUT)
     assert batch.num_tokens == 8192
-    assert sum(len(each.scored) for each in batch.sequences) == MAX_SCORED_TOKENS
-    assert sum(len(each.sampled) for each in batch.sequences) == 256
-    assert sorted(block for each in batch.sequences for block in each.tables[0]) == list(range(512))
+    assert sum(len(each.scored) for each in parts_of(batch)) == MAX_SCORED_TOKENS
+    assert sum(len(each.sampled) for each in parts_of(batch)) == 256
+    assert sorted(block for each in parts_of(batch) for block in each.tables[0]) == list(range(512))
     small = largest_batch(100, 8, LAYOUT)
-    assert (small.num_tokens, len(small.sequences[0].scored)) == (100, 100)
+    assert (small.num_tokens, len(parts_of(small)[0].scored)) == (100, 100)
 
 
 @pytest.mark.parametrize("beyond", [False, True])

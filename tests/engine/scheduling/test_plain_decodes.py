@@ -11,16 +11,15 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.inputs import make_inputs
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.sampling.sampler import PendingTokens
 from octavo.engine.scheduling.batch import Batch
+from octavo.engine.scheduling.plain_decodes import PlainDecodes
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState
-from octavo.engine.scheduling.steady import Decodes
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.method import Method
 from octavo.engine.speculation.speculation import Speculation
-from tests.engine.stepper import StandIn, make_core, submit
+from tests.engine.stepper import StandIn, make_core, parts_of, submit
 from tests.plain import budget
 
 BLOCK_SIZE = 4
@@ -58,7 +57,7 @@ class Machine(StandIn):
     def __init__(self, cache, ends):
         self.cache = cache
         self.ends = ends
-        self.steady = 0
+        self.plain = 0
 
     def prepare(self, batch, previous):
         if not batch.num_sequences:
@@ -70,46 +69,46 @@ class Machine(StandIn):
         for name in ("laid", "query_starts", "query_lens", "seq_lens", "rows"):
             found, expected = (getattr(arrays, name) for arrays, _ in (kept, from_scratch))
             assert found.tolist() == expected.tolist(), name
+        for name in ("positions", "limits", "numbers", "sessions", "greedy", "rows"):
+            found, expected = (getattr(inputs.samples, name) for _, inputs in (kept, from_scratch))
+            assert found.tolist() == expected.tolist(), name
         for layers, *tables in zip(
             Layout.groups, kept[0].tables, from_scratch[0].tables, strict=True
         ):
             for end, found, expected in zip(kept[0].seq_lens, *tables, strict=True):
                 read = layers.blocks_for(int(end))
                 assert found[:read].tolist() == expected[:read].tolist()
-        self.steady += len(batch.steady)
+        self.plain += len(batch.plain)
         return kept[1]
 
     def from_scratch(self, batch):
         """The same step, with nothing kept: positions, tables and tokens by the sequences."""
-        ruled = [
+        plain = [
             part._replace(
                 start=part.sequence.num_computed,
                 end=part.sequence.num_computed + 1,
                 tables=self.cache.table(part.sequence.id),
             )
-            for part in batch.sequences[: len(batch.steady)]
+            for part in parts_of(batch)[: len(batch.plain)]
         ]
-        for part in ruled:
+        for part in plain:
             assert part.group.state is GroupState.RUNNING
             assert part.end == part.sequence.num_tokens
-        parts = [*ruled, *batch.ruled]
+        parts = [*plain, *batch.rest]
         assert len({part.sequence.id for part in parts}) == len(parts), "computed twice"
-        return Batch(Decodes(), parts, batch.transfers)
+        return Batch(PlainDecodes(), parts, batch.transfers)
 
     def compute(self, batch, inputs):
         if inputs is None:
             return PendingStep(batch)
-        sequences = [*batch.steady.sequences, *(row.sequence for row in inputs.sampled)]
-        places = [s.num_tokens for s in batch.steady.sequences]
-        places += [row.sequence.num_tokens + len(row.draft) for row in inputs.sampled]
+        samples = inputs.samples
         tokens = [
             EOS if (s.id + place) % self.ends == 0 else token_at(place) + (place % 11 == 0)
-            for s, place in zip(sequences, places, strict=True)
+            for s, place in zip(samples.sequences, samples.positions.tolist(), strict=True)
         ]
-        return PendingStep(
-            batch,
-            PendingTokens(torch.tensor(tokens, dtype=torch.int64), inputs.sampled, batch.steady),
-        )
+        step = PendingStep(batch)
+        step.set_tokens(samples, torch.tensor(tokens, dtype=torch.int64))
+        return step
 
 
 def no_plan(query_lens, seq_lens):
@@ -195,10 +194,10 @@ def test_steps_are_those_built_from_scratch(
         step()
     assert scheduler.idle, "requests are stuck"
     cache.check_idle()
-    assert len(scheduler._steady) == 0
-    assert all(group.steady_row is None for group in groups)
+    assert len(scheduler._decodes) == 0
+    assert all(group.decode_row is None for group in groups)
     counters = scheduler.counters
-    event(f"steady: {machine.steady > 0}")
+    event(f"plain: {machine.plain > 0}")
     event(f"preempted: {counters.preemptions_swap + counters.preemptions_recompute > 0}")
     event(f"drafts were right: {counters.accepted_tokens > 0}")
     event(f"drafts were wrong: {counters.accepted_tokens < counters.drafted_tokens}")

@@ -1,35 +1,35 @@
-"""Steady sequences: plain decodes, which are kept in arrays from step to step.
+"""Plain decodes, which are kept in arrays from step to step.
 
-A steady sequence is the only output of its request. Each step computes its last token and samples
-the next one. The scheduler looks at a single sequence only when it needs a new block or its output
-ends, so a step creates no Python object for the others.
+A plain decode is the only output of its request, and nothing but its last token is computed. The
+scheduler looks at a single one only when it needs a new block or its output ends, so a step
+creates no Python object for the others. That decides on a GPU, whose steps are as short as what the
+host does for them: `benchmarks/results/host_time.md` has the time of a step by its sequences.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from operator import attrgetter
 
 import numpy as np
 
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.kv_cache.block_table import BlockTable
-from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 
 
 @dataclass(frozen=True, slots=True)
-class Decodes:
-    """Decodes of one step: the last token of each of several sequences.
+class PlainDecodes:
+    """Plain decodes of one step: the last token of each of several sequences.
 
     Attributes:
-        groups: the sequences' groups.
-        sequences: the sequences.
-        starts: `[n]` int64, the position of each one's token.
-        limits: `[n]` int64, the position of the last token that each output may have.
-        numbers: `[n]` uint64, the first number of each one's request; 0: it has none.
-        sessions: `[n]` int64, the sessions of the requests.
+        groups: Group of each sequence.
+        sequences: The sequences.
+        starts: `[n]` int64, position of each one's token.
+        limits: `[n]` int64, position of the last token that each output may have.
+        numbers: `[n]` uint64, the session's number of each output; 0 if it has none.
+        sessions: `[n]` int64, session of each request.
         greedy: `[n]` bool, whether the most likely token is sampled.
-        tables: `[n, width]` int32 of each layer group: their block tables, padded with 0 to the
-            width of the longest one.
+        tables: `[n, width]` int32 for each layer group: block tables, padded with 0 to the width
+            of the longest one.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -44,71 +44,19 @@ class Decodes:
     def __len__(self) -> int:
         return len(self.sequences)
 
-    def rows(self, chosen: list[int]) -> "Decodes":
-        """Return the decodes of some rows."""
-        return Decodes(
-            [self.groups[i] for i in chosen],
-            [self.sequences[i] for i in chosen],
-            self.starts[chosen],
-            self.limits[chosen],
-            self.numbers[chosen],
-            self.sessions[chosen],
-            self.greedy[chosen],
-            [table[chosen] for table in self.tables],
-        )
 
-    @property
-    def takes_greatest(self) -> bool:
-        """Whether the most likely token is sampled for all of them."""
-        return bool(self.greedy.all())
-
-    @property
-    def all_running(self) -> bool:
-        """Whether none of the groups has finished."""
-        return GroupState.FINISHED not in map(attrgetter("state"), self.groups)
+NO_DECODES = PlainDecodes()
 
 
-NO_DECODES = Decodes()
+class KeptDecodes:
+    """The plain decodes among the running groups, in no particular order.
 
-
-@dataclass(frozen=True, slots=True)
-class DecodedTokens:
-    """The tokens that one step sampled for its decodes.
-
-    Attributes:
-        decodes: the decodes.
-        token_ids: one for each sequence.
-        ends: the rows of the sequences that these tokens complete.
-    """
-
-    decodes: Decodes = NO_DECODES
-    token_ids: list[int] = field(default_factory=list)
-    ends: list[int] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    def __iter__(self) -> Iterator[tuple[SequenceGroup, Sequence, int]]:
-        return zip(self.decodes.groups, self.decodes.sequences, self.token_ids, strict=True)
-
-    def of_running(self) -> "DecodedTokens":
-        """Return the tokens of the groups that have not finished."""
-        if self.decodes.all_running:
-            return self
-        groups = self.decodes.groups
-        kept = [i for i, group in enumerate(groups) if group.state is not GroupState.FINISHED]
-        return DecodedTokens(self.decodes.rows(kept), [self.token_ids[i] for i in kept])
-
-
-class SteadySequences:
-    """The steady sequences of the running groups, in no particular order.
-
-    A group's `steady_row` is its row here. Call `refresh` after its block table has grown. Call
+    A group's `decode_row` is its row here. Call `refresh` after its block table has grown. Call
     `remove` before its block table changes in another way, or before a step computes more than one
     of its tokens.
 
     Args:
-        block_sizes: tokens per block of each layer group.
+        block_sizes: Tokens per block of each layer group.
     """
 
     def __init__(self, block_sizes: Iterable[int]) -> None:
@@ -130,12 +78,12 @@ class SteadySequences:
         """Add a group whose only sequence has all tokens but the last one computed.
 
         Args:
-            group: the group; not one of these.
-            table: the sequence's block table, in which that token is writable.
+            group: The group; not one of these.
+            table: The sequence's block table, in which that token is writable.
         """
-        assert group.steady_row is None
+        assert group.decode_row is None
         (sequence,) = group.sequences
-        row = group.steady_row = len(self._groups)
+        row = group.decode_row = len(self._groups)
         self._groups.append(group)
         self._sequences.append(sequence)
         self._tables.append(table)
@@ -157,7 +105,7 @@ class SteadySequences:
 
     def refresh(self, group: SequenceGroup, position: int) -> None:
         """Copy a group's blocks, from the block of `position` to the last one."""
-        row = group.steady_row
+        row = group.decode_row
         assert row is not None
         for i, (own, size) in enumerate(
             zip(self._tables[row].groups, self._block_sizes, strict=True)
@@ -168,9 +116,9 @@ class SteadySequences:
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group if it is one of these."""
-        if group.steady_row is None:
+        if group.decode_row is None:
             return
-        row, last = group.steady_row, len(self._groups) - 1
+        row, last = group.decode_row, len(self._groups) - 1
         self._groups[row] = self._groups[last]
         self._sequences[row] = self._sequences[last]
         self._tables[row] = self._tables[last]
@@ -180,8 +128,8 @@ class SteadySequences:
         for column in (self._groups, self._sequences, self._tables):
             column.pop()
         if row < last:
-            self._groups[row].steady_row = row
-        group.steady_row = None
+            self._groups[row].decode_row = row
+        group.decode_row = None
 
     def begin_step(self) -> list[SequenceGroup]:
         """Remove the sequences whose last token is sampled already.
@@ -204,16 +152,16 @@ class SteadySequences:
         """Allocate the blocks that the next tokens of some groups need, if there are enough.
 
         Args:
-            cache: allocates them.
-            groups: of those that `begin_step` returned, each one of these still.
-            spare: how many blocks must be available after that.
+            cache: Allocates them.
+            groups: Some of those that `begin_step` returned, each one of these still.
+            spare: Number of blocks that must be available after that.
 
         Returns:
             Whether they are allocated; if not, nothing has changed.
         """
         if not groups:
             return True
-        rows = [group.steady_row for group in groups if group.steady_row is not None]
+        rows = [group.decode_row for group in groups if group.decode_row is not None]
         tables = [self._tables[row] for row in rows]
         if not cache.append_blocks(tables, self._starts[rows].tolist(), spare=spare):
             return False
@@ -224,7 +172,7 @@ class SteadySequences:
             blocks[rows, places] = lasts
         return True
 
-    def decodes(self) -> Decodes:
+    def next_step(self) -> PlainDecodes:
         """Return the next step's decodes, and count their tokens as computed."""
         count = len(self)
         starts = self._starts[:count].copy()
@@ -232,7 +180,7 @@ class SteadySequences:
         for table, end in zip(self._tables, self._starts[:count].tolist(), strict=True):
             table.num_tokens = table.computed = end
         most = int(starts.max()) if count else 0
-        return Decodes(
+        return PlainDecodes(
             list(self._groups),
             list(self._sequences),
             starts,

@@ -1,0 +1,164 @@
+"""What a step changes in its sequences: once it is launched, and once its tokens are known."""
+
+import itertools
+from collections.abc import Collection
+from operator import attrgetter
+
+import numpy as np
+
+from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.scheduling.batch import Batch, ScheduledSequence, StepOutput
+from octavo.engine.scheduling.drafting import DraftModel, rejected
+from octavo.engine.scheduling.fork_beams import advance_search
+from octavo.engine.scheduling.queues import Queues
+from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
+from octavo.engine.speculation.speculation import Speculation
+
+_STATE, _FINISH_REASON = attrgetter("state"), attrgetter("finish_reason")
+
+
+class Progress(Queues):
+    """Keeps the sequences of launched steps up to date.
+
+    A step changes its sequences twice, so that the next one can be scheduled in between:
+    `advance` counts its tokens as computed when it is launched, with placeholders for what it
+    samples, and `update` fills the sampled tokens in.
+    """
+
+    def __init__(
+        self,
+        cache: KVCacheManager,
+        speculation: Speculation | None,
+        draft_model: DraftModel | None,
+    ) -> None:
+        super().__init__(cache, speculation, draft_model)
+        self._fork_ids = itertools.count(-1, -1)  # submitted sequences count from 0 up
+
+    def advance(self, batch: Batch, left_out: Collection[int] = ()) -> None:
+        """Count what a launched step computes as computed, with placeholders for its tokens.
+
+        So the next step can be scheduled before these tokens are known: the device works on
+        the blocks in the order in which steps are launched.
+
+        Args:
+            batch: The step.
+            left_out: Ids of sequences whose mask was late. They get no token, so their last one
+                is computed again: the same K and V in the same place.
+        """
+        size, sequences = self.cache.block_size, batch.sequences
+        starts, ends = batch.starts, batch.ends
+        for i, draft in batch.drafts.items():
+            ends[i] -= len(draft)  # of which `update` counts what was right
+        skipped = _ended(batch.groups, sequences)
+        if left_out:
+            skipped.update(i for i, s in enumerate(sequences) if s.id in left_out)
+        for i, (sequence, end) in enumerate(zip(sequences, ends.tolist(), strict=True)):
+            if i not in skipped:
+                sequence.num_computed = end
+        for i in np.flatnonzero(ends // size > starts // size).tolist():
+            if i not in skipped:
+                self._publish_prefix(sequences[i])
+        for i, scheduled in enumerate(batch.rest, len(batch.plain)):
+            scheduled.group.num_scored += len(scheduled.scored)  # late masks or not
+            prefilled = scheduled.sequence.num_computed == scheduled.sequence.num_prompt
+            if prefilled and i not in skipped:
+                self._fork_siblings(scheduled)
+        for sequence in batch.sampled(skipped):
+            sequence.append_placeholder()
+
+    def _fork_siblings(self, lead: ScheduledSequence) -> None:
+        """Share the blocks of a lead that has computed the prompt with its siblings."""
+        for sibling in lead.group.live:
+            if not self.cache.holds(sibling.id):
+                self.cache.fork(lead.sequence.id, sibling.id, lead.end)
+                sibling.num_computed = lead.end
+
+    def update(self, batch: Batch, output: StepOutput) -> None:
+        """Fill a step's sampled tokens in, and finish the sequences that they complete.
+
+        A finished sequence has its finish reason set and its blocks freed. Tokens of sequences
+        that ended after the step was launched are taken out of the output.
+        """
+        for group, logprobs in output.prompt_logprobs:
+            group.prompt_logprobs.extend(logprobs)
+        self._advance_searches(batch, output)
+        dropped = _ended(output.samples.groups, output.samples.sequences) | rejected(output)
+        if dropped:
+            output.keep([i for i in range(len(output.token_ids)) if i not in dropped])
+        samples, token_ids, stopped = output.samples, output.token_ids, list[int]()
+        for i in samples.drafts:  # the token before it was drafted, and right
+            samples.sequences[i].append_placeholder()
+            samples.sequences[i].num_computed += 1
+        columns = zip(samples.groups, samples.sequences, token_ids, strict=True)
+        for i, (group, sequence, token_id) in enumerate(columns):
+            # With async scheduling the next step is launched already: it has appended a placeholder
+            # of its own, so the first of two is filled in.
+            left = sequence.num_placeholders
+            sequence.token_ids[-left] = token_id
+            sequence.num_placeholders = left - 1
+            if token_id in group.request.stopping:
+                stopped.append(i)
+        # A block that a launched step has filled can be published only now that the ids of all its
+        # tokens are known: its key is their digest.
+        for i in np.flatnonzero((samples.positions + 1) % self.cache.block_size == 0).tolist():
+            group, sequence = samples.groups[i], samples.sequences[i]
+            running = group.state is GroupState.RUNNING and self.cache.holds(sequence.id)
+            if running and sequence.num_computed > samples.positions[i]:
+                self._publish_prefix(sequence)
+        lasts = np.flatnonzero(samples.positions >= samples.limits).tolist()
+        output.ends = sorted({*stopped, *lasts})
+        for i in output.ends:
+            group, sequence = samples.groups[i], samples.sequences[i]
+            reason = group.request.finish_reason(token_ids[i], sequence.num_known_output)
+            assert reason is not None
+            self.finish(group, sequence, reason)
+        if self.speculation is not None:
+            self._end_drafts(batch, self.speculation)
+
+    def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
+        """Count the drafted tokens that were right; roll the others back."""
+        for group, sequence, start, end, _, _, draft in batch.rest:
+            if not draft:
+                continue
+            # A token was sampled behind the last right one; none if the output was aborted.
+            accepted = max(0, sequence.num_known - start - 2)
+            sequence.drafted_tokens += len(draft)
+            sequence.accepted_tokens += accepted
+            self.counters.drafted_tokens += len(draft)
+            self.counters.accepted_tokens += accepted
+            if sequence.drafting is not None:
+                speculation.end_draft(sequence.drafting, len(draft), accepted)
+            if sequence.finish_reason is not None or group.state is GroupState.FINISHED:
+                continue  # its blocks are free
+            if sequence.num_computed < end:
+                self.cache.roll_back(sequence.id, sequence.num_computed)
+
+    def _advance_searches(self, batch: Batch, output: StepOutput) -> None:
+        """Take the beam searches further whose beams have all reached their last token."""
+        found = output.continuations
+        for group in dict.fromkeys(s.group for s in batch.rest if s.group.beam):
+            if group.state is GroupState.FINISHED:  # after the step was launched
+                for beam in group.sequences:
+                    found.pop(beam.id, None)
+            elif all(beam.id in found for beam in group.live) and not advance_search(
+                group, found, self.cache, self._fork_ids
+            ):
+                self.remove(group)
+                output.searches.append(group)
+
+    def _publish_prefix(self, sequence: Sequence) -> None:
+        known = min(sequence.num_computed, sequence.num_known)
+        self.cache.publish(sequence.id, sequence.token_ids, known)
+
+
+def _ended(groups: list[SequenceGroup], sequences: list[Sequence]) -> set[int]:
+    """Return the indices of sequences that have ended, or whose group has."""
+    if GroupState.FINISHED not in map(_STATE, groups) and all(
+        reason is None for reason in set(map(_FINISH_REASON, sequences))
+    ):
+        return set()  # as almost always: without a look at each one
+    return {
+        i
+        for i, (group, sequence) in enumerate(zip(groups, sequences, strict=True))
+        if sequence.finish_reason is not None or group.state is GroupState.FINISHED
+    }
