@@ -1,7 +1,7 @@
 """Products of low rank for the rows of a batch, as LoRA adapters have them (Hu et al. 2021).
 
 Rows of different adapters share a batch. They are sorted by adapter and cut into tiles of few rows
-of one adapter, so that a kernel reads an adapter's matrices once for a tile (Punica, Chen et al.
+of one adapter, so that a kernel reads an adapter's matrices once per tile (Punica, Chen et al.
 2023; S-LoRA, Sheng et al. 2023).
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.kernels.host import to_device
 
 TILE_ROWS = 16
-"""Most rows of a tile; the least that a GPU's matrix instructions take."""
+"""Maximum rows of a tile; the minimum that a GPU's matrix instructions take."""
 RECORD = 4
 """Numbers of a record; see `make_record`."""
 
@@ -30,10 +30,10 @@ class LowRankBatch:
         rows: `[n]` int32: these rows, sorted by adapter.
         tiles: `[tiles, 3]` int32: an adapter's number, and its first row and the one after its
             last among `rows`.
-        records: `[layers, adapters, RECORD]` int64: of each layer and adapter, `make_record`.
+        records: `[layers, adapters, RECORD]` int64: `make_record` for each layer and adapter.
         num_rows: Rows of the whole batch.
         max_rank: The highest rank of an adapter.
-        owners: What holds the matrices in memory.
+        owners: The tensors that hold the matrices in memory.
         adapters: `[num_rows]` int32: each row's adapter; -1 for none.
     """
 
@@ -54,9 +54,9 @@ class LowRankPart(NamedTuple):
     Attributes:
         layer: Index of the layer among a batch's records.
         panel: The packed layer's panel that has the first of these outputs.
-        panels: Panels that have some.
+        panels: Number of panels that have some of these outputs.
         lane: The first lane of these panels that has some.
-        lanes: Lanes from there on that have some.
+        lanes: Number of lanes from there on that have some.
     """
 
     layer: int
@@ -71,7 +71,7 @@ class LowRankLayer(NamedTuple):
 
     Attributes:
         parts: The layers of the model in it.
-        of_logits: Whether it runs for the rows of logits, not for all tokens.
+        of_logits: Whether it runs for the rows of logits only, not for all tokens.
     """
 
     parts: tuple[LowRankPart, ...]
@@ -95,8 +95,8 @@ class StepAdapters:
     """The adapters of a step.
 
     Attributes:
-        tokens: For layers that run for every token.
-        logits: For the head, which runs for the rows of logits.
+        tokens: The batch of layers that run for every token.
+        logits: The batch of the head, which runs for the rows of logits.
         layers: The packed layers that adapters adapt.
     """
 
@@ -109,13 +109,13 @@ class StepAdapters:
         return self.logits if of_logits else self.tokens
 
     def of_layer(self, number: int) -> LowRankOfLayer:
-        """Return what adapters add to a packed layer."""
+        """Return the batch and the parts of a packed layer."""
         layer = self.layers[number]
         return LowRankOfLayer(self.batch(of_logits=layer.of_logits), layer.parts)
 
 
 def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:
-    """Return what a kernel reads of an adapter's layer, `[RECORD]` int64.
+    """Return the numbers of an adapter's layer that a kernel reads, `[RECORD]` int64.
 
     Args:
         down: Address of the matrix `[rank, inputs]`.
@@ -133,9 +133,9 @@ def sort_rows(
 
     Args:
         adapters: `[num_rows]`: each row's adapter; -1 for none.
-        records: As `LowRankBatch.records`.
-        max_rank: Likewise.
-        owners: Likewise.
+        records: See `LowRankBatch`.
+        max_rank: See `LowRankBatch`.
+        owners: See `LowRankBatch`.
     """
     rows = np.argsort(adapters, kind="stable").astype(np.int32)
     rows = rows[np.searchsorted(adapters[rows], 0) :]

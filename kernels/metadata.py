@@ -17,9 +17,9 @@ class AttentionPlan:
             keys, number of pieces), first those of sequences with one query. The pieces of a tile
             lie together.
         num_decode_items: Number of items of sequences with one query.
-        num_decode_pieces: How many of these, the first, may be one of several pieces.
-        num_chunk_pieces: How many of the others may be, the first.
-        splits: Number of pieces that somebody asked for; None: the kernels chose.
+        num_decode_pieces: Number of these, from the first, that may be one of several pieces.
+        num_chunk_pieces: Number of the others, from the first, that may be one of several pieces.
+        splits: Number of pieces that the caller asked for; None: the kernels chose.
     """
 
     items: torch.Tensor
@@ -32,12 +32,12 @@ class AttentionPlan:
         """Replace the items by those of a batch, in a plan with room for them.
 
         Args:
-            plan: the batch's.
-            idle: the items that `octavo.kernels.ops.plan_room` made; of these as many follow the
-                batch's decodes, and its others, as there is room for.
+            plan: The plan of the batch.
+            idle: The items of `octavo.kernels.ops.plan_room`; they fill the room that is left after
+                the batch's decodes, and after its other items.
 
         Raises:
-            ValueError: there is no room for the batch's pieces.
+            ValueError: There is no room for the batch's pieces.
         """
         needed = plan.num_decode_pieces, plan.num_chunk_pieces
         had = self.num_decode_pieces, self.num_chunk_pieces
@@ -63,12 +63,12 @@ class AttentionMetadata:
             `query_starts[i]:query_starts[i + 1]`.
         seq_lens: `[num_seqs]` int32; tokens in the cache, including this step's.
         block_tables: `[num_seqs, max_blocks]` int32; the physical block of each logical block.
-            Entries past a sequence's end are not used, nor those of blocks before the keys that its
-            queries see.
+            Kernels do not read entries past a sequence's end, nor those of blocks before the keys
+            that its queries see.
         slot_mapping: `[num_tokens]` int64; each token's slot, `block * block_size + offset`;
             tokens with a negative slot are not written.
-        max_query_len: The greatest number of queries of a sequence.
-        max_seq_len: The greatest of `seq_lens`.
+        max_query_len: Maximum queries of a sequence.
+        max_seq_len: Maximum of `seq_lens`.
         plan: A GPU's plan. Without one, each layer copies the lengths to the host.
     """
 
@@ -86,7 +86,8 @@ class LayerCache(NamedTuple):
 
     Attributes:
         keys: `[num_blocks, num_kv_heads, block_size, head_dim]`.
-        values: As `keys`; None if the first elements of a key are its value.
+        values: `[num_blocks, num_kv_heads, block_size, value_dim]`; None if the first elements of a
+            key are its value.
         group: The layer group whose block tables list the blocks.
         written: Whether the layer writes them; else an earlier one does.
     """

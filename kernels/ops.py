@@ -27,13 +27,13 @@ from octavo.kernels.scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (*E4M3_DTYPES, torch.float8_e5m2)
-"""For the KV cache only."""
+"""Dtypes for the KV cache only."""
 MIN_BLOCK_SIZE, MAX_BLOCK_SIZE = 8, 256
 MIN_HEAD_DIM, MAX_KEY_DIM, MAX_VALUE_DIM = 8, 576, 512
 HEAD_DIM_MULTIPLE = 8
 FIRST_KEY_MULTIPLE = 16
-"""The first key that a sequence's queries see is rounded down to a multiple of it; the entries of
-block tables before are not read."""
+"""The first key that a sequence's queries see is rounded down to a multiple of this number. Entries
+of block tables before it are not read."""
 
 
 def _scales(key_cache: Tensor, key_scale: float, value_scale: float) -> dict[str, float]:
@@ -58,15 +58,16 @@ def write_kv(
     Args:
         key: `[num_tokens, num_kv_heads, key_dim]`, of the cache's dtype, or of the model's for an
             fp8 cache; may be a strided view.
-        value: `[num_tokens, num_kv_heads, value_dim]`, else as `key`; None if values are parts of
-            keys.
+        value: `[num_tokens, num_kv_heads, value_dim]`, of the dtype of `key`; may be a strided
+            view. None if values are parts of keys.
         key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block.
-        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, likewise; None as `value`.
+        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, contiguous inside a block;
+            None if `value` is.
         slot_mapping: `[num_tokens]` int64, contiguous; `block * block_size + offset`. Negative
             slots are skipped.
         key_scale: An fp8 cache stores keys divided by this positive number, clamped to its range.
-            On a CPU it has no subnormal numbers: those are rounded to zero or the least normal.
-        value_scale: As `key_scale`.
+            A CPU rounds subnormal numbers to zero or to the least normal number.
+        value_scale: An fp8 cache stores values divided by this positive number, likewise clamped.
 
     Raises:
         IndexError: A slot is past the cache's end (CPU only; a GPU does not check).
@@ -105,12 +106,12 @@ def rotate_and_write(  # noqa: PLR0917
         value: `[num_tokens, num_kv_heads, value_dim]`.
         cos: `[num_tokens, n]` with n >= key_dim / 2: the cosine of each pair's angle; the rest is
             not read.
-        sin: As `cos`, with the same strides.
-        key_cache: As for `write_kv`, like the arguments below.
-        value_cache: Likewise.
-        slot_mapping: Likewise.
-        key_scale: Likewise.
-        value_scale: Likewise.
+        sin: `[num_tokens, n]`: the sine of each pair's angle, with the strides of `cos`.
+        key_cache: See `write_kv`.
+        value_cache: See `write_kv`.
+        slot_mapping: See `write_kv`.
+        key_scale: See `write_kv`.
+        value_scale: See `write_kv`.
 
     Returns:
         The rotated queries, contiguous.
@@ -160,8 +161,8 @@ def paged_attention(
         query: `[num_tokens, num_heads, key_dim]`, of the cache's dtype unless that is fp8; may be a
             strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
         key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block.
-        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, likewise; None: the first
-            `value_dim` elements of a key are its value.
+        value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, contiguous inside a block;
+            None: the first `value_dim` elements of a key are its value.
         metadata: Each sequence's rows and blocks.
         scale: Positive factor of the dot products.
         sliding_window: Number of positions that a query sees, including its own; None: all earlier
@@ -174,7 +175,7 @@ def paged_attention(
             (gpt-oss, after Xiao et al. 2023). It is neither scaled nor capped.
         value_dim: Elements of a value; needed without a value cache.
         key_scale: Factor of the keys in an fp8 cache.
-        value_scale: As `key_scale`; without a value cache, `key_scale` is taken instead.
+        value_scale: Factor of the values in an fp8 cache; not used without a value cache.
 
     Returns:
         `[num_tokens, num_heads, value_dim]`, contiguous, of the query's dtype.
@@ -226,9 +227,9 @@ def plan_attention(
         value_dim: Elements of a value.
         latent: Whether there is no value cache.
         span: Positions of a window or a chunk; None: there is none.
-        dtype: Of queries.
-        cache_dtype: Of keys and values.
-        device: Where the cache is.
+        dtype: Dtype of queries.
+        cache_dtype: Dtype of keys and values.
+        device: The device of the cache.
 
     Returns:
         The value of `AttentionMetadata.plan`; None on a CPU, which needs no plan.
@@ -265,23 +266,23 @@ def plan_room(
 ) -> AttentionPlan | None:
     """Return a plan with room for any batch's, for CUDA graphs that read their items from memory.
 
-    `AttentionPlan.take` puts a batch's items there. Those that are left are of the sequence after
-    the last of `sequences`, which has the rest of the rows and no tokens: they fill its rows with
+    `AttentionPlan.take` puts a batch's items there. The items that are left belong to one more
+    sequence after the last, which has the rest of the rows and no tokens: they fill its rows with
     zeros.
 
     Args:
-        sequences: Most sequences of a batch, without that one.
-        chunks: Most of these that have several queries.
-        rows: All rows of a batch, with those of that one.
-        num_heads: As for `plan_attention`, like the others.
-        num_kv_heads: Likewise.
-        key_dim: Likewise.
-        value_dim: Likewise.
-        latent: Likewise.
-        span: Likewise.
-        dtype: Likewise.
-        cache_dtype: Likewise.
-        device: Likewise.
+        sequences: Maximum sequences of a batch, without that one.
+        chunks: Maximum sequences of these that have several queries.
+        rows: Rows of a batch, with those of that one.
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        key_dim: Elements of a key.
+        value_dim: Elements of a value.
+        latent: Whether there is no value cache.
+        span: Positions of a window or a chunk; None: there is none.
+        dtype: Dtype of queries.
+        cache_dtype: Dtype of keys and values.
+        device: The device of the cache.
 
     Returns:
         The plan; None on a CPU.
@@ -354,14 +355,14 @@ def argmax(rows: Tensor) -> Tensor:
 
 
 def mask_logits(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    """Make tokens impossible, in place, that a bit mask leaves out.
+    """Make the tokens that a bit mask leaves out impossible, in place.
 
     Args:
-        logits: `[n, vocab_size]`, of one of `DTYPES`, rows contiguous; what is masked becomes minus
+        logits: `[n, vocab_size]`, of one of `DTYPES`, rows contiguous; masked tokens become minus
             infinity.
         rows: The rows to change, each once.
         masks: `[len(rows), words]` int32 on the host: bit `i % 32` of word `i // 32` allows token
-            i. Tokens past its end are not allowed.
+            i. Tokens past the mask's end are not allowed.
 
     Raises:
         ValueError: There is not one mask for each row.
@@ -386,7 +387,8 @@ def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> Non
     Args:
         out: `[num_rows, outputs]`, of the dtype of `x` or float32; changed in place. Rows must be
             contiguous; they may be apart.
-        x: `[num_rows, inputs]`, of one of `DTYPES`, which the matrices have too; likewise.
+        x: `[num_rows, inputs]`, of one of `DTYPES`, which the matrices have too. Rows must be
+            contiguous; they may be apart.
         batch: The rows that have an adapter, and the adapters' matrices.
         layer: Index of the layer among `batch.records`.
 
@@ -419,7 +421,7 @@ def quantized_linear(
         x: `[rows, inputs]`, of one of `DTYPES`.
         weight: The weights.
         bias: `[outputs]`.
-        dtype: Of what is returned: that of `x`, which is the default, or float32.
+        dtype: Dtype of the result: the dtype of `x`, which is the default, or float32.
 
     Returns:
         `[rows, outputs]`.
@@ -447,7 +449,7 @@ def quantized_experts(  # noqa: PLR0917
 ) -> Tensor:
     """Compute a mixture of experts whose weights are stored in few bits.
 
-    Each weight is rounded to the dtype of `x`, and so is what is between the products; sums are in
+    Weights, and the numbers between the products, are rounded to the dtype of `x`; sums are in
     float32. On a CPU this is in plain PyTorch, for tests: see `kernels/cpu/experts.py`.
 
     Args:
@@ -501,7 +503,7 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
 
     Args:
         device: The device.
-        dtype: Of the rows.
+        dtype: Dtype of the rows.
     """
     return find_backend(device.type).has_fp8_products(device, dtype)
 
@@ -528,7 +530,7 @@ def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 
 
 def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:
-    """Raise IndexError if a block number is out of range: a copy would corrupt memory."""
+    """Raise IndexError if a block number is out of range, since a copy would corrupt memory."""
     for column, count in ((0, num_sources), (1, num_destinations)):
         numbers = pairs[:, column]
         if len(numbers) and (int(numbers.min()) < 0 or int(numbers.max()) >= count):
@@ -537,12 +539,12 @@ def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None
 
 
 def kernel_path(device: torch.device) -> str:
-    """Return what computes on a device; see `octavo.kernels.backend.Backend.path`."""
+    """Return the name of the kernels of a device; see `octavo.kernels.backend.Backend.path`."""
     return find_backend(device.type).path
 
 
 def device_warning(device: torch.device) -> str | None:
-    """Return what makes the kernels slow on this machine and what to do about it, or None."""
+    """Return why the kernels are slow on this machine and what to do about it, or None."""
     return find_backend(device.type).warning
 
 
@@ -560,7 +562,7 @@ def check_supported(
     """Check that the kernels support a model, before memory is spent on it.
 
     This also loads the kernels. On a CPU they are compiled the first time, which takes some
-    seconds: better while a model loads than during its first request.
+    seconds: time that is better spent while a model loads than during its first request.
 
     Args:
         num_heads: Query heads.
@@ -568,12 +570,12 @@ def check_supported(
         key_dim: Elements of a key.
         value_dim: Elements of a value.
         block_size: Tokens per block.
-        dtype: Of the model.
-        device: Where it runs.
-        cache_dtype: Of the KV cache; default `dtype`.
+        dtype: Dtype of the model.
+        device: The device that it runs on.
+        cache_dtype: Dtype of the KV cache; default `dtype`.
 
     Raises:
-        ValueError: They do not; the message names the limit.
+        ValueError: The kernels do not support it; the message names the limit.
     """
     device = torch.device(device)
     if dtype not in DTYPES:

@@ -1,11 +1,11 @@
-"""Weights of few bits, as GPUs' kernels take them, and what they stand for.
+"""Quantized weights, as GPUs' kernels take them, and the numbers that they stand for.
 
 A weight is `(number - zero point) * scale + offset`. Numbers are whole, in 4 or 8 bits, or floats,
 in e4m3 or e2m1; inputs of an output share scales, and zero points or offsets, in groups. GGUF's "K"
 formats have scales and offsets that are themselves small numbers times those of a larger unit.
 MXFP4's scales are powers of two (OCP Microscaling Formats 1.0).
 
-Everything is in words of 4 bytes, as GPUs copy no less at once without waiting for it.
+Everything is in words of 4 bytes, the least that GPUs copy asynchronously.
 """
 
 from collections.abc import Sequence
@@ -20,8 +20,8 @@ from octavo.kernels.activation import Activation
 from octavo.kernels.reference import experts
 
 WORDS = 16
-"""Words of an output that kernels read at once. Their first numbers are of so many consecutive
-inputs, the second ones of the next, and so on."""
+"""Words of an output that kernels read at once. Their first numbers belong to the first 16 inputs,
+their second numbers to the next 16, and so on."""
 WORD_BITS = 32
 E8M0 = torch.float8_e8m0fnu
 SCALE_TYPES = (torch.float16, torch.bfloat16, E8M0)
@@ -32,21 +32,21 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3
 E2M1_GROUP = 32
 """Inputs that share a scale in MXFP4."""
 E8M0_BIAS = 127
-"""What e8m0 adds to an exponent to store it."""
+"""Number that e8m0 adds to an exponent to store it."""
 LARGEST_EXPONENT = E8M0_BIAS + 1
-"""The largest of a scale in e8m0 that kernels take: they multiply scales by 2^126 in float32. A
-weight is at most 6 times its scale, and hardly any model's are above 12."""
+"""Maximum stored exponent of a scale in e8m0: kernels multiply scales by 2^126 in float32. A weight
+is at most 6 times its scale, and hardly any model's are above 12."""
 
 FP8_MULTIPLE = 16
-"""Products in fp8 take inputs and outputs whose numbers are multiples of it."""
+"""Products in fp8 take multiples of this number of inputs and of outputs."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 LEAST_SCALE = 1e-12
-"""Of a row of zeros, or nearly."""
+"""Minimum scale of a row, for rows of zeros, or nearly."""
 
 
 class Numbers(Enum):
-    """What a weight's numbers are. The value is how many a word has."""
+    """The type of a weight's codes. The value is the number of codes in a word."""
 
     NIBBLES = 8  # from 0 to 15
     BYTES = 4  # from -128 to 127
@@ -55,7 +55,7 @@ class Numbers(Enum):
 
     @property
     def per_word(self) -> int:
-        """How many a word has."""
+        """Number of codes in a word."""
         return abs(self.value)
 
     @property
@@ -65,7 +65,7 @@ class Numbers(Enum):
 
 
 class Second(Enum):
-    """What groups have besides a scale."""
+    """The second parameter of groups, besides the scale."""
 
     NOTHING = 0
     ZERO_POINT = 1
@@ -79,14 +79,14 @@ class QuantizedWeight(NamedTuple):
         codes: `[outputs, words]` int32; the last inputs may be padding.
         scale: `[groups, outputs]` float32; or int32 of `scale_type`.
         inputs: The number of inputs.
-        group: The inputs of a group, a multiple of `WORDS`.
-        numbers: What the codes are.
-        zero_point: What is subtracted from all numbers, if groups have no zero points.
-        second: What groups have besides a scale.
-        scale_type: If `scale` is int32, what is in its words: a scale in the low half and the zero
-            point or offset in the high half, in float16 or bfloat16; or e8m0, and a word has the
-            scales of four groups, one a byte. `[groups / 4, outputs]` then; a word is that of
-            `WORDS` words of codes.
+        group: Inputs of a group, a multiple of `WORDS`.
+        numbers: The type of the codes.
+        zero_point: Number subtracted from all codes, if groups have no zero points.
+        second: The second parameter of groups, besides the scale.
+        scale_type: The type in the words of `scale`, if that is int32. With float16 or bfloat16, a
+            word has a scale in its low half and the zero point or offset in its high half. With
+            e8m0, `scale` is `[groups / 4, outputs]`: a word has the scales of four groups, one a
+            byte, and belongs to `WORDS` words of codes.
         more: `[groups, outputs]` float32, the zero points or offsets if they are not in `scale`.
         outer: `[units, outputs]` int32 of two float16, by which scales and offsets are multiplied,
             if there are any.
@@ -114,7 +114,7 @@ class QuantizedWeight(NamedTuple):
         return 1 if self.outer is None else len(self.scale) // len(self.outer)
 
     def fits(self, other: object) -> bool:
-        """Return whether two weights are alike but for outputs, so that they can be joined."""
+        """Return whether two weights differ in their outputs only, so that they can be joined."""
         return isinstance(other, QuantizedWeight) and _kind(self) == _kind(other)
 
 
@@ -150,8 +150,8 @@ def make_weight(
         codes: `[outputs, inputs]`: uint8 from 0 to 15, int8, or e4m3.
         scale: `[outputs, groups]`. It is stored in 16 bits if that changes nothing.
         group: Inputs of a group, as `takes_group` allows.
-        numbers: What the codes are.
-        zero_point: What is subtracted from all codes, if there are no `zero_points`.
+        numbers: The type of the codes.
+        zero_point: Number subtracted from all codes, if there are no `zero_points`.
         zero_points: `[outputs, groups]`, whole numbers; not if there are offsets.
         offset: `[outputs, groups]`.
         outer: `[outputs, units]` float16, by which scales and, if there are any, offsets are
@@ -220,7 +220,7 @@ def make_e2m1(codes: Tensor, exponents: Tensor) -> QuantizedWeight | None:
 def widen_scales(weight: QuantizedWeight) -> QuantizedWeight:
     """Return the same weight with scales, and zero points or offsets, in float32.
 
-    Others may fit it then which it does not fit as it is. Those of e8m0 and of units stay.
+    It may then fit weights that it does not fit as it is. Scales in e8m0 and of units stay.
     """
     if weight.scale_type in {None, E8M0} or weight.outer is not None:
         return weight
@@ -301,9 +301,9 @@ def _pack(codes: Tensor, numbers: Numbers) -> Tensor:
 
 
 def _shifts(numbers: Numbers, device: torch.device) -> Tensor:
-    """Return where in a word each number begins, `[numbers, 1]` int32.
+    """Return the first bit of each number in a word, `[numbers, 1]` int32.
 
-    Every other one is in the high half, as kernels take one number of each half at once.
+    Every other number is in the high half, as kernels take one number of each half at once.
     """
     place = torch.arange(numbers.per_word, dtype=torch.int32, device=device)
     bits = WORD_BITS // numbers.per_word
@@ -330,7 +330,7 @@ def _as_words(parts: Sequence[Tensor | None], kind: torch.dtype) -> Tensor:
 
 
 def _unpack_scales(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Return scales, and zero points or offsets, `[groups, outputs]` float32, of words or not."""
+    """Return scales, and zero points or offsets, `[groups, outputs]` float32."""
     if kind is None:
         return words, torch.zeros_like(words)
     if kind == E8M0:
@@ -343,7 +343,7 @@ def _unpack_scales(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Ten
 
 
 def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
-    """Return what weights must have in common to be joined."""
+    """Return the properties that weights must share to be joined."""
     return tuple(
         (own.dtype, own.shape[1:] if name == "codes" else len(own))
         if isinstance(own, Tensor)

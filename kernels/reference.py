@@ -74,8 +74,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
     Args:
         x: `[num_tokens, heads, key_dim]`.
-        cos: As for `rotate_and_write`.
-        sin: Likewise.
+        cos: See `rotate_and_write`.
+        sin: See `rotate_and_write`.
 
     Returns:
         The heads rotated in float32, with the shape and dtype of `x`.
@@ -169,14 +169,14 @@ def latent_attention(
     Args:
         query: `[num_tokens, num_heads, key_dim + rotated]`.
         key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`.
-        metadata: As for `paged_attention`, like the arguments below.
+        metadata: See `paged_attention`.
         keys: `[num_heads, key_dim, latent_dim]`: maps latents to the first elements of keys. The
-            others are kept beside the latent, the same for all heads.
+            cache has the other elements beside the latent, the same for all heads.
         values: `[num_heads, value_dim, latent_dim]`: maps latents to values.
-        scale: Likewise.
-        sliding_window: Likewise.
-        chunk: Likewise.
-        soft_cap: Likewise.
+        scale: See `paged_attention`.
+        sliding_window: See `paged_attention`.
+        chunk: See `paged_attention`.
+        soft_cap: See `paged_attention`.
 
     Returns:
         `[num_tokens, num_heads, value_dim]`.
@@ -270,11 +270,11 @@ def add_low_rank(
     """Add products of low rank, row by row; see `octavo.kernels.ops.add_low_rank`.
 
     Args:
-        out: As there, like `x`.
-        x: Likewise.
+        out: See `octavo.kernels.ops.add_low_rank`.
+        x: See `octavo.kernels.ops.add_low_rank`.
         adapters: Each row's adapter; -1 for none.
-        matrices: Of each adapter `[rank, inputs]`, `[outputs, rank]` and the scale; None if it
-            leaves the layer as it is.
+        matrices: The matrices `[rank, inputs]` and `[outputs, rank]` of each adapter, and its
+            scale; None if it leaves the layer as it is.
     """
     for row, adapter in enumerate(adapters):
         if adapter >= 0 and (own := matrices[adapter]) is not None:

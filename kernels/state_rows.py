@@ -20,10 +20,10 @@ class StateRows:
             contiguous inside of one.
         first_row: The row of a sequence's blocks at which this state begins.
         tables: `[num_seqs, blocks_of_a_state]` int32; the blocks of each sequence.
-        query_starts: As in `AttentionMetadata`: `[num_seqs + 1]` int32. No tokens: the state is
-            not touched.
-        seq_lens: As in `AttentionMetadata`: `[num_seqs]` int32. 0 is padding: results are zeros,
-            and the state is not touched.
+        query_starts: `[num_seqs + 1]` int32, from `AttentionMetadata`. The state of a sequence
+            without tokens is not touched.
+        seq_lens: `[num_seqs]` int32, from `AttentionMetadata`. A sequence of 0 tokens is padding:
+            its results are zeros, and its state is not touched.
     """
 
     state: torch.Tensor

@@ -15,7 +15,7 @@ from octavo.kernels.state_rows import StateRows
 
 ACTIVATIONS = (None, "silu")
 MIN_WIDTH, MAX_WIDTH = 2, 8
-"""Of a convolution."""
+"""Limits of the width of a convolution."""
 
 
 def causal_conv(
@@ -85,7 +85,7 @@ def ssd(  # noqa: PLR0917
         dt: `[num_tokens, heads]`.
         a: `[heads]`, not positive.
         b: `[num_tokens, groups, state_size]`, of x's dtype; tokens may be strided.
-        c: As `b`.
+        c: `[num_tokens, groups, state_size]`, of x's dtype; tokens may be strided.
         rows: Row h is head h's state, float32.
         d: `[heads]`; None is zeros.
         dt_bias: `[heads]`, added to dt; None is zeros.
@@ -138,9 +138,9 @@ def gated_delta(  # noqa: PLR0917
 
     Args:
         query: `[num_tokens, key_heads, key_dim]`; tokens may be strided.
-        key: As `query`.
-        value: `[num_tokens, value_heads, value_dim]`, of the query's dtype; likewise. Head h reads
-            the key head `h // (value_heads // key_heads)`.
+        key: `[num_tokens, key_heads, key_dim]`, of the query's dtype; tokens may be strided.
+        value: `[num_tokens, value_heads, value_dim]`, of the query's dtype; tokens may be strided.
+            Head h reads the key head `h // (value_heads // key_heads)`.
         g: `[num_tokens, value_heads]`, or `[num_tokens, value_heads, key_dim]` for a decay of each
             key element's row of S (Kimi Delta Attention, Kimi Linear 2025, section 3). Logarithms,
             not positive.
@@ -191,10 +191,10 @@ def selective_scan(  # noqa: PLR0917
 
     Args:
         x: `[num_tokens, channels]`; tokens may be strided.
-        dt: As `x`.
+        dt: `[num_tokens, channels]`; tokens may be strided.
         a: `[channels, state_size]`, not positive.
         b: `[num_tokens, state_size]`, of x's dtype; tokens may be strided.
-        c: As `b`.
+        c: `[num_tokens, state_size]`, of x's dtype; tokens may be strided.
         rows: Row r is `[channels_per_row, state_size]` float32: the states of the channels from
             `r * channels_per_row` on.
         d: `[channels]`; None is zeros.

@@ -24,6 +24,7 @@ CLEAN = (
     *(f"engine/{name}" for name in ("lora", "memory", "models", "parallel", "rpc", "sampling")),
     *(f"engine/{name}" for name in ("speculation", "startup")),
     "examples",
+    "kernels",
     "octavo",
     "router",
     "tests",

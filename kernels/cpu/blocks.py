@@ -1,8 +1,8 @@
 """Linear layers and embeddings whose weights stay in GGUF's block formats.
 
 A format has blocks of 32 inputs of an output, and a scale for each; the "K" formats have units of
-eight blocks with a scale of their own. The kernels read the same bits in another order: of Q4_K and
-Q5_K, numbers of 6 bits take 8.
+eight blocks with a scale of their own. The kernels read the same bits in another order, with
+a byte for each number of 6 bits in Q4_K and Q5_K.
 """
 
 from collections.abc import Sequence
@@ -26,12 +26,12 @@ class BlockFormat(NamedTuple):
     """A format.
 
     Attributes:
-        name: GGUF's.
-        number: That of blocks.h.
-        bits: Of a code.
+        name: Name in GGUF.
+        number: Number in blocks.h.
+        bits: Bits of a code.
         is_super: Whether it is a K format.
         has_min: Whether a weight is `code * scale + minimum`, not `(code - middle) * scale`.
-        unit_bytes: Of a unit, in the file.
+        unit_bytes: Bytes of a unit, in the file.
     """
 
     name: str
@@ -48,7 +48,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of a unit in the kernels' layout: numbers of 6 bits take 8."""
+        """Bytes of a unit in the kernels' layout, where a number of 6 bits takes a byte."""
         return self.unit_bytes + (4 if self.is_super and self.has_min else 0)
 
     @property
@@ -74,15 +74,15 @@ FORMATS = {
 
 
 class BlockFields(NamedTuple):
-    """What the bytes of a weight say.
+    """The numbers in the bytes of a weight.
 
     Attributes:
         codes: `[outputs, blocks, 32]` uint8; those of Q8_0 have a sign, as int8.
         scale: `[outputs, units]` float16.
-        least: As `scale`; None if the format has no minimum.
+        least: `[outputs, units]` float16; None if the format has no minimum.
         scales: `[outputs, blocks, groups of a block]` uint8, as int8 in Q6_K; None if the format
             has none.
-        mins: `[outputs, blocks, 1]` uint8; None likewise.
+        mins: `[outputs, blocks, 1]` uint8; None if the format has none.
     """
 
     codes: Tensor
@@ -155,7 +155,7 @@ def to_q4_1(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
     Args:
         codes: `[outputs, blocks, 32]`, from 0 to 15.
         scale: `[outputs, blocks]`, rounded to float16.
-        least: As `scale`.
+        least: `[outputs, blocks]`, rounded to float16.
 
     Returns:
         `[outputs, bytes]` uint8, as in a file.
@@ -176,7 +176,7 @@ def dequantize(
     Args:
         rows: `[rows, bytes]` uint8, as in the file.
         own: Their format.
-        dtype: Of the weights: float32 or bfloat16.
+        dtype: Dtype of the weights: float32 or bfloat16.
         order: `[outputs]` int64, the row of each output; None if they are in order.
 
     Returns:
@@ -204,7 +204,7 @@ class BlockKernels:
 
     Args:
         library: The compiled kernels.
-        linear: Those of other weights.
+        linear: The kernels for other weights.
     """
 
     def __init__(self, library: CDLL, linear: LinearKernels) -> None:
@@ -284,11 +284,11 @@ class BlockKernels:
         Args:
             x: `[rows, inputs]` bfloat16, or float32, with which products are exact up to rounding.
             outputs: The number of outputs.
-            blocks: What `pack` returned.
+            blocks: `[panels, units, bytes]` uint8, from `pack`.
             bias: `[padded outputs]` float32.
-            number: The format's.
+            number: Number of the format.
             *fused: The last four positional arguments of `LinearKernels.linear`.
-            low_rank: As for `LinearKernels.linear`.
+            low_rank: What adapters add to the products, before gates and residuals.
 
         Returns:
             `[rows, outputs]`, of x's dtype.
@@ -310,8 +310,8 @@ class BlockKernels:
         Args:
             ids: `[rows]` int64, numbers of outputs.
             width: The number of inputs.
-            blocks: What `pack` returned.
-            number: The format's.
+            blocks: `[panels, units, bytes]` uint8, from `pack`.
+            number: Number of the format.
 
         Returns:
             `[rows, width]` bfloat16.
@@ -372,5 +372,5 @@ def _stored(rows: Tensor, order: Tensor | None) -> tuple[int, tuple[int, int, in
     assert order.is_contiguous()
     assert order.dtype == torch.int64
     if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(rows):
-        raise IndexError(f"an output is of none of {len(rows)} rows")
+        raise IndexError(f"an output is in none of {len(rows)} rows")
     return len(order), (rows.data_ptr(), rows.shape[1], order.data_ptr())

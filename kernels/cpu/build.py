@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 ATTEMPTS = 5
 """Attempts to compile a library that another process removes or damages meanwhile."""
 LIBRARY = "kernels/cpu-{}.so"
-"""Path in the cache, with a digest as of `library_name`. The file's time is its last load, and
-processes that have it loaded hold a lock on it: so `engine.cache_cleanup` finds unused ones."""
+"""Path in the cache, with the digest of `library_name`. The file's time is its last load, and
+processes that have it loaded lock it: by both `engine.cache_cleanup` finds unused ones."""
 PREBUILT = Path(__file__).resolve().parents[2] / "build" / "kernels"
 """Where `make` has compiled a checkout's library, under the same name."""
 
@@ -76,7 +76,7 @@ def _load(path: Path, compiler: str) -> ctypes.CDLL:
 
 
 def _no_compiler() -> str:
-    """Return what to do if there is no C++ compiler."""
+    """Return the error message for a machine without a C++ compiler."""
     if named := os.environ.get("CXX"):
         return f"CXX is {named!r}, which is not on the path: install it, or unset CXX to use g++"
     return "there is no C++ compiler: install g++, or set CXX to one"

@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels.cpu.linear import GROUP, LinearKernels
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
-"""By the dtype of packed weights; the same as in experts.h. 4-bit weights are bytes."""
+"""Kinds by the dtype of packed weights; the same as in experts.h. 4-bit weights are bytes."""
 _E2M1 = 4
 """The kind of 4-bit weights whose groups have a byte for each output's scale, and no zeros."""
 
@@ -95,7 +95,7 @@ class ExpertKernels:
 
     Args:
         library: The compiled kernels.
-        linear: Those for linear layers, which pack weights.
+        linear: The kernels for linear layers, which pack weights.
     """
 
     def __init__(self, library: CDLL, linear: LinearKernels) -> None:
@@ -115,7 +115,7 @@ class ExpertKernels:
         Args:
             hidden: Numbers of a row.
             inner: Outputs of an expert's first product, after its activation.
-            dtype: Of the packed weights; uint8 for 4 bits.
+            dtype: Dtype of the packed weights; uint8 for 4 bits.
         """
         multiple = GROUP if dtype == torch.uint8 else 4
         return dtype in _KINDS and hidden % multiple == 0 and inner % multiple == 0
@@ -125,7 +125,7 @@ class ExpertKernels:
 
         Args:
             values: `[outputs, ...]`; if gated, the gates and then the up projections.
-            gated: Whether they are.
+            gated: Whether there are gates.
         """
         if not gated:
             return values
@@ -173,20 +173,19 @@ class ExpertKernels:
             x: `[rows, hidden]`, float32 if the weights are, else bfloat16.
             expert_ids: `[rows, chosen]` int64; those that do not exist are skipped.
             weights: `[rows, chosen]` float32.
-            up: The panels of the first product; see `PackedProduct`, as for the others.
-            up_bias: Likewise.
-            down: The panels of the second product.
-            down_bias: Likewise.
-            activation: The number of its kind; see `octavo.kernels.activation`, like the next
-                four.
+            up: The panels of the first product; see `PackedProduct`.
+            up_bias: The bias of the first product; see `PackedProduct`.
+            down: The panels of the second product; see `PackedProduct`.
+            down_bias: The bias of the second product; see `PackedProduct`.
+            activation: `Activation.number`.
             gated: 1 if the first product's outputs are from `arrange`, with a gate.
-            alpha: Likewise.
-            limit: Likewise.
-            offset: Likewise.
-            up_factors: Likewise.
-            up_scales: Likewise.
-            down_factors: Likewise.
-            down_scales: Likewise.
+            alpha: `Activation.alpha`.
+            limit: `Activation.limit`.
+            offset: `Activation.offset`.
+            up_factors: The factors of the first product; see `PackedProduct`.
+            up_scales: The scales of the first product; see `PackedProduct`.
+            down_factors: The factors of the second product; see `PackedProduct`.
+            down_scales: The scales of the second product; see `PackedProduct`.
 
         Returns:
             `[rows, hidden]`, of the dtype of `x`, rounded once.
@@ -224,15 +223,16 @@ class ExpertKernels:
     def forced(
         self, routings: Sequence[tuple[Tensor, Tensor]], first: int
     ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Let this thread's next calls, eager or compiled, compute given experts for some rows.
+        """Force the experts of some rows in this thread's next calls, eager or compiled.
 
         Args:
-            routings: Of each call, in order: `[rows, chosen]` int64 experts and float32 weights,
-                contiguous.
+            routings: The experts `[rows, chosen]` int64 and their float32 weights for each call,
+                in order; contiguous.
             first: The first row that computes them.
 
         Yields:
-            What the calls would have computed for these rows, likewise, once the context ends.
+            The experts and weights that the calls would have computed for these rows, once the
+            context ends.
 
         Raises:
             NotForcedError: There were fewer calls, or they have fewer rows or other numbers of

@@ -10,9 +10,9 @@ class Level(NamedTuple):
     """A set of instructions.
 
     Attributes:
-        name: As `octavo_isa` in isa.cpp returns it.
-        flags: The compiler's, GCC 12 or later.
-        needs: Linux's names of what a CPU must have, in /proc/cpuinfo.
+        name: The name that `octavo_isa` in isa.cpp returns.
+        flags: Flags of the compiler, GCC 12 or later.
+        needs: Instruction sets that a CPU must have, named as in /proc/cpuinfo.
     """
 
     name: str
@@ -54,7 +54,7 @@ LEVELS = {
     "x86_64": (_AMX, _AVX512_BF16, _AVX512_VNNI, _AVX512, _AVX2_VNNI, _AVX2),
     "aarch64": (_NEON_BF16, _NEON_DOTPROD, _NEON),
 }
-"""By the machine's name, as `platform.machine` returns it; the best first."""
+"""Levels by the machine's name, as `platform.machine` returns it; the best first."""
 
 
 def levels_of(machine: str, features: set[str]) -> list[Level]:

@@ -63,10 +63,10 @@ class LinearKernels:
 
     Args:
         library: The compiled kernels.
-        low_rank: Those of adapters, if layers have any.
+        low_rank: The kernels for adapters, if layers have any.
 
     Attributes:
-        panel: Outputs of a panel. Of a gated one, half are a gate's.
+        panel: Outputs of a panel. Half of a gated panel's are gates.
     """
 
     def __init__(self, library: CDLL, low_rank: LowRankKernels | None = None) -> None:
@@ -112,7 +112,7 @@ class LinearKernels:
         Args:
             quantized: `[outputs, groups, GROUP]`, from 0 to 15.
             scale: `[outputs, groups]` bfloat16.
-            zero: As `scale`.
+            zero: `[outputs, groups]` bfloat16.
 
         Returns:
             `[panels, groups, bytes]` uint8.
@@ -120,7 +120,7 @@ class LinearKernels:
         return self._join_groups(quantized, (scale, zero))
 
     def pack_e2m1(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Pack weights in e2m1, of which groups share a power of two, into panels.
+        """Pack weights in e2m1, whose groups share a power of two, into panels.
 
         Args:
             codes: `[outputs, groups, GROUP]`, from 0 to 15, the bits of each number.
@@ -157,7 +157,7 @@ class LinearKernels:
 
         Args:
             gate: `[outputs, ...]`.
-            up: As `gate`.
+            up: `[outputs, ...]`, like `gate`.
 
         Returns:
             `[2 * outputs, each padded to whole panels, ...]`.
@@ -252,7 +252,7 @@ class LinearKernels:
             scales: `[padded outputs]` float32, factors of the weights.
             row_sums: `[padded outputs]` float32, the sum of each output's scaled weights.
             *fused: The last four positional arguments of `linear`.
-            low_rank: As for `linear`.
+            low_rank: What adapters add to the products, before gates and residuals.
 
         Returns:
             `[rows, outputs]` bfloat16.

@@ -150,11 +150,11 @@ class LowRankSums:
     """What a packed layer adds to its outputs.
 
     Args:
-        struct: As the kernels of linear layers take it; None if nothing is added.
-        inner: What it points to.
+        struct: The struct that the kernels of linear layers take; None if nothing is added.
+        inner: The memory that the struct points to.
 
     Attributes:
-        address: Of the struct, while this object lives; None if nothing is added.
+        address: Address of the struct while this object lives; None if nothing is added.
     """
 
     def __init__(self, struct: _Sums | None, inner: Tensor) -> None:

@@ -115,8 +115,8 @@ class _CheckedCache:
     """A layer's checked cache and its struct. Does not keep the cache alive.
 
     Attributes:
-        dtype: Of queries, of results, and of what is stored unless that is fp8.
-        scales: Of keys and values in an fp8 cache; else 1.
+        dtype: Dtype of queries, of results, and of the cache unless that is fp8.
+        scales: Factors of keys and of values in an fp8 cache; else 1.
         value_dim: Elements of a value; 0 if values are parts of keys.
     """
 
@@ -234,8 +234,8 @@ class CheckedCaches:
 
     Args:
         layers: Each layer's cache.
-        states: Each state's place.
-        dtype: Of the model.
+        states: Each state's cache.
+        dtype: Dtype of the model.
         scales: Each layer's (key scale, value scale) if the cache is fp8; else None.
 
     Raises:
@@ -290,11 +290,11 @@ class NativeKernels:
 
     Attributes:
         linear: The kernels for linear layers.
-        latents: What packs the products of latent attention.
+        latents: Packs the products of latent attention.
         states: The kernels for layers that keep a state.
         experts: The kernel for mixtures of experts.
-        programs: What makes programs of operators.
-        isa: The instructions they use, by a name in isa.cpp.
+        programs: Makes programs of operators.
+        isa: Name in isa.cpp of the instructions that they use.
     """
 
     def __init__(self) -> None:
@@ -493,13 +493,13 @@ class NativeKernels:
                 those of a key that are kept beside the latent.
             key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`, float32, bfloat16 or
                 fp8.
-            metadata: As for `octavo.kernels.ops.paged_attention`, like the arguments below.
+            metadata: See `octavo.kernels.ops.paged_attention`.
             products: Makes keys and values from latents.
-            scale: Likewise.
-            sliding_window: Likewise.
-            soft_cap: Likewise.
-            chunk: Likewise.
-            key_scale: Likewise.
+            scale: See `octavo.kernels.ops.paged_attention`.
+            sliding_window: See `octavo.kernels.ops.paged_attention`.
+            soft_cap: See `octavo.kernels.ops.paged_attention`.
+            chunk: See `octavo.kernels.ops.paged_attention`.
+            key_scale: See `octavo.kernels.ops.paged_attention`.
 
         Returns:
             `[num_tokens, num_heads, value_dim]`, contiguous.

@@ -25,7 +25,7 @@ class ExpertTiles(NamedTuple):
 
     Attributes:
         rows: Rows of an expert.
-        columns: Outputs; of a gated product so many gates and as many up projections.
+        columns: Outputs of an expert; for a gated product, gates and as many up projections.
         depth: Inputs of an iteration.
         warps: Warps of a program.
         stages: Iterations in flight.
@@ -194,13 +194,13 @@ def experts(  # noqa: PLR0917
 
     Args:
         x: `[rows, hidden]` bfloat16 or float16.
-        expert_ids: As the definition, like the others.
-        weights: Likewise.
-        up: Likewise, of any strides, so it may be a transposed view.
-        up_bias: Likewise.
-        down: As `up`.
-        down_bias: Likewise.
-        activation: Likewise.
+        expert_ids: `[rows, chosen]` int64; those that do not exist are skipped.
+        weights: `[rows, chosen]`.
+        up: `[experts, projected, hidden]` of any strides, so it may be a transposed view.
+        up_bias: `[experts, projected]`, or None.
+        down: `[experts, hidden, inner]` of any strides.
+        down_bias: `[experts, hidden]`, or None.
+        activation: Maps `[projected]` to `[inner]`.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     num_rows, hidden = x.shape

@@ -53,7 +53,8 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         x: `[rows, inputs]`.
 
     Returns:
-        `[rows, inputs]` e4m3, and `[rows, 1]` float32 scales: a number is times its row's scale.
+        `[rows, inputs]` e4m3, and `[rows, 1]` float32 scales, which a row's numbers are to be
+        multiplied by.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=E4M3, device=x.device)
@@ -87,7 +88,7 @@ def multiply(
         weight: `[outputs, inputs]` e4m3.
         scales: `[rows, 1]` float32, of the rows.
         scale: `[1, outputs]` float32, of the weights.
-        dtype: Of what is returned.
+        dtype: Dtype of the result.
 
     Returns:
         `[rows, outputs]`.
@@ -104,7 +105,7 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
 
     Args:
         device: The GPU.
-        dtype: Of rows before they are rounded, and of outputs.
+        dtype: Dtype of rows before they are rounded, and of outputs.
     """
     if describe_gpu(device).e4m3 != E4M3:
         return False

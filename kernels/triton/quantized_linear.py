@@ -30,21 +30,21 @@ from octavo.kernels.triton.unpack import (
 )
 
 MANY_ROWS = 256
-"""From so many rows on, weights are dequantized to memory: writing and reading them there takes
+"""Minimum rows for which weights are dequantized to memory: writing and reading them there takes
 less than unpacking them for every 64 rows."""
 DEQUANTIZED_BYTES = 64 << 20
-"""Of weights that are dequantized at a time."""
+"""Bytes of weights that are dequantized at a time."""
 LEAST_DEPTH = 4
-"""Iterations of a part of the inputs, at least."""
+"""Minimum iterations of a part of the inputs."""
 MOST_SPLITS = 16
 PROGRAMS_EACH = 4
 """Programs that a multiprocessor should have, so that some read while others compute."""
 MERGED_COLUMNS, DEQUANTIZED_COLUMNS = 512, 64
-"""Outputs of a program of what adds parts up, and of what dequantizes."""
+"""Outputs of a program that adds parts up, and of one that dequantizes."""
 
 
 def choose_splits(gpu: Gpu, rows: int, weight: QuantizedWeight, tiles: UnpackedTiles) -> int:
-    """Return into how many parts the inputs are split.
+    """Return the number of parts that the inputs are split into.
 
     Args:
         gpu: The GPU.

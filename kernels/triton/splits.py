@@ -10,12 +10,12 @@ LEAST_KEYS = 256
 START_KEYS = 128
 """The cost of starting a program and merging its piece, in keys read."""
 MAX_WAVES: dict[Kind, int] = {"decode": 8, "chunk": 4}
-"""Of programs with pieces. A CUDA graph has room for so many, and most steps leave them idle; a
-chunk's programs and partial results are larger."""
+"""Maximum waves of programs with pieces. A CUDA graph has room for all, and most steps leave them
+idle; a chunk's programs and partial results are larger."""
 
 
 def most_pieces(kind: Kind, num_kv_heads: int, places: int) -> int:
-    """Return the most items that keys are split into; see `choose_splits`."""
+    """Return the maximum number of items that keys are split into; see `choose_splits`."""
     return MAX_WAVES[kind] * places // num_kv_heads
 
 

@@ -135,8 +135,8 @@ def choose_tiles(
         kind: "decode" of one token per sequence, or "chunk" of a prompt.
         gpu: The GPU.
         heads: The layer's heads.
-        dtype: Of queries.
-        cache_dtype: Of keys and values.
+        dtype: Dtype of queries.
+        cache_dtype: Dtype of keys and values.
     """
     tuned = _tuned().get(tuning_key(kind, gpu, heads, dtype=dtype, cache_dtype=cache_dtype))
     if tuned is not None:
@@ -162,7 +162,7 @@ def choose_tiles(
 
 
 def _copied_whole(tiles: Tiles, gpu: Gpu, row_bytes: int) -> Tiles:
-    """Return tiles of whose keys' second parts each thread copies at least `COPIED` bytes.
+    """Return tiles where each thread copies at least `COPIED` bytes of keys' second parts.
 
     Where many rows' operands come from registers, more keys would spill them.
     """
@@ -175,8 +175,8 @@ def _nvidia_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) ->
     """Return the rules' sizes for an NVIDIA GPU.
 
     Args:
-        kind: As for `choose_tiles`.
-        gpu: Likewise.
+        kind: "decode" of one token per sequence, or "chunk" of a prompt.
+        gpu: The GPU.
         rows: Rows that a token of the group fills.
         padded: Elements of a key or a value, a power of two.
         size: Bytes of an element of queries or of the cache, whichever is larger.

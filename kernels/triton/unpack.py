@@ -21,7 +21,7 @@ from octavo.kernels.quantized import SCALE_TYPES, WORDS, Numbers, QuantizedWeigh
 MOST_STAGES = 4
 WORD_BYTES = 4
 SCALES_BYTES = 8 << 10
-"""The most shared memory that scales take."""
+"""Maximum shared memory of scales."""
 _BIAS = {Numbers.NIBBLES: 128}
 """`_numbers` returns a number plus this."""
 _FACTOR = {Numbers.E4M3: 2.0**8, Numbers.E2M1: 2.0**126}
@@ -33,8 +33,8 @@ class UnpackedTiles(NamedTuple):
 
     Attributes:
         rows: Rows of a program.
-        columns: Its outputs.
-        warps: Its warps.
+        columns: Outputs of a program.
+        warps: Warps of a program.
         stages: Iterations in flight.
     """
 
@@ -45,7 +45,7 @@ class UnpackedTiles(NamedTuple):
 
     @property
     def launch(self) -> dict[str, int]:
-        """What a kernel is launched and compiled with."""
+        """Arguments of a kernel's launch and compilation."""
         return {
             "ROWS": self.rows,
             "COLUMNS": self.columns,
@@ -61,9 +61,9 @@ def choose_unpacked_tiles(
 
     Args:
         gpu: The GPU.
-        rows: How many rows a weight is multiplied by; of experts the mean.
+        rows: Rows that a weight is multiplied by; for experts, the mean.
         weight: The weight.
-        dtype: Of the rows.
+        dtype: Dtype of the rows.
     """
     own = 16 if rows <= 16 else 32 if rows <= 32 else 64
     columns = 128 if own < 64 else 64  # more of both need more registers than there are
@@ -88,7 +88,7 @@ def tensors_of(weight: QuantizedWeight) -> tuple[Tensor | None, ...]:
 
 
 def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
-    """Return what kernels are compiled for, by a weight."""
+    """Return the constants that kernels are compiled with for a weight."""
     zero_point = _BIAS.get(weight.numbers, 0)
     if weight.second != Second.ZERO_POINT:
         zero_point += weight.zero_point
@@ -110,7 +110,7 @@ def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
 
 @triton.jit
 def _numbers(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return one number of each word, in float32; see `_BIAS` and `_FACTOR` for what they are."""
+    """Return one number of each word in float32, changed by `_BIAS` or `_FACTOR`."""
     if KIND == 4:
         own = words << (24 - 8 * (PLACE // 2) - 16 * (PLACE % 2))
         return (own >> 24).to(tl.float32)
