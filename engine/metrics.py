@@ -119,10 +119,10 @@ class EngineMetrics:
         """Count a step.
 
         Args:
-            batch: what it computed.
-            seconds: how long it took.
-            compiled: whether the model is compiled.
-            eager_steps: how many steps since the start ran eagerly although it is.
+            batch: The batch that it computed.
+            seconds: The duration of the step.
+            compiled: Whether the model is compiled.
+            eager_steps: Number of steps since the start that ran eagerly although it is.
         """
         eager = eager_steps - self._seen_eager_steps
         self._seen_eager_steps = eager_steps

@@ -48,18 +48,17 @@ async def serve(
     """Serve a model until SIGTERM or SIGINT, then drain and stop.
 
     Args:
-        settings: what to serve, and how.
-        on_ready: called with the address, HOST:PORT, once requests are accepted.
-        socket: a Unix socket to listen on, in place of host and port; the address is then its.
+        settings: The model and the settings to serve it with.
+        on_ready: Called with the address, HOST:PORT, once requests are accepted.
+        socket: Unix socket to listen on, in place of host and port; its path is then the address.
 
     Raises:
-        StartupError: the settings do not fit each other, the model or the
-            machine.
-        TlsError: certificate and key cannot be used.
-        StoppedWhileStartingError: a signal came while the model was being loaded. The thread that
+        StartupError: The settings do not fit each other, the model or the machine.
+        TlsError: The certificate and key cannot be used.
+        StoppedWhileStartingError: A signal came while the model was being loaded. The thread that
             loads it goes on, so the caller must end the process.
-        BackgroundError: a part that the engine needs has ended.
-        OSError: the address cannot be listened on, or a package for tracing is missing.
+        BackgroundError: A part that the engine needs has ended.
+        OSError: The engine cannot listen on the address, or a package for tracing is missing.
     """
     tracing = Tracing(settings.otlp_endpoint, "octavo-engine")
     loop = asyncio.get_running_loop()
@@ -81,10 +80,10 @@ async def serve(
         limits=settings.connection_limits,
     )
     # One thread builds and computes. OpenMP keeps a pool of threads for each thread that ever
-    # computed, and if they are more than the cores, they sleep between loops.
+    # computed, and pools with more threads than cores sleep between loops.
     thread = OneThread("engine-core")
     try:
-        # The ports come first: that one is taken is known before the model takes minutes.
+        # The ports come first, so that a port in use is reported before the model takes minutes.
         address = _listen(server, settings, socket)
         with (
             serve_metrics(
@@ -163,7 +162,7 @@ def _build(settings: EngineSettings, place: Place | None) -> Parts:
 
 
 def _exclude_from_collection() -> None:
-    """Never look for garbage among the objects that exist now.
+    """Exclude the objects that exist now from garbage collection.
 
     To scan all objects of torch and transformers takes as long as many steps.
     """
@@ -220,7 +219,7 @@ async def _until_stopped(
     """Wait for a signal.
 
     Raises:
-        BackgroundError: the core, its heartbeat or the server ended; its cause says why.
+        BackgroundError: The core, its heartbeat or the server ended; its cause says why.
     """
     parts = first_to_end(
         **{

@@ -6,6 +6,7 @@ Without paths it checks `CLEAN`, the folders and files that have none of them. R
 
 - the text of an attribute, an argument, a return value or an error that begins with "Of", "As" or
   "Whose", and so lacks its noun; likewise the text below a constant or a field;
+- a lower-case letter at the beginning of an attribute's, argument's or returned value's text;
 - "Return what ...", which does not name the thing;
 - "Likewise" as the whole text.
 """
@@ -61,6 +62,8 @@ def _faults(docstring: str) -> Iterator[tuple[int, str]]:
     for offset, text in _entries(rest):
         if NO_NOUN.match(text):
             yield offset, f"begin with a noun: {text!r}"
+        elif text[0].islower():
+            yield offset, f"begin with a capital letter: {text!r}"
         if LIKEWISE.fullmatch(text):
             yield offset, "describe this one too, instead of 'Likewise'"
 

@@ -22,8 +22,8 @@ class Ceilings:
     """What a device can do at best, as measured.
 
     Attributes:
-        bandwidth: bytes/s of a copy, read and written ones.
-        rate: operations/s of a bfloat16 matrix product.
+        bandwidth: Speed of a copy: bytes read and written per second.
+        rate: Speed of a bfloat16 matrix product: operations per second.
         memory: Bytes of its memory.
     """
 

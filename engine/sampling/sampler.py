@@ -134,7 +134,7 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> Continued:
 
     Args:
         logits: `[num_rows, vocab_size]`, as the model gave them.
-        beams: running beams, at least one.
+        beams: Running beams, at least one.
     """
     logprobs = torch.log_softmax(
         _select_logits(logits, [beam.row for beam in beams]).float(), dim=-1
@@ -226,10 +226,10 @@ class _Occurrences:
     """Every occurrence of a token in some rows' sequences.
 
     Args:
-        flat: the logits of all rows, end to end.
-        starts: where each row's logits begin.
-        token_lists: the tokens in each row's sequence.
-        pending: the rows whose last token is a placeholder.
+        flat: Logits of all rows, end to end.
+        starts: Index of each row's first logit.
+        token_lists: The tokens in each row's sequence.
+        pending: The rows whose last token is a placeholder.
         lasts: `[len(pending)]` int64, the tokens in place of these; None if there are none.
 
     Attributes:

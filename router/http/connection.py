@@ -74,7 +74,7 @@ class Connection(HttpToolsProtocol):
     Args:
         shared: The limits.
         address: The client's address, without port.
-        arguments: uvicorn's.
+        arguments: The arguments of uvicorn's protocol.
 
     Attributes:
         opening: Task that makes the transport, while there is none.

@@ -22,7 +22,8 @@ class ModelText:
         has_tools: Whether the template has a place for tools.
         tokens: Ids of the added tokens by how they are spelt.
         special: Tokens that decoding leaves out.
-        response_template: transformers' description of the model's outputs, if it has one.
+        response_template: The description of the model's outputs in transformers' format, if it has
+            one.
     """
 
     template: str = ""

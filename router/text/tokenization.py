@@ -47,7 +47,7 @@ class Tokenizer:
     be in the way of.
 
     Args:
-        tokenizer: transformers'.
+        tokenizer: The tokenizer of transformers.
         template: The server's settings of its chat template.
     """
 

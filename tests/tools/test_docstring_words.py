@@ -23,6 +23,8 @@ class Shape:
         ("as for height.", "noun"),
         ("Whose area is known.", "noun"),
         ("Likewise.", "Likewise"),
+        ("the width of the shape.", "capital"),
+        ("`[n]` int32: the width of each shape.", None),
         ("The width of the shape.", None),
         ("Offset of the shape.", None),
         ("Likewise, in blocks.", None),

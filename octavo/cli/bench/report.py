@@ -35,7 +35,7 @@ class Report:
 
     Attributes:
         format: Name and version of this layout.
-        version: octavo's version on the client.
+        version: Octavo's version on the client.
         command: "throughput", "latency" or "serve".
         date: Start time, ISO 8601 in UTC.
         client: The load generator's machine.

@@ -38,7 +38,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
     Raises:
         ModelError: There is none, or transformers makes other tokens than tokenizer.json.
         OSError: A file cannot be read.
-        Exception: transformers, or tokenizers, cannot read a file.
+        Exception: A file cannot be read by transformers or tokenizers.
     """
     check_tokenizer_files(directory)
     loaded = _by_class(directory)

@@ -396,7 +396,7 @@ def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
         dim: 0 if a word has numbers of several rows, 1 if of several columns.
 
     Returns:
-        uint8, with `32 / bits` times as many rows or columns.
+        The numbers, uint8, with `32 / bits` times as many rows or columns.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     spread = words.unsqueeze(dim + 1) >> shifts.reshape(-1, *[1] * (1 - dim))
