@@ -20,12 +20,15 @@ def output_events(output: StepOutput) -> list[Event]:
     single = samples.numbers == 0  # whether a token has an event of its own
     single[output.ends] = True
     single[list(output.logprobs)] = True
-    for i, (group, sequence) in enumerate(zip(samples.groups, samples.sequences, strict=True)):
+    # A comprehension, as nearly all tokens of a step have nothing more to say.
+    columns = enumerate(zip(samples.groups, samples.sequences, strict=True))
+    rare = [i for i, (g, s) in columns if not g.decoding or g.prompt_logprobs or s.drafted_tokens]
+    for i in rare:
+        group, sequence = samples.groups[i], samples.sequences[i]
         if not group.decoding:
             group.decoding = True
             group.record(GroupEvent.DECODE)
-        if sequence.drafted_tokens or group.prompt_logprobs:
-            single[i] |= _ends_draft(samples, i) or bool(_scores_to_report(group, sequence))
+        single[i] |= _ends_draft(samples, i) or bool(_scores_to_report(group, sequence))
     events: list[Event] = list(_columns(output, ~single))
     ends = set(output.ends)
     events += [_output_event(output, i, ends=i in ends) for i in np.flatnonzero(single).tolist()]

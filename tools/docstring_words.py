@@ -23,7 +23,7 @@ CLEAN = (
     "benchmarks",
     *(f"engine/{name}" for name in ("attention", "compilation", "constraints", "core", "kv_cache")),
     *(f"engine/{name}" for name in ("lora", "memory", "models", "parallel", "rpc", "sampling")),
-    *(f"engine/{name}" for name in ("speculation", "startup")),
+    *(f"engine/{name}" for name in ("running", "scheduling", "speculation", "startup")),
     "examples",
     "kernels",
     "octavo",

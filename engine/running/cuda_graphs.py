@@ -50,11 +50,11 @@ class RecordedStep:
     kept here.
 
     Attributes:
-        replay: runs the step again.
-        query_starts: where each sequence begins; an input if they have several rows.
-        paged: the metadata and the caches that attention reads.
-        inputs: tokens, positions and logit rows.
-        idle: the items of each group's plan, where they are an input: those of no batch.
+        replay: Runs the step again.
+        query_starts: Where each sequence begins; an input if they have several rows.
+        paged: The metadata and the caches that attention reads.
+        inputs: Tokens, positions and logit rows.
+        idle: The items of each group's plan, where they are an input: those of no batch.
     """
 
     replay: Replay
@@ -88,16 +88,16 @@ class StepGraphs:
         """Record a graph for each size.
 
         Args:
-            step: the model.
-            layers: the cache, as in `PagedStep`.
-            kv_scales: likewise.
-            states: likewise.
-            sizes: to record. A step takes the first that it fits into.
-            widths: most blocks in a sequence's table of each layer group.
-            max_model_len: most tokens of a sequence.
-            device: the model's device.
-            planners: plan the attention of each layer group.
-            record: records; `cuda_recorder` on a GPU.
+            step: The model.
+            layers: The cache, as in `PagedStep`.
+            kv_scales: Scales of keys and values, as in `PagedStep`.
+            states: States, as in `PagedStep`.
+            sizes: Sizes to record. A step takes the first that it fits into.
+            widths: Maximum number of blocks in a sequence's table of each layer group.
+            max_model_len: Maximum number of tokens of a sequence.
+            device: The model's device.
+            planners: Plan the attention of each layer group.
+            record: Records; `cuda_recorder` on a GPU.
         """
         rows = max(size.rows for size in sizes)
         most = 1 + max(size.sequences for size in sizes)  # with that of no tokens
@@ -206,8 +206,8 @@ class StepGraphs:
 def _query_lens(size: GraphSize) -> np.ndarray:
     """Return how many rows each sequence has at most, in a graph without chunks: `[n]` int32.
 
-    Of decodes, each sequence that is missing has one padded row. Otherwise, one more sequence
-    has all padded rows.
+    In a graph of decodes, each missing sequence has one padding row. Otherwise one extra dummy
+    sequence holds all padding rows.
     """
     spare = [size.rows] if size.longest > 1 else []
     return np.array([size.longest] * size.sequences + spare, np.int32)
@@ -229,7 +229,7 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
     """Return a recorder of CUDA graphs that share their memory.
 
     Args:
-        check_inputs: raise at a replay if a tensor that PyTorch saw the graph read was freed.
+        check_inputs: Raise at a replay if a tensor that PyTorch saw the graph read was freed.
             It is for tests of uncompiled models: PyTorch finds the tensors in a mode in which
             compiled steps run uncompiled, and checks each before each replay. It has no
             effect before PyTorch 2.13.
@@ -268,10 +268,10 @@ def graph_memory(
     that all sizes share, and the smallest only the memory that each graph takes for itself.
 
     Args:
-        sizes: graphs of each of these kinds by rising rows, the smallest first.
-        record_sizes: makes `StepGraphs` of some sizes; they are dropped at the end.
-        record: the argument of `StepGraphs`.
-        free: returns the bytes that are free on the device.
+        sizes: Graphs of each of these kinds by rising rows, the smallest first.
+        record_sizes: Makes `StepGraphs` of some sizes; they are dropped at the end.
+        record: The argument of `StepGraphs`.
+        free: Returns the bytes that are free on the device.
     """
     left = [free()]
 

@@ -26,9 +26,9 @@ class _Shadow:
     """A sequence as the draft model has it.
 
     Attributes:
-        group: a group of its own: its request asks for no more than tokens.
-        sequence: its tokens, drafted ones last.
-        num_agreed: tokens that are known to be those of the large model's sequence.
+        group: A group of its own: its request asks for no more than tokens.
+        sequence: Its tokens, drafted ones last.
+        num_agreed: Tokens that are known to be those of the large model's sequence.
     """
 
     group: SequenceGroup
@@ -50,10 +50,10 @@ class DraftModel:
         """Set up for all sequences of an engine.
 
         Args:
-            executor: runs the draft model.
-            cache: manages its blocks; without a prefix cache.
-            max_model_len: the most tokens of a sequence that the draft model takes.
-            max_num_batched_tokens: the most tokens that it computes at a time.
+            executor: Runs the draft model.
+            cache: Manages its blocks; without a prefix cache.
+            max_model_len: Maximum number of tokens of a sequence that the draft model takes.
+            max_num_batched_tokens: Maximum number of tokens that it computes at a time.
         """
         self._executor = executor
         self._cache = cache
@@ -126,8 +126,8 @@ class DraftModel:
         """Compute what sequences lack; return those for which a token was drawn.
 
         Args:
-            shadows: the sequences.
-            keep: ids of sequences whose blocks are not taken for others.
+            shadows: The sequences.
+            keep: Ids of sequences whose blocks are not taken for others.
         """
         batch, left = Batch(), self._max_num_batched_tokens
         for shadow in shadows:

@@ -45,7 +45,7 @@ class Executor:
     """A model and the tensors of its paged KV cache.
 
     Attributes:
-        cache: the cache's tensors.
+        cache: The cache's tensors.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class Executor:
         """Set up the executor.
 
         Args:
-            loaded: the model, or this rank's part of it.
-            cache: the cache's tensors.
-            leader: tells other ranks what to compute, if there are any.
-            adapters: the adapters on the device, if the model takes any.
+            loaded: The model, or this rank's part of it.
+            cache: The cache's tensors.
+            leader: Tells other ranks what to compute, if there are any.
+            adapters: The adapters on the device, if the model takes any.
         """
         self.cache = cache
         self._leader = leader
@@ -85,8 +85,8 @@ class Executor:
         """Copy a batch's blocks and lay its sequences out as tensors.
 
         Args:
-            batch: what to compute.
-            previous: the step before it, if its tokens are not collected yet: it fills this
+            batch: What to compute.
+            previous: The step before it, if its tokens are not collected yet: it fills this
                 step's placeholders in.
 
         Returns:
@@ -122,9 +122,9 @@ class Executor:
         the model has run; other threads have the interpreter meanwhile.
 
         Args:
-            batch: what to compute.
-            inputs: what `prepare` made of it.
-            late: ids of sequences whose masks are not ready; None: `sample` reads all masks. A mask
+            batch: What to compute.
+            inputs: What `prepare` made of it.
+            late: Ids of sequences whose masks are not ready; None: `sample` reads all masks. A mask
                 that is ready once the model has run is late all the same, if the model itself
                 takes the tokens.
         """
@@ -213,7 +213,7 @@ class Executor:
         empty.
 
         Args:
-            max_model_len: most tokens of a sequence.
+            max_model_len: Maximum number of tokens of a sequence.
         """
         for query_lens in ([1], [1, 2]):
             arrays = idle_arrays(query_lens, self.cache.layout)
@@ -252,15 +252,15 @@ class Executor:
         """Record steps, to replay them from now on; see `cuda_graphs`.
 
         Args:
-            max_num_seqs: most sequences in a batch.
-            max_model_len: most tokens of a sequence.
-            record: records a step.
-            num_drafted: most drafted tokens of a sequence; 0: none are.
-            max_num_batched_tokens: most tokens of a step with chunks of prompts; 0: record none
-                of these.
+            max_num_seqs: Maximum number of sequences in a batch.
+            max_model_len: Maximum number of tokens of a sequence.
+            record: Records a step.
+            num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
+            max_num_batched_tokens: Maximum number of tokens of a step with chunks of prompts; 0:
+                record none of these.
 
         Raises:
-            RuntimeError: the device cannot record the model.
+            RuntimeError: The device cannot record the model.
         """
         sizes = _sizes(max_num_seqs, max_num_batched_tokens, num_drafted)
         self._graphs = self._record(sizes, max_model_len, record)
@@ -279,15 +279,15 @@ class Executor:
         """Return the bytes that `record_graphs` will take on the device; record nothing.
 
         Args:
-            max_num_seqs: the argument of `record_graphs`, like the others.
-            max_model_len: likewise.
-            record: likewise.
-            free: returns the bytes that are free on the device.
-            num_drafted: the argument of `record_graphs`.
-            max_num_batched_tokens: likewise.
+            max_num_seqs: Maximum number of sequences in a batch.
+            max_model_len: Maximum number of tokens of a sequence.
+            record: Records a step.
+            free: Returns the bytes that are free on the device.
+            num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
+            max_num_batched_tokens: Maximum number of tokens of a step with chunks of prompts.
 
         Raises:
-            RuntimeError: the device cannot record the model.
+            RuntimeError: The device cannot record the model.
         """
         return graph_memory(
             _sizes(max_num_seqs, max_num_batched_tokens, num_drafted),

@@ -19,13 +19,13 @@ class GraphSize(NamedTuple):
     """What a graph has room for, or what a step needs.
 
     Attributes:
-        sequences: most sequences of a step.
-        longest: most rows of a sequence. Of a decode it is 1, and with drafts its last token and
-            those that are drafted behind it.
-        rows: most rows of all sequences together.
-        chunks: most sequences of several rows in a mixed step: chunks of prompts and drafts. A
+        sequences: Maximum number of sequences of a step.
+        longest: Maximum number of rows of a sequence: 1 for a decode, and with drafts its last
+            token and those that are drafted behind it.
+        rows: Maximum number of rows of all sequences together.
+        chunks: Most sequences of several rows in a mixed step: chunks of prompts and drafts. A
             graph with none is not of mixed steps: it gives the logits of all rows.
-        logits: most rows of a mixed step whose logits are wanted.
+        logits: Maximum number of rows of a mixed step whose logits are wanted.
     """
 
     sequences: int
@@ -53,8 +53,8 @@ def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
     none: one more size is for these.
 
     Args:
-        max_num_seqs: most sequences in a batch.
-        num_drafted: most drafted tokens of a sequence; 0: none are.
+        max_num_seqs: Maximum number of sequences in a batch.
+        num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
     """
     most = min(max_num_seqs, MAX_ROWS)
     sizes = [GraphSize(count, 1, count) for count in _batch_sizes(most)]
@@ -81,9 +81,9 @@ def mixed_sizes(max_num_seqs: int, max_tokens: int, num_drafted: int = 0) -> lis
     """Return the sizes to record for steps with chunks of prompts, fewest rows first: at most 8.
 
     Args:
-        max_num_seqs: most sequences in a batch.
-        max_tokens: most tokens in a batch.
-        num_drafted: most drafted tokens of a sequence; 0: none are.
+        max_num_seqs: Maximum number of sequences in a batch.
+        max_tokens: Maximum number of tokens in a batch.
+        num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
     """
     most = min(max_tokens, MAX_MIXED_ROWS)
     if most < 2:

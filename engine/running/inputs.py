@@ -90,11 +90,12 @@ def make_inputs(
     query_starts = np.zeros(len(starts) + 1, np.int32)
     np.cumsum(query_lens, out=query_starts[1:])
     laid = np.empty((2 + len(layout.groups), int(query_starts[-1])), np.int64)
-    laid[0] = _tokens(batch, query_starts)
-    seqs = np.repeat(np.arange(len(starts)), query_lens)  # each token's sequence
-    positions = laid[1] = np.arange(laid.shape[1]) + np.repeat(
-        starts - query_starts[:-1], query_lens
-    )
+    laid[0] = _tokens(batch, starts, query_starts)
+    seqs, positions = np.arange(len(starts)), starts  # each token's: decodes have one each
+    if laid.shape[1] > len(starts):
+        shifts = np.repeat(starts - query_starts[:-1], query_lens)
+        seqs, positions = np.repeat(seqs, query_lens), np.arange(laid.shape[1]) + shifts
+    laid[1] = positions
     tables = [batch.table(group) for group in range(len(layout.groups))]
     for group, layers in enumerate(layout.groups):
         if layers.state_blocks:
@@ -137,10 +138,10 @@ def make_inputs(
     return arrays, inputs
 
 
-def _tokens(batch: Batch, query_starts: np.ndarray) -> np.ndarray:
+def _tokens(batch: Batch, starts: np.ndarray, query_starts: np.ndarray) -> np.ndarray:
     """Return the tokens of a batch, end to end."""
     tokens = np.empty(query_starts[-1], np.int64)
-    starts, sequences, drafts = batch.starts, batch.sequences, batch.drafts
+    sequences, drafts = batch.sequences, batch.drafts
     columns = zip(sequences, starts.tolist(), strict=True)
     tokens[query_starts[:-1]] = [sequence.token_ids[start] for sequence, start in columns]
     for i in np.flatnonzero(np.diff(query_starts) > 1).tolist():
@@ -161,10 +162,10 @@ def to_inputs(
     """Return a step's tensors, without what its logits are for.
 
     Args:
-        arrays: what to compute.
-        device: the cache's device.
-        planners: plan the attention of each layer group.
-        longest: tokens per sequence that attention is planned for; default: those there are.
+        arrays: What to compute.
+        device: The cache's device.
+        planners: Plan the attention of each layer group.
+        longest: Tokens per sequence that attention is planned for; default: those there are.
     """
     laid = to_device(arrays.laid, device)
     query_starts = to_device(arrays.query_starts, device)
@@ -192,8 +193,8 @@ def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:
     """Return a step that reads the cache's first block, and writes only states there.
 
     Args:
-        query_lens: tokens of each sequence, none before them.
-        layout: the cache's layout.
+        query_lens: Tokens of each sequence, none before them.
+        layout: The cache's layout.
     """
     lengths = np.array(query_lens, np.int32)
     starts = np.concatenate([[0], lengths]).cumsum(dtype=np.int32)

@@ -22,4 +22,4 @@ def adapters_fit(running: Iterable[SequenceGroup], group: SequenceGroup, limit: 
     used: set[RequestAdapter] = {
         other.request.adapter for other in running if other.request.adapter is not None
     }
-    return adapter in used or sum(own.nbytes for own in used) + adapter.nbytes <= limit
+    return adapter in used or sum(each.nbytes for each in used) + adapter.nbytes <= limit

@@ -17,9 +17,9 @@ class Candidate(NamedTuple):
     """A running beam and one more token.
 
     Attributes:
-        score: the sum of log-probabilities, the token's included.
-        beam: index of the beam among the running ones.
-        token_id: the token.
+        score: The sum of log-probabilities, the token's included.
+        beam: Index of the beam among the running ones.
+        token_id: The token.
     """
 
     score: float
@@ -32,8 +32,8 @@ class Hypothesis:
     """A finished output.
 
     Attributes:
-        score: normalised by its length.
-        token_ids: without the prompt.
+        score: Score, normalised by its length.
+        token_ids: Tokens, without the prompt.
     """
 
     score: float
@@ -45,9 +45,9 @@ class BeamState:
     """One search.
 
     Attributes:
-        params: the request's.
-        scores: of the running beams, in the order of the group's sequences.
-        hypotheses: the best finished ones, best first; at most `params.width`.
+        params: Parameters of the request.
+        scores: Scores of the running beams, in the order of the group's sequences.
+        hypotheses: The best finished ones, best first; at most `params.width`.
     """
 
     params: BeamSearch
@@ -69,11 +69,11 @@ class BeamState:
         """Advance the search by one token.
 
         Args:
-            outputs: each running beam's tokens so far, without the prompt.
-            continuations: each running beam's most likely next tokens with
+            outputs: Each running beam's tokens so far, without the prompt.
+            continuations: Each running beam's most likely next tokens with
                 their log-probabilities, `candidates_for` of them.
-            stopping: tokens that finish a hypothesis.
-            max_tokens: the length at which every hypothesis is finished.
+            stopping: Tokens that finish a hypothesis.
+            max_tokens: The length at which every hypothesis is finished.
 
         Returns:
             The beams to go on with, best first; empty when the search is over.
@@ -101,11 +101,11 @@ class BeamState:
         self.scores = [candidate.score for candidate in running]
         return [] if self._over(length) else running
 
-    def _finish(self, found: list[Hypothesis]) -> None:
+    def _finish(self, finished: list[Hypothesis]) -> None:
         """Keep the best `width` finished hypotheses; with early stopping a full list is final."""
         if self._full and self.params.early_stopping:
             return
-        merged = sorted([*self.hypotheses, *found], key=lambda hypothesis: -hypothesis.score)
+        merged = sorted([*self.hypotheses, *finished], key=lambda hypothesis: -hypothesis.score)
         self.hypotheses = merged[: self.params.width]
 
     @property

@@ -30,9 +30,9 @@ class Wanted(NamedTuple):
     """A sequence to draft tokens for.
 
     Attributes:
-        group: the sequence's group.
-        sequence: the sequence; all its tokens are known.
-        most: the most tokens to draft, at least one.
+        group: The sequence's group.
+        sequence: The sequence; all its tokens are known.
+        most: Maximum number of tokens to draft, at least one.
     """
 
     group: SequenceGroup
@@ -44,7 +44,7 @@ class DraftModel(Protocol):
     """A model that drafts tokens for many sequences at once."""
 
     def draft(self, wanted: list[Wanted]) -> list[list[int]]:
-        """Return what may follow each sequence, maybe nothing."""
+        """Return a draft for each sequence, maybe an empty one."""
 
     def forget(self, sequence_id: int) -> None:
         """Take note that a sequence ended, which may not be known."""
@@ -67,12 +67,12 @@ def make_drafts(
     """Draft tokens for the sequences of running groups that decode.
 
     Args:
-        speculation: drafts them.
-        groups: running groups.
-        cache: holds their blocks.
-        decodes: sequences that decode in this step.
-        budget: tokens that the step can compute beside these.
-        model: drafts in place of the method that `speculation` has.
+        speculation: Drafts them.
+        groups: Running groups.
+        cache: Holds their blocks.
+        decodes: Sequences that decode in this step.
+        budget: Tokens that the step can compute beside these.
+        model: Drafts in place of the method that `speculation` has.
     """
     wanted: list[Wanted] = []
     left = int(DRAFT_SHARE * budget)
@@ -101,8 +101,8 @@ def make_drafts(
                 drafts[sequence.id] = draft
                 left -= len(draft)
     if model is not None and wanted:
-        found = zip(wanted, model.draft(wanted), strict=True)
-        drafts |= {each.sequence.id: draft for each, draft in found if draft}
+        drafted = zip(wanted, model.draft(wanted), strict=True)
+        drafts |= {each.sequence.id: draft for each, draft in drafted if draft}
     return drafts
 
 
@@ -112,7 +112,7 @@ def _room(group: SequenceGroup, sequence: Sequence) -> int:
 
 
 def guess(speculation: Speculation, group: SequenceGroup, sequence: Sequence, most: int) -> Guess:
-    """Return what the method proposes for a sequence, and how many tokens may pay."""
+    """Return the tokens that the method proposes for a sequence, and how many may pay."""
     if sequence.drafting is None:
         sequence.drafting = speculation.begin(sequence.num_prompt, group.request.cache_salt)
     return speculation.guess(sequence.drafting, sequence.token_ids, most)
@@ -121,15 +121,15 @@ def guess(speculation: Speculation, group: SequenceGroup, sequence: Sequence, mo
 def guess_constrained(
     speculation: Speculation | None, group: SequenceGroup, sequence: Sequence
 ) -> Guess:
-    """Return what to draft for a constrained sequence, whose tokens so far are known.
+    """Return the tokens to draft for a constrained sequence, whose tokens so far are known.
 
     Its matcher makes the draft of it when it computes the mask, in another thread.
 
     Args:
-        speculation: drafts tokens in a step of this batch's size: `begin_step` has said so. None:
+        speculation: Drafts tokens in a step of this batch's size: `begin_step` has said so. None:
             there are no drafts.
-        group: the sequence's group.
-        sequence: the sequence.
+        group: The sequence's group.
+        sequence: The sequence.
     """
     if speculation is None or not may_draft(group) or sequence.num_placeholders:
         return NO_GUESS
@@ -138,7 +138,7 @@ def guess_constrained(
 
 
 def _constrained_draft(sequence: Sequence, most: int) -> Tokens[int]:
-    """Return what a sequence's matcher has drafted, if it was for the tokens that it has now."""
+    """Return a sequence's drafted tokens, if its matcher made them for the tokens it has now."""
     matcher = sequence.matcher
     if matcher is None or not matcher.ready or matcher.length != sequence.num_output:
         return ()

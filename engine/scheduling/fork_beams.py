@@ -18,11 +18,11 @@ def advance_search(
     """Replace a group's beams by those that the search goes on with.
 
     Args:
-        group: its sequences are the running beams, best first.
-        continuations: of each beam, by sequence id.
-        cache: holds the beams' blocks, on the device or in swap space; none if the group was
+        group: Its sequences are the running beams, best first.
+        continuations: Most likely next tokens of each beam, by sequence id.
+        cache: Holds the beams' blocks, on the device or in swap space; none if the group was
             preempted after the step was launched, and is to be recomputed.
-        fork_ids: ids for new sequences.
+        fork_ids: Ids for new sequences.
 
     Returns:
         Whether the search goes on; where it is over, the group is left as it was.

@@ -107,12 +107,12 @@ class KeptDecodes:
         """Copy a group's blocks, from the block of `position` to the last one."""
         row = group.decode_row
         assert row is not None
-        for i, (own, size) in enumerate(
+        for i, (table, size) in enumerate(
             zip(self._tables[row].groups, self._block_sizes, strict=True)
         ):
             first = position // size
-            blocks = self._blocks[i] = _grown(self._blocks[i], row + 1, len(own))
-            blocks[row, first : len(own)] = own[first:]
+            blocks = self._blocks[i] = _grown(self._blocks[i], row + 1, len(table))
+            blocks[row, first : len(table)] = table[first:]
 
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group if it is one of these."""

@@ -78,6 +78,10 @@ class Progress(Queues):
 
         A finished sequence has its finish reason set and its blocks freed. Tokens of sequences
         that ended after the step was launched are taken out of the output.
+
+        The order matters. Beams go on first, as a search that ends frees blocks. Tokens are filled
+        in before any sequence is finished: what ends frees its blocks, and a block can be published
+        only before that. Drafts are rolled back last, once it is known what was right.
         """
         for group, logprobs in output.prompt_logprobs:
             group.prompt_logprobs.extend(logprobs)
@@ -135,13 +139,13 @@ class Progress(Queues):
 
     def _advance_searches(self, batch: Batch, output: StepOutput) -> None:
         """Take the beam searches further whose beams have all reached their last token."""
-        found = output.continuations
+        continuations = output.continuations
         for group in dict.fromkeys(s.group for s in batch.rest if s.group.beam):
             if group.state is GroupState.FINISHED:  # after the step was launched
                 for beam in group.sequences:
-                    found.pop(beam.id, None)
-            elif all(beam.id in found for beam in group.live) and not advance_search(
-                group, found, self.cache, self._fork_ids
+                    continuations.pop(beam.id, None)
+            elif all(beam.id in continuations for beam in group.live) and not advance_search(
+                group, continuations, self.cache, self._fork_ids
             ):
                 self.remove(group)
                 output.searches.append(group)

@@ -47,8 +47,8 @@ class Resumption:
     """An output that another engine has started.
 
     Attributes:
-        token_ids: drawn for it so far, in order.
-        finished: nothing more is drawn for it.
+        token_ids: Tokens sampled for it so far, in order.
+        finished: Whether nothing more is sampled for it.
     """
 
     token_ids: tuple[int, ...]
@@ -60,29 +60,29 @@ class Request:
     """One prompt and what to do with it.
 
     Attributes:
-        session: the router's session it came by.
-        request_id: unique within the session.
-        prompt: token ids, at least one.
-        sampling: how tokens are drawn.
-        max_tokens: tokens after which an output ends with LENGTH.
-        min_tokens: tokens before which no stopping token is drawn.
-        eos_token_ids: tokens that end an output with EOS; empty where the
+        session: Number of the router's session that it came by.
+        request_id: Id, unique within the session.
+        prompt: Token ids, at least one.
+        sampling: Sampling parameters.
+        max_tokens: Number of tokens after which an output ends with LENGTH.
+        min_tokens: Number of tokens before which no stopping token is sampled.
+        eos_token_ids: Tokens that end an output with EOS; empty where the
             client asked to go on past them and nothing else ends it.
-        stop_token_ids: tokens that end an output with STOP_TOKEN.
-        priority: higher is sooner.
-        cache_salt: prefixes are shared only with requests of the same salt.
-        arrival: `time.monotonic()` seconds.
-        deadline: `time.monotonic()` seconds, or None.
-        beam: search in place of sampling, or None.
-        resume: outputs that another engine began, by index.
-        trace_context: the trace that it is part of, as W3C Trace Context has it.
-        constraint: the form of every output, or None.
-        ignore_eos: whether the client asked to go on past `eos_token_ids`; a constrained output
+        stop_token_ids: Tokens that end an output with STOP_TOKEN.
+        priority: Priority; higher is sooner.
+        cache_salt: Salt of prefixes, which are shared only with requests of the same salt.
+        arrival: Time of arrival, in `time.monotonic()` seconds.
+        deadline: Time of its deadline, in `time.monotonic()` seconds, or None.
+        beam: Beam search in place of sampling, or None.
+        resume: Outputs that another engine began, by index.
+        trace_context: The trace that it is part of, as W3C Trace Context has it.
+        constraint: Form of every output, or None.
+        ignore_eos: Whether the client asked to go on past `eos_token_ids`; a constrained output
             ends by them where nothing else can follow.
-        adapter: what the model's layers add for it, or None.
-        first_number: the session's number of output 0, the others follow; 0: they have none.
-        takes_greatest: as `SamplingParams.takes_greatest`, computed once: every step asks it.
-        stopping: tokens that end an output.
+        adapter: LoRA adapter, or None.
+        first_number: The session's number of output 0, the others follow; 0: they have none.
+        takes_greatest: `SamplingParams.takes_greatest`, computed once: every step reads it.
+        stopping: Tokens that end an output.
         plain: Whether its decodes may be plain: one output, without penalties, log-probabilities,
             a constraint or beams.
     """

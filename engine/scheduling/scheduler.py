@@ -19,8 +19,9 @@ from octavo.engine.speculation.speculation import Speculation
 PREFILL_SHARE = 0.5
 """A step measures the speed of prefill if more than this share of its tokens is prefill."""
 MAX_SCORED_TOKENS = 1024
-"""Most prompt tokens with log-probabilities in a step, all requests together. Each takes a row
-of logits, of the vocabulary's size: this bounds a step's memory, and its time on a CPU."""
+"""Maximum number of prompt tokens with log-probabilities in a step, all requests together. Each
+takes a row of logits as wide as the vocabulary: this bounds a step's memory, and its time on a
+CPU."""
 WATERMARK = 0.01
 """Share of the blocks kept free when a group is admitted or swapped in, so that
 the next few decodes do not preempt it again at once."""
@@ -58,6 +59,9 @@ class Scheduler(Progress):
         """Choose what the next step computes, and allocate the blocks for it."""
         batch = Batch()
         self._scored_left = self.max_scored_tokens
+        # What runs comes first, and what was swapped out before what is new: each group keeps its
+        # place (section 4.5 of the paper stops admitting until all swapped sequences have ended).
+        # A group admitted in a step that preempted would take the blocks that were just freed.
         preempted = self._schedule_running(batch)
         if not preempted:
             self._swap_in(batch)
@@ -167,7 +171,7 @@ class Scheduler(Progress):
             The number of tokens that it takes from the budget of prefills.
 
         Raises:
-            OutOfBlocksError: there are not enough blocks.
+            OutOfBlocksError: There are not enough blocks.
         """
         if drafts and any(sequence.id in drafts for sequence, _ in counts):
             spans, used = self._next_spans(counts, budget)
@@ -329,8 +333,8 @@ class Scheduler(Progress):
             salt = group.request.prefix_salt
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
-            own = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
-            fits = self._fits(blocks, 1 + own) and self._has_adapter_room(group)
+            later = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
+            fits = self._fits(blocks, 1 + later) and self._has_adapter_room(group)
             if not fits:
                 return
             self.waiting.remove(group)
@@ -355,7 +359,7 @@ class Scheduler(Progress):
     def _next_spans(
         self, counts: list[tuple[Sequence, int]], budget: int
     ) -> tuple[list[Span], int]:
-        """Return what to compute of a group, and how much of the prefill budget that takes."""
+        """Return the tokens to compute of a group, and their share of the prefill budget."""
         spans, used = [], 0
         for sequence, count in counts:
             start, taken = sequence.num_computed, count

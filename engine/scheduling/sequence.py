@@ -29,18 +29,18 @@ class Sequence:
     """One output of a request: the prompt's tokens, then its own.
 
     Attributes:
-        id: unique in the engine; the KV cache knows the sequence by it.
-        index: which of the request's outputs it is, from 0.
-        token_ids: prompt and output.
-        num_prompt: number of prompt tokens.
-        num_computed: number of tokens, from the front, that have K/V in the cache, or will have
+        id: Id, unique in the engine; the KV cache knows the sequence by it.
+        index: Index among the request's outputs, from 0.
+        token_ids: Tokens of prompt and output.
+        num_prompt: Number of prompt tokens.
+        num_computed: Number of tokens, from the front, that have K/V in the cache, or will have
             when the launched steps are computed.
-        num_placeholders: number of tokens, at the end, that are `PLACEHOLDER`.
-        finish_reason: set once the output is complete.
-        matcher: of a constrained output: its place in the grammar, and what may come next.
-        drafting: what drafts tokens for it know of it, once some were drafted.
-        drafted_tokens: tokens drafted for it that no event has told yet.
-        accepted_tokens: how many of these were right.
+        num_placeholders: Number of tokens, at the end, that are `PLACEHOLDER`.
+        finish_reason: Reason of the end, once the output is complete.
+        matcher: Place of a constrained output in its grammar, with the tokens that may come next.
+        drafting: State of its speculation, once tokens were drafted for it.
+        drafted_tokens: Tokens drafted for it that no event has reported yet.
+        accepted_tokens: Number of these that were right.
     """
 
     id: int
@@ -123,19 +123,19 @@ class SequenceGroup:
     """All outputs of one request: admitted, preempted and resumed together.
 
     Attributes:
-        request: the request.
-        sequences: one for each output, by index, finished ones included; in a
+        request: The request.
+        sequences: One for each output, by index, finished ones included; in a
             beam search the running beams, best first.
-        state: the queue that the group is in.
-        admitted: whether it was ever admitted.
-        start_reported: whether its `Started` event was made.
-        decoding: whether this engine has sampled a token for it.
-        cached_tokens: prompt tokens found in the prefix cache when first
+        state: The queue that the group is in.
+        admitted: Whether it was ever admitted.
+        start_reported: Whether its `Started` event was made.
+        decoding: Whether this engine has sampled a token for it.
+        cached_tokens: Prompt tokens found in the prefix cache when first
             admitted.
-        prompt_logprobs: from the prompt's second token on, as far as known.
-        num_scored: how many of these are known, or will be when the launched steps are computed.
-        beam: the beam search whose running beams the sequences are, or None.
-        history: its events with their times, in `time.monotonic()` seconds.
+        prompt_logprobs: Log-probabilities from the prompt's second token on, as far as known.
+        num_scored: Number of these that are known, or will be when the launched steps are computed.
+        beam: The beam search whose running beams the sequences are, or None.
+        history: Its events with their times, in `time.monotonic()` seconds.
         decode_row: Its row in `KeptDecodes`; None if it has none.
     """
 

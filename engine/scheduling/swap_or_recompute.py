@@ -10,6 +10,10 @@ _SMOOTHING = 0.1
 class PreemptionPolicy:
     """Compares the costs of the two from measured rates.
 
+    Which one costs less depends on the machine: in section 7.3 of the PagedAttention paper
+    recomputing never takes more than 1.2 times as long as swapping, and swapping costs much more
+    with small blocks, whose copies are short. So the rates are measured, not assumed.
+
     Swapping copies a group's blocks twice; recomputing runs its tokens through the model once
     more. `auto` swaps until both rates have been measured.
     """
