@@ -1,6 +1,6 @@
 """Models whose layers are all alike: one layer group, and every token attends to all before it."""
 
-from octavo.common.layer_groups import BlockBudget, LayerGroup
+from octavo.common.kv_cache.layer_groups import BlockBudget, LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.common.prefix import ROOT_KEY
+from octavo.common.kv_cache.prefix_hash import ROOT_KEY
 
 RELEASED = -1
 """In a block table: the block was released, as no token to come attends to it."""

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from octavo.common.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import BlockTable, Span
 

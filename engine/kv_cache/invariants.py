@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 
-from octavo.common.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable
 

@@ -2,9 +2,9 @@
 
 Blocks are mapped to sequences by block tables, as in "Efficient Memory Management for Large
 Language Model Serving with PagedAttention" (Kwon et al., SOSP 2023, section 4). Each group of
-layers has a table of its own for each sequence (`octavo.common.layer_groups`), and all take their
-blocks from one pool. A method that raises changes nothing, except that blocks that fell out of a
-window stay released.
+layers has a table of its own for each sequence (`octavo.common.kv_cache.layer_groups`), and all
+take their blocks from one pool. A method that raises changes nothing, except that blocks that fell
+out of a window stay released.
 
 `prefix_publishing.py` makes blocks findable by other requests, `prefixes.py` finds them, and
 `swap_moves.py` orders copies. Sequences that got blocks in a step keep them until its copies are
@@ -18,8 +18,8 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from octavo.common.layer_groups import LayerGroup, blocks_held
-from octavo.common.prefix import root_key
+from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held
+from octavo.common.kv_cache.prefix_hash import root_key
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries

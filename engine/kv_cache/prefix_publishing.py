@@ -10,8 +10,8 @@ that have a beginning in common part, and the latest of a decode.
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
 
-from octavo.common.layer_groups import LayerGroup
-from octavo.common.prefix import chain_keys
+from octavo.common.kv_cache.layer_groups import LayerGroup
+from octavo.common.kv_cache.prefix_hash import chain_keys
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import BlockTable
 from octavo.engine.kv_cache.prefixes import block_keys, is_shared_key

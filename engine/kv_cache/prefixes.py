@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo.common.layer_groups import LayerGroup
-from octavo.common.prefix import block_key, root_key
+from octavo.common.kv_cache.layer_groups import LayerGroup
+from octavo.common.kv_cache.prefix_hash import block_key, root_key
 from octavo.engine.kv_cache.block_pool import BlockPool
 
 KEY_BYTES = 32

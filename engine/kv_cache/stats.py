@@ -3,7 +3,7 @@
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from octavo.common.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_table import BlockTable
 
 

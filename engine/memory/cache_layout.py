@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from octavo.common.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.kernels.metadata import AttentionPlan
 from octavo.kernels.ops import MAX_BLOCK_SIZE, plan_attention, plan_room

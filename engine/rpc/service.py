@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import structlog
 
-from octavo.common.layer_group_messages import to_message
+from octavo.common.kv_cache.layer_group_messages import to_message
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.constraints.compiler import ConstraintCompiler

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable
 import grpc
 
 from octavo.common.background import start
-from octavo.common.prefix import short_key
+from octavo.common.kv_cache.prefix_hash import short_key
 from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
 from octavo.engine.events import (

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from octavo.common.prefix import prefix_salt
+from octavo.common.kv_cache.prefix_hash import prefix_salt
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.constraints.constraint import Constraint
 from octavo.engine.constraints.matcher import EndRule

@@ -7,7 +7,7 @@ from functools import partial
 import structlog
 import torch
 
-from octavo.common.layer_groups import BlockBudget
+from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_step import LoadedStep
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout

@@ -2,7 +2,7 @@
 
 import torch
 
-from octavo.common.layer_groups import BlockBudget
+from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_tensors import (
     GIB,

@@ -7,7 +7,7 @@ report says. Only what depends on the weights is left: their files, and the self
 from dataclasses import dataclass
 from pathlib import Path
 
-from octavo.common.layer_groups import BlockBudget, blocks_held
+from octavo.common.kv_cache.layer_groups import BlockBudget, blocks_held
 from octavo.common.models.checkpoint import check_checkpoint, check_config
 from octavo.common.models.weight_files import weight_files
 from octavo.common.resources import Memory

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from google.protobuf.message import Message
 
 from octavo.common import rpc
-from octavo.common.layer_groups import BlockBudget
+from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_PRIORITY, set_values
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 

@@ -5,7 +5,7 @@ from bisect import insort
 from heapq import merge
 from typing import Any, Generic, TypeVar
 
-from octavo.common.layer_groups import BlockBudget
+from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.balancing.prompt import Prompt
 from octavo.router.requests.state import RequestState

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from octavo.common.prefix import prefix_salt, reusable_keys, short_key
+from octavo.common.kv_cache.prefix_hash import prefix_salt, reusable_keys, short_key
 
 
 class Prompt:

@@ -14,8 +14,8 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
 from octavo.common import rpc, tls
-from octavo.common.layer_group_messages import to_budget
-from octavo.common.layer_groups import BlockBudget
+from octavo.common.kv_cache.layer_group_messages import to_budget
+from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.router.admission.claims import Claims
 from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.balancing.prompt import Prompt

@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from octavo.common.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.kv_cache.block_table import RELEASED
 

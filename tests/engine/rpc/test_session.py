@@ -7,7 +7,7 @@ from functools import partial
 import grpc
 import pytest
 
-from octavo.common.prefix import reusable_keys, short_key
+from octavo.common.kv_cache.prefix_hash import reusable_keys, short_key
 from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics

@@ -2,8 +2,8 @@
 
 import random
 
-from octavo.common.layer_groups import LayerGroup
-from octavo.common.prefix import block_key, reusable_keys, root_key, short_key
+from octavo.common.kv_cache.layer_groups import LayerGroup
+from octavo.common.kv_cache.prefix_hash import block_key, reusable_keys, root_key, short_key
 from octavo.engine.events import PrefixChange
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
 from octavo.engine.rpc.session import Session

@@ -7,7 +7,7 @@ import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from octavo.common.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.pending_step import PendingStep

@@ -3,7 +3,7 @@ from dataclasses import dataclass, field
 import pytest
 from pydantic import ValidationError
 
-from octavo.common.prefix import reusable_keys, short_key
+from octavo.common.kv_cache.prefix_hash import reusable_keys, short_key
 from octavo.router.balancing import POLICIES, LeastLoaded, PrefixAware, RoundRobin
 from octavo.router.balancing.policy import has_room, headroom
 from octavo.router.balancing.prefix_aware import SEQUENCE_TOKENS

@@ -1,6 +1,6 @@
 """Layer groups as messages of the contract."""
 
-from octavo.common.layer_groups import BlockBudget, LayerGroup
+from octavo.common.kv_cache.layer_groups import BlockBudget, LayerGroup
 from octavo.v1 import engine_pb2
 
 
