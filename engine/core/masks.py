@@ -52,23 +52,17 @@ class Masks:
         cannot be computed again, if beams would advance without one of them, or if drafts are made
         together with the masks.
         """
-        if not batch.constrained:
-            return
+        constrained = [g for g in batch.constrained if g.state is not GroupState.FINISHED]
         speculation = self._scheduler.speculation
-        if speculation is not None and not speculation.begin_step(batch.num_sequences):
+        if constrained and speculation and not speculation.begin_step(batch.num_sequences):
             speculation = None
-        for group in batch.constrained:
-            if group.state is GroupState.FINISHED:
-                continue
+        for group in constrained:
             if group.beam is not None or not self._scheduler.can_recompute:
                 self._scheduling_needs_them = True
             for sequence in group.live:
-                matcher = sequence.matcher
-                assert matcher is not None
-                if not matcher.ready:
-                    continue  # it was late, and has got no token
-                begin = sequence.num_prompt + matcher.length
-                if new := sequence.token_ids[begin : sequence.num_known]:
-                    guess = guess_constrained(speculation, group, sequence)
-                    self._scheduling_needs_them |= guess.most > 0
-                    self._threads.request(group, matcher, new, guess)
+                matcher, new = sequence.matcher, sequence.unmatched
+                if matcher is None or not matcher.ready or not new:
+                    continue  # a sequence whose mask was late has got no token
+                guess = guess_constrained(speculation, group, sequence)
+                self._scheduling_needs_them |= guess.most > 0
+                self._threads.request(group, matcher, new, guess)

@@ -101,9 +101,7 @@ class Reporter:
         now = time.perf_counter()
         self._step_seconds = now - max(batch.created, self._step_ended)
         self._step_ended = now
-        for copied in executor.take_copy_times():
-            self._scheduler.policy.observe_transfer(copied.blocks, copied.seconds)
-        self._scheduler.observe_step(batch, self._step_seconds)
+        self._scheduler.observe_step(batch, self._step_seconds, executor.take_copy_times())
         self._metrics.observe_step(
             batch,
             self._step_seconds,

@@ -105,12 +105,9 @@ class Steps:
 
     def _schedule(self, previous: PendingStep | None) -> Batch:
         """Schedule a step; an empty one if it must know the tokens of the step before."""
-        if previous is not None:
-            batch, scheduler = previous.batch, self._scheduler
-            masks = scheduler.can_recompute or not batch.constrained
-            if not (batch.can_overlap and masks) or scheduler.waits_to_draft(batch):
-                return Batch()
-        return self._scheduler.schedule()
+        if previous is None or self._scheduler.can_overlap(previous.batch):
+            return self._scheduler.schedule()
+        return Batch()
 
     def _launch(self, batch: Batch, previous: PendingStep | None) -> PendingStep:
         """Prepare a step's inputs, publish the events of the steps before, and run the model."""

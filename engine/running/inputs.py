@@ -108,7 +108,8 @@ def make_inputs(
     samples = batch.samples()
     # A token is sampled from the logits of the token before it.
     flat = query_starts[samples.rows] + samples.positions - 1 - starts[samples.rows]
-    first = np.diff(flat, prepend=-1) > 0  # outputs that begin share the logits of their prompt
+    first = np.ones(len(flat), np.bool_)
+    first[1:] = flat[1:] != flat[:-1]  # outputs that begin share the logits of their prompt
     wanted, others = flat[first], list[int]()
     beams: list[SamplingRow] = []
     scored: list[tuple[ScheduledSequence, int]] = []
@@ -144,9 +145,9 @@ def _tokens(batch: Batch, starts: np.ndarray, query_starts: np.ndarray) -> np.nd
     sequences, drafts = batch.sequences, batch.drafts
     columns = zip(sequences, starts.tolist(), strict=True)
     tokens[query_starts[:-1]] = [sequence.token_ids[start] for sequence, start in columns]
-    for i in np.flatnonzero(np.diff(query_starts) > 1).tolist():
-        begin, end = query_starts[i], query_starts[i + 1]
-        start, draft = starts[i], drafts.get(i, ())
+    for i in np.flatnonzero(query_starts[1:] - query_starts[:-1] > 1).tolist():
+        begin, end = int(query_starts[i]), int(query_starts[i + 1])
+        start, draft = int(starts[i]), drafts.get(i, ())
         known = sequences[i].token_ids[start : start + end - begin - len(draft)]
         tokens[begin:end] = [*known, *draft]
     return tokens

@@ -1,7 +1,6 @@
 """A step's work and its output: `Batch`, the tokens that it samples, and `StepOutput`."""
 
 import time
-from collections.abc import Container
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -173,9 +172,11 @@ class Batch:
             row[: len(blocks)] = blocks
         return table
 
-    def sampled(self, skipped: Container[int]) -> list[Sequence]:
+    def sampled(self, skipped: set[int]) -> list[Sequence]:
         """Return the sequences that get a token, but for those of some indices and for beams."""
-        sampled = [s for i, s in enumerate(self.plain.sequences) if i not in skipped]
+        sampled = list(self.plain.sequences)
+        if skipped:
+            sampled = [s for i, s in enumerate(sampled) if i not in skipped]
         for i, each in enumerate(self.rest, len(self.plain)):
             if each.group.beam is None and i not in skipped:
                 sampled += each.sampled

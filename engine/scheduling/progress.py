@@ -11,7 +11,7 @@ from octavo.engine.scheduling.batch import Batch, ScheduledSequence, StepOutput
 from octavo.engine.scheduling.drafting import DraftModel, rejected
 from octavo.engine.scheduling.fork_beams import advance_search
 from octavo.engine.scheduling.queues import Queues
-from octavo.engine.scheduling.sequence import GroupState, Sequence, SequenceGroup
+from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.speculation.speculation import Speculation
 
 _STATE, _FINISH_REASON = attrgetter("state"), attrgetter("finish_reason")
@@ -63,8 +63,9 @@ class Progress(Queues):
             prefilled = scheduled.sequence.num_computed == scheduled.sequence.num_prompt
             if prefilled and i not in skipped:
                 self._fork_siblings(scheduled)
-        for sequence in batch.sampled(skipped):
-            sequence.append_placeholder()
+        for sequence in batch.sampled(skipped):  # inline, as this is done for each token
+            sequence.token_ids.append(PLACEHOLDER)
+            sequence.num_placeholders += 1
 
     def _fork_siblings(self, lead: ScheduledSequence) -> None:
         """Share the blocks of a lead that has computed the prompt with its siblings."""

@@ -5,6 +5,8 @@ chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
 preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 """
 
+from collections.abc import Iterable
+
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
@@ -70,8 +72,18 @@ class Scheduler(Progress):
         batch.transfers = self.cache.take_transfers()
         return batch
 
-    def observe_step(self, batch: Batch, seconds: float) -> None:
-        """Take note of how long a step took, for what decides by that."""
+    def observe_step(
+        self, batch: Batch, seconds: float, copies: Iterable[tuple[int, float]] = ()
+    ) -> None:
+        """Take note of how long a step took, for what decides by that.
+
+        Args:
+            batch: The step.
+            seconds: Time that it took.
+            copies: Numbers of blocks that were swapped since the last call, with their times.
+        """
+        for blocks, copy_seconds in copies:
+            self.policy.observe_transfer(blocks, copy_seconds)
         moved = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
         if moved:
             return
@@ -81,9 +93,15 @@ class Scheduler(Progress):
         elif not prefill and batch.num_sequences and self.speculation is not None:
             self.speculation.observe_step(batch.num_tokens, seconds)
 
-    def waits_to_draft(self, batch: Batch) -> bool:
-        """Return whether tokens are to be drafted once those of a launched step are known."""
-        return self.speculation is not None and waits_to_draft(self.speculation, batch)
+    def can_overlap(self, batch: Batch) -> bool:
+        """Return whether the next step can be scheduled before the tokens of a step are known.
+
+        Not if tokens are to be drafted behind them, or if a mask may be late whose token cannot be
+        computed once more.
+        """
+        if not batch.can_overlap or (batch.constrained and not self.can_recompute):
+            return False
+        return self.speculation is None or not waits_to_draft(self.speculation, batch)
 
     # Running groups.
 

@@ -80,6 +80,12 @@ class Sequence:
         """Tokens of the output without placeholders."""
         return self.num_known - self.num_prompt
 
+    @property
+    def unmatched(self) -> list[int]:
+        """Known tokens of the output that its matcher has not read yet."""
+        read = 0 if self.matcher is None else self.matcher.length
+        return self.token_ids[self.num_prompt + read : self.num_known]
+
     def take_draft_counts(self) -> tuple[int, int]:
         """Return the drafted and the accepted tokens since the last call."""
         counts = self.drafted_tokens, self.accepted_tokens
