@@ -42,6 +42,7 @@ from octavo.common.models.gguf_blocks import (
 )
 from octavo.common.models.gguf_tokenizer import GgufTokenizer
 from octavo.common.models.weight_files import INDEX, WHOLE, TensorLocation
+from octavo.engine.models.empty_model import make_on_meta
 from octavo.engine.models.gguf.config import FACTORS, complete_config, read_fields
 from octavo.engine.models.gguf.tensors import LEAST_DIMENSIONS, Weight, find_weights
 
@@ -245,8 +246,7 @@ def _make_model(source: Path, reader: Any, architecture: str, dtype: Any) -> Any
             return AutoModelForCausalLM.from_pretrained(
                 **place, config=config, dtype=dtype, quantization_config=whole
             )
-        with torch.device("meta"):
-            model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        model: Any = make_on_meta(config, dtype)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{source} cannot be served: {error}") from None
     except Exception as error:

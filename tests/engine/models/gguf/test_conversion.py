@@ -249,3 +249,13 @@ def test_a_model_in_several_files(tmp_path, packed):
     parts[2].unlink()
     with pytest.raises(ModelError, match=r"one of 3 parts, of which split-00003-of-00003\.gguf is"):
         resolve(str(parts[0]), packed=packed)
+
+
+def test_fields_are_those_of_ggufs_own_reader(file):
+    ours, theirs = gguf_models.read(file).fields, gguf.GGUFReader(file).fields
+    assert list(ours) == list(theirs)
+    for name, field in theirs.items():
+        own = ours[name]
+        assert (own.types, list(own.data)) == (field.types, list(field.data))
+        assert own.contents() == field.contents()
+        assert sum(part.nbytes for part in own.parts) == sum(part.nbytes for part in field.parts)
