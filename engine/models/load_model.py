@@ -83,7 +83,7 @@ class LoadedModel:
         check: The self-check of its steps.
         trial: That with an adapter, if one was asked for; no step has passed it yet.
         kept: Where what the self-check compares with is remembered, if it is; see `pass_check`.
-        is_kept: Whether it is there.
+        variant: What the outcome of the check of a step depends on besides.
     """
 
     model: PreTrainedModel
@@ -95,7 +95,7 @@ class LoadedModel:
     check: SelfCheck
     trial: "TrialCheck | None" = None
     kept: Path | None = None
-    is_kept: bool = False
+    variant: str = ""
 
     def pass_check(self, step: Step, routing: Routing | None = None) -> None:
         """Check a step, and remember what it was compared with.
@@ -108,14 +108,16 @@ class LoadedModel:
             SelfCheckError: It does not pass; nothing is remembered then.
         """
         check = self.check if routing is None else self.check.routed(routing)
+        variant = f"{self.variant} {type(step).__name__}"
+        known = variant in check.expected.passed
         try:
-            check(step)
+            check(step, known=known)
         except SelfCheckError:
             if self.kept is not None:
                 self.kept.unlink(missing_ok=True)
             raise
-        if self.kept is not None and not self.is_kept:
-            remember(self.kept, check.expected)
+        if self.kept is not None and not known:
+            remember(self.kept, replace(check.expected, passed=(*check.expected.passed, variant)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +320,7 @@ def load_unchecked(
         check,
         adapted,
         kept=place,
-        is_kept=known is not None,
+        variant=f"{quantization} {cache_kind} {adapters}",
     )
 
 

@@ -1,5 +1,6 @@
 """What transformers' own forward pass computes of some random tokens."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -8,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from octavo.engine.model_shape import ModelShape
@@ -38,6 +40,7 @@ class Reference:
             own dtype, with the same choices; zeros in float32, and while they are not measured.
         choices: Choices of each layer of experts, in order.
         free: Whether the logits are those of a checked step that chose its experts itself.
+        passed: The settings with which a step has passed all checks by it.
     """
 
     tokens: Tensor
@@ -45,6 +48,7 @@ class Reference:
     rounding: Tensor
     choices: tuple[Choice, ...] = ()
     free: bool = False
+    passed: tuple[str, ...] = ()
 
     def save(self, path: Path) -> None:
         """Write a safetensors file."""
@@ -57,7 +61,7 @@ class Reference:
         for layer, choice in enumerate(self.choices):
             for name, values in choice._asdict().items():
                 tensors[f"{name}.{layer}"] = values
-        save_file(tensors, path)
+        save_file(tensors, path, {"passed": json.dumps(self.passed)})
 
     @classmethod
     def load(cls, path: Path) -> "Reference":
@@ -66,13 +70,16 @@ class Reference:
         Raises:
             OSError: There is no such file.
         """
-        tensors, choices = load_file(path), []
+        with safe_open(path, "pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            passed = tuple(json.loads(file.metadata()["passed"]))
+        choices = []
         for layer in count():
             if f"experts.{layer}" not in tensors:
                 break
             choices.append(Choice(*(tensors[f"{name}.{layer}"] for name in Choice._fields)))
         tokens, logits, rounding = (tensors[name] for name in ("tokens", "logits", "rounding"))
-        return cls(tokens, logits, rounding, tuple(choices), bool(tensors["free"]))
+        return cls(tokens, logits, rounding, tuple(choices), bool(tensors["free"]), passed)
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from octavo import kernels
 from octavo.common.models import cache as model_cache
 from octavo.common.models.gguf_blocks import TensorLocations
 from octavo.engine.models.checks.reference import Reference
@@ -21,7 +22,8 @@ from octavo.kernels.machine import cpu_identity
 FOLDER = "references"
 MOST = 16
 """Models that are remembered: those that were started last. Each has a few megabytes."""
-CODE = Path(__file__).resolve().parents[2]
+CODE = Path(__file__).resolve().parents[2], Path(kernels.__file__).resolve().parent
+SOURCES = {".py", ".cpp", ".h"}
 
 
 def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
@@ -39,8 +41,10 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
         digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
     for name in (torch.__version__, version("transformers"), cpu_identity()):
         digest.update(name.encode())
-    for file in sorted(CODE.rglob("*.py")):
-        digest.update(file.read_bytes())
+    for folder in CODE:
+        for file in sorted(folder.rglob("*")):
+            if file.suffix in SOURCES:
+                digest.update(file.read_bytes())
     return model_cache.cache_dir() / FOLDER / f"{digest.hexdigest()[:24]}.safetensors"
 
 

@@ -167,8 +167,13 @@ class SelfCheck:
         self._set_limits()
 
     @torch.inference_mode()
-    def __call__(self, step: Step) -> None:
+    def __call__(self, step: Step, *, known: bool = False) -> None:
         """Check a step.
+
+        Args:
+            step: Computes the model.
+            known: Whether a step of the same code and files has passed before: all that may have
+                changed are the numbers in memory, which one of the relations shows.
 
         Raises:
             SelfCheckError: A relation does not hold; the message names it.
@@ -186,6 +191,27 @@ class SelfCheck:
             )
         }
         errors |= self._check_routing(chosen)
+        if not known:
+            errors |= self._check_batches(step, alone)
+        log.info(
+            "self-check passed",
+            seconds=round(time.perf_counter() - began, 3),
+            dtype=str(self._dtype).removeprefix("torch."),
+            **{name: float(f"{error:.2g}") for name, error in errors.items()},
+        )
+
+    def _check_batches(self, step: Step, alone: Tensor) -> dict[str, float]:
+        """Return by how much logits differ in other batches, by the relation's name.
+
+        Args:
+            step: Computes the model.
+            alone: The logits of the compared rows, alone.
+
+        Raises:
+            SelfCheckError: They do by more than rounding explains.
+        """
+        tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
+        own = _Chunk(tokens, 0, len(tokens), OWN)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
         packed, _ = self._run(
             step,
@@ -196,22 +222,17 @@ class SelfCheck:
             ],
             [len(before) + row for row in rows],
         )
-        errors["packed"] = self._compare(
+        packed_error = self._compare(
             packed,
             alone,
             "packed with other sequences, a prompt's logits are not its logits alone",
         )
-        errors["chunked"] = self._compare(
+        chunked_error = self._compare(
             self._in_chunks(step, tokens),
             alone,
             "in chunks and token by token, a prompt's logits are not its logits at once",
         )
-        log.info(
-            "self-check passed",
-            seconds=round(time.perf_counter() - began, 3),
-            dtype=str(self._dtype).removeprefix("torch."),
-            **{name: float(f"{error:.2g}") for name, error in errors.items()},
-        )
+        return {"packed": packed_error, "chunked": chunked_error}
 
     @torch.inference_mode()
     def follow(self, step: Step) -> "SelfCheck":

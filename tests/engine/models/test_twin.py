@@ -111,6 +111,13 @@ def test_rounding_is_measured_only_as_often_as_needed(tmp_path, monkeypatch):
     assert passes.any(1).all()
 
 
+def relations(model, quantization):
+    with structlog.testing.capture_logs() as logs:
+        load_tiny(model, dtype="bfloat16", quantization=quantization)
+    (line,) = (line for line in logs if line["event"] == "self-check passed")
+    return {"alone", "packed", "chunked", "routed"} & line.keys()
+
+
 def test_what_a_model_must_compute_is_remembered(tmp_path, monkeypatch):
     model = tmp_path / "model"
     save(BY_NAME["mixtral"], model)
@@ -122,6 +129,9 @@ def test_what_a_model_must_compute_is_remembered(tmp_path, monkeypatch):
     assert torch.equal(first.logits, second.logits)
     assert torch.equal(first.rounding, second.rounding)
     assert len(second.choices) == len(first.choices) > 0
+    assert relations(model, "none") == {"alone", "routed"}
+    assert "packed" in relations(model, "int8")
+    assert "packed" not in relations(model, "int8")
 
     monkeypatch.setattr(load_model, "reference", Mock(side_effect=NotImplementedError("again")))
     for changed in ("float16", "bfloat16"):
