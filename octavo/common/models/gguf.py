@@ -238,7 +238,8 @@ def _strings(found: Any, start: int, count: int) -> tuple[list[Any], int]:  # no
     Raises:
         ValueError: The file ends before.
     """
-    parts, numbers = [], memoryview(found)
+    parts: list[Any] = []
+    numbers = memoryview(found)
     for _ in range(count):
         text = start + LENGTH_BYTES
         end = text + int.from_bytes(numbers[start:text], sys.byteorder)
