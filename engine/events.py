@@ -6,6 +6,7 @@ from enum import IntEnum
 
 from octavo.engine.kv_cache import CacheStats
 from octavo.engine.scheduling.request import FinishReason
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import TokenLogprob
 
 
@@ -120,3 +121,26 @@ class Load:
     step_running_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+
+def measure_load(
+    scheduler: Scheduler, waiting: int, step_seconds: float, *, draining: bool
+) -> Load:
+    """Return the load now.
+
+    Args:
+        scheduler: The scheduler.
+        waiting: Number of requests not yet started.
+        step_seconds: Duration of the last step.
+        draining: Whether new requests are refused.
+    """
+    return Load(
+        running=len(scheduler.running),
+        waiting=waiting,
+        swapped=len(scheduler.swapped),
+        cache=scheduler.cache.stats,
+        step_seconds=step_seconds,
+        draining=draining,
+        drafted_tokens=scheduler.counters.drafted_tokens,
+        accepted_tokens=scheduler.counters.accepted_tokens,
+    )

@@ -42,7 +42,7 @@ class EngineCore:
         max_failed_steps: int = MAX_FAILED_STEPS,
         async_scheduling: bool = False,
         publish_prefixes: PublishPrefixes = lambda _: None,
-        on_end: OnEnd | None = None,
+        on_end: OnEnd = lambda _group, _outcome: None,
         constraints: ConstraintCompiler | None = None,
     ) -> None:
         """Set up the core; `run` starts its loop.
@@ -75,12 +75,7 @@ class EngineCore:
             on_compiled=lambda *compiled: self._call(self.requests.constrain, *compiled),
         )
         self._reporter = Reporter(
-            scheduler,
-            self.requests,
-            metrics,
-            publish=publish,
-            publish_prefixes=publish_prefixes,
-            constraints=constraints,
+            scheduler, self.requests, metrics, publish, publish_prefixes, constraints=constraints
         )
         wake_up = partial(self._call, lambda: None)
         masks = Masks(scheduler, metrics, self.requests.fail_constraint, wake_up)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.requests import Requests
-from octavo.engine.events import Event, Load, PrefixChange, Started
+from octavo.engine.events import Event, Load, PrefixChange, Started, measure_load
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_events import output_events
 from octavo.engine.running.executor import Executor
@@ -30,9 +30,9 @@ class Reporter:
         scheduler: Scheduler,
         requests: Requests,
         metrics: EngineMetrics,
-        *,
         publish: Publish,
         publish_prefixes: PublishPrefixes,
+        *,
         constraints: ConstraintCompiler | None,
     ) -> None:
         self._scheduler = scheduler
@@ -44,13 +44,13 @@ class Reporter:
         self._step_ended = 0.0
         self._step_seconds = 0.0
         self.reported = time.monotonic()
-        self.load = self._measure_load()
+        self.load = self._measured()
         metrics.show(lambda: self.load)
 
     def publish(self) -> None:
         """Publish all events made since the last call, the load, and what the cache holds."""
         self.reported = time.monotonic()
-        self.load = self._measure_load()
+        self.load = self._measured()
         self._metrics.observe_counters(self._scheduler)
         if self._constraints is not None:
             self._metrics.observe_constraints(self._constraints.counters)
@@ -65,18 +65,9 @@ class Reporter:
         stored = frozenset(self._scheduler.cache.published)
         self._publish_prefixes(PrefixChange(session, stored, ()))
 
-    def _measure_load(self) -> Load:
-        scheduler = self._scheduler
-        return Load(
-            running=len(scheduler.running),
-            waiting=self._requests.num_waiting,
-            swapped=len(scheduler.swapped),
-            cache=scheduler.cache.stats,
-            step_seconds=self._step_seconds,
-            draining=self._requests.draining,
-            drafted_tokens=scheduler.counters.drafted_tokens,
-            accepted_tokens=scheduler.counters.accepted_tokens,
-        )
+    def _measured(self) -> Load:
+        waiting, draining = self._requests.num_waiting, self._requests.draining
+        return measure_load(self._scheduler, waiting, self._step_seconds, draining=draining)
 
     def report_starts(self, batch: Batch) -> None:
         """Make a `Started` event for each request that is computed for the first time."""
@@ -102,9 +93,7 @@ class Reporter:
         self._step_seconds = now - max(batch.created, self._step_ended)
         self._step_ended = now
         self._scheduler.observe_step(batch, self._step_seconds, executor.take_copy_times())
+        compiled, eager_steps = executor.compiled, executor.eager_steps
         self._metrics.observe_step(
-            batch,
-            self._step_seconds,
-            compiled=executor.compiled,
-            eager_steps=executor.eager_steps,
+            batch, self._step_seconds, compiled=compiled, eager_steps=eager_steps
         )

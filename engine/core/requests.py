@@ -5,8 +5,6 @@ import time
 from collections.abc import Callable
 from itertools import count
 
-import structlog
-
 from octavo.engine.constraints.compiler import (
     ConstraintCompiler,
     Outcome,
@@ -19,8 +17,6 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup, new_group
-
-log = structlog.get_logger(__name__)
 
 OnEnd = Callable[[SequenceGroup, str], None]
 
@@ -41,7 +37,7 @@ class Requests:
         metrics: EngineMetrics,
         *,
         max_waiting: int,
-        on_end: OnEnd | None,
+        on_end: OnEnd,
         constraints: ConstraintCompiler | None,
         on_compiled: Callable[[SequenceGroup, Outcome], None],
     ) -> None:
@@ -138,9 +134,8 @@ class Requests:
         for group in list(self.groups.values()):
             if group.request.deadline is not None and group.request.deadline < now:
                 self.fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
-        deadlines = (group.request.deadline for group in self.groups.values())
-        left = (deadline for deadline in deadlines if deadline is not None)
-        self._next_deadline = min(left, default=math.inf)
+        left = [group.request.deadline for group in self.groups.values()]
+        self._next_deadline = min((d for d in left if d is not None), default=math.inf)
 
     def fail(self, group: SequenceGroup, code: FailureCode, message: str, field: str = "") -> None:
         """End a request with an error."""
@@ -165,11 +160,4 @@ class Requests:
         if (preparation := self.preparing.pop(group, None)) is not None:
             preparation.cancelled = True
         self._metrics.requests.labels(outcome).inc()
-        if self._on_end is not None:
-            self._on_end(group, outcome)
-        log.info(
-            "request ended",
-            request_id=request.request_id,
-            outcome=outcome,
-            output_tokens=sum(sequence.num_output for sequence in group.sequences),
-        )
+        self._on_end(group, outcome)

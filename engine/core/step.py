@@ -105,9 +105,8 @@ class Steps:
 
     def _schedule(self, previous: PendingStep | None) -> Batch:
         """Schedule a step; an empty one if it must know the tokens of the step before."""
-        if previous is None or self._scheduler.can_overlap(previous.batch):
-            return self._scheduler.schedule()
-        return Batch()
+        now = previous is None or self._scheduler.can_overlap(previous.batch)
+        return self._scheduler.schedule() if now else Batch()
 
     def _launch(self, batch: Batch, previous: PendingStep | None) -> PendingStep:
         """Prepare a step's inputs, publish the events of the steps before, and run the model."""

@@ -26,6 +26,7 @@ from octavo.engine.rpc.session import Session, to_load
 from octavo.engine.rpc.thread_bridge import ThreadBridge
 from octavo.engine.rpc.tracing import RequestTracer
 from octavo.engine.rpc.validation import to_request
+from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts
 from octavo.v1 import engine_pb2, engine_pb2_grpc
@@ -69,7 +70,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             metrics.show_rank_times(parts.leader.world.times)
         loop = asyncio.get_running_loop()
         bridge = ThreadBridge(loop, self._add_prefixes, self._add_events, self._fail_sessions)
-        tracer = RequestTracer(tracing.tracer, settings.model_name)
+        self._tracer = RequestTracer(tracing.tracer, settings.model_name) if tracing.on else None
         self.core = EngineCore(
             parts.scheduler,
             parts.executor,
@@ -79,7 +80,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             max_failed_steps=settings.max_failed_steps,
             async_scheduling=settings.async_scheduling and parts.executor.asynchronous,
             publish_prefixes=bridge.publish_prefixes,
-            on_end=tracer.ended if tracing.on else None,
+            on_end=self._request_ended,
             constraints=_compiler(settings, parts),
         )
 
@@ -167,6 +168,17 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         """Unload an adapter; requests that have it finish."""
         self._adapters.unload(request.name)
         return engine_pb2.EngineServiceUnloadAdapterResponse()
+
+    def _request_ended(self, group: SequenceGroup, outcome: str) -> None:
+        """Log the end of a request, and trace it; called in the core's thread."""
+        log.info(
+            "request ended",
+            request_id=group.request.request_id,
+            outcome=outcome,
+            output_tokens=sum(sequence.num_output for sequence in group.sequences),
+        )
+        if self._tracer is not None:
+            self._tracer.ended(group, outcome)
 
     def _announce_adapters(self, adapters: engine_pb2.Adapters) -> None:
         for session in self._sessions.values():
