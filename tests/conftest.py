@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, settings
 from octavo.common.models.resolve import DEMO
 from octavo.engine.models.resolve import resolve
 
-LONG = {"test_traced_step.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
+LONG = {"test_traced_forward.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
 """Besides the integration tests, the files that take longest."""
 
 KEPT = {"OCTAVO_CACHE_DIR"}

@@ -4,7 +4,7 @@ import torch
 from torch.export import Dim, ExportedProgram
 
 from octavo.engine.attention.operator import DryRun, attending
-from octavo.engine.models.step import EagerStep
+from octavo.engine.models.forward import EagerForward
 
 MAX_TOKENS = 1 << 20
 """The compiler needs a bound of the number of tokens; no step comes near it."""
@@ -21,11 +21,11 @@ def example(
 
 
 @torch.no_grad()  # else the no_grad parts of models become graphs of their own
-def capture(step: EagerStep, device: torch.device) -> ExportedProgram:
+def capture(forward: EagerForward, device: torch.device) -> ExportedProgram:
     """Capture a step for any number of tokens and rows from 2; the compiler makes 1 a constant.
 
     Args:
-        step: The step.
+        forward: The step.
         device: Where it is.
 
     Raises:
@@ -34,7 +34,7 @@ def capture(step: EagerStep, device: torch.device) -> ExportedProgram:
     tokens, rows = (Dim(name, min=2, max=MAX_TOKENS) for name in ("tokens", "rows"))
     with attending(DryRun()):  # else modules with states call transformers' functions
         captured = torch.export.export(
-            step,
+            forward,
             example(device),
             dynamic_shapes=({1: tokens}, {1: tokens}, {0: rows}),
             strict=False,

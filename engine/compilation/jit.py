@@ -14,8 +14,8 @@ from octavo.common.models.cache import cache_dir
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.capture import capture, example
 from octavo.engine.compilation.rotation import fuse_rotary_embeddings
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.adapted_layers import current_adapters
-from octavo.engine.models.step import EagerStep
 
 log = structlog.get_logger(__name__)
 
@@ -26,9 +26,9 @@ OTHER_SIZES = (2, 2), (3, 2), (1000, 3)
 class _Reporting(torch.nn.Module):
     """A step that reports each run in Python, which the compiled code does not do."""
 
-    def __init__(self, step: torch.nn.Module, report: Callable[[int, int], None]) -> None:
+    def __init__(self, forward: torch.nn.Module, report: Callable[[int, int], None]) -> None:
         super().__init__()
-        self._step = step
+        self._forward = forward
         self._report = report
 
     def forward(
@@ -36,11 +36,11 @@ class _Reporting(torch.nn.Module):
     ) -> torch.Tensor:
         if not torch.compiler.is_compiling():
             self._report(token_ids.shape[1], len(logit_rows))
-        logits: torch.Tensor = self._step(token_ids, positions, logit_rows)
+        logits: torch.Tensor = self._forward(token_ids, positions, logit_rows)
         return logits
 
 
-class JitStep:
+class JitForward:
     """A model's step, compiled once for any number of tokens from two.
 
     Other steps, such as one token alone, run uncompiled: no request waits for the compiler. They
@@ -51,7 +51,7 @@ class JitStep:
         eager_steps: Number of steps that ran uncompiled.
 
     Args:
-        step: The step to compile.
+        forward: The step to compile.
         device: Where it is.
 
     Raises:
@@ -59,30 +59,30 @@ class JitStep:
             one size only.
     """
 
-    def __init__(self, step: EagerStep, device: torch.device) -> None:
+    def __init__(self, forward: EagerForward, device: torch.device) -> None:
         self.eager_steps = 0
         self._uncompiled = 0
-        self._eager = step
+        self._eager = forward
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
-        captured = capture(step, device)
+        captured = capture(forward, device)
         fuse_rotary_embeddings(captured.graph)
         captured.graph_module.recompile()
-        self._step = torch.compile(
+        self._forward = torch.compile(
             _Reporting(captured.module(check_guards=False), self._count),
             dynamic=True,
             fullgraph=True,
         )
         with torch.inference_mode(), attending(DryRun()):
-            self._step(*example(device))
+            self._forward(*example(device))
             # If it were compiled for that size only, all others would run uncompiled.
             with torch.compiler.set_stance("fail_on_recompile"):
                 for tokens, rows in OTHER_SIZES:
-                    self._step(*example(device, tokens, rows))
+                    self._forward(*example(device, tokens, rows))
 
     def __call__(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Run the model within `attending`; see `octavo.engine.models.step`."""
+        """Run the model within `attending`; see `octavo.engine.models.forward`."""
         if current_adapters() is not None:
             self.eager_steps += 1
             adapted: torch.Tensor = self._eager(token_ids, positions, logit_rows)
@@ -91,7 +91,7 @@ class JitStep:
         if count == 1:
             logit_rows = logit_rows.repeat(2)
         with torch.compiler.set_stance("eager_on_recompile"):
-            logits: torch.Tensor = self._step(token_ids, positions, logit_rows)
+            logits: torch.Tensor = self._forward(token_ids, positions, logit_rows)
         return logits[:count]
 
     def _count(self, tokens: int, rows: int) -> None:

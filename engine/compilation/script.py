@@ -49,7 +49,7 @@ class UnscriptableError(Exception):
 
 
 class Script:
-    """Runs a traced step; it takes and returns what a `Step` does.
+    """Runs a traced step; it takes and returns what a `Forward` does.
 
     Args:
         traced: The step.
@@ -85,7 +85,7 @@ class Script:
 def _module(constants: Mapping[str, Tensor]) -> nn.Module:
     """Return a module of constants."""
     # Of a class of its own: TorchScript compiles a class's methods only once in a process.
-    module: nn.Module = type("Step", (nn.Module,), {})()
+    module: nn.Module = type("Forward", (nn.Module,), {})()
     for name, constant in constants.items():
         module.register_buffer(name, constant)
     return module.eval()

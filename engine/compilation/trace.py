@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.engine.attention.operator import DryRun, attending
-from octavo.engine.models.step import EagerStep
+from octavo.engine.models.forward import EagerForward
 
 RUNS = (5, 3), (7, 3), (7, 4), (11, 6)
 """Tokens and rows of the runs: the second has other tokens than the first, the third other rows
@@ -225,11 +225,11 @@ class _Unread:
 
 
 @torch.no_grad()
-def trace(step: EagerStep, vocab_size: int) -> Trace:
+def trace(forward: EagerForward, vocab_size: int) -> Trace:
     """Trace a step on a CPU.
 
     Args:
-        step: The step.
+        forward: The step.
         vocab_size: Tokens that it knows.
 
     Returns:
@@ -247,7 +247,7 @@ def trace(step: EagerStep, vocab_size: int) -> Trace:
             torch.arange(rows) + (tokens - rows),
         )
         with _NoData():
-            result, made = _run(step, given)
+            result, made = _run(forward, given)
         inputs.append(given)
         calls.append(made)
         results.append(result)
@@ -257,17 +257,17 @@ def trace(step: EagerStep, vocab_size: int) -> Trace:
     tokens, rows = MANY
     ids = torch.zeros((1, tokens), dtype=torch.int64)
     many = ids, torch.arange(tokens)[None], torch.arange(rows)
-    _, last = _run(step, many, calls[0])
+    _, last = _run(forward, many, calls[0])
     _check_same(calls[0], last)
     return builder.finish(results, last)
 
 
 def _run(
-    step: EagerStep, given: tuple[Tensor, ...], known: Sequence[_Call] = ()
+    forward: EagerForward, given: tuple[Tensor, ...], known: Sequence[_Call] = ()
 ) -> tuple[Tensor, list[_Call]]:
     """Run a step; return its result and its calls."""
     with _compiling(), attending(DryRun()), _Recorder(known) as recorder:
-        result: Tensor = step(*given)
+        result: Tensor = forward(*given)
     return result, recorder.calls
 
 

@@ -22,12 +22,12 @@ from transformers.pytorch_utils import Conv1D
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.lora.targets import Targets
 from octavo.engine.models.empty_model import make_empty
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.adapted_layers import Placement, Target, add_adapters
 from octavo.engine.models.linear.fuse_linears import FusedPart
 from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.quantization.checkpoints.reader import read_config
-from octavo.engine.models.step import EagerStep
 from octavo.kernels import cpu
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
     calls = _CountedCalls()
     token_ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     with torch.inference_mode(), attending(DryRun()), calls.counting(located):
-        EagerStep(model)(token_ids, token_ids, torch.arange(PROBE_ROWS, device=model.device))
+        EagerForward(model)(token_ids, token_ids, torch.arange(PROBE_ROWS, device=model.device))
     adaptable = {name: own for name, own in located.items() if calls.is_adaptable(name)}
     placing = _Placing()
     layers = {name: placing.place(own) for name, own in adaptable.items()}

@@ -13,15 +13,15 @@ from octavo.engine.lora.targets import Targets
 from octavo.engine.lora.weights import Matrices, lay_out
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.trial_matrices import trial_matrices
+from octavo.engine.models.forward import Forward
 from octavo.engine.models.linear.adapted_layers import applying
-from octavo.engine.models.step import Step
 
 
-class TrialStep:
+class TrialForward:
     """A step that applies the trial adapter to all tokens.
 
     Args:
-        step: A step that applies adapters.
+        forward: A step that applies adapters.
         targets: The model's layers that adapters may adapt.
         scales: The adapter's layers and their scales.
         device: Where the model is.
@@ -31,13 +31,13 @@ class TrialStep:
     """
 
     def __init__(
-        self, step: Step, targets: Targets, scales: Mapping[str, float], device: torch.device
+        self, forward: Forward, targets: Targets, scales: Mapping[str, float], device: torch.device
     ) -> None:
         if unknown := sorted(set(scales) - set(targets.layers)):
             raise SelfCheckError(
                 f"self-check failed: {unknown[0]} runs for every token, but takes no adapters"
             )
-        self._step = step
+        self._forward = forward
         matrices = {
             name: trial_matrices(name, targets.layers[name].inputs, targets.layers[name].outputs)
             for name in scales
@@ -54,23 +54,23 @@ class TrialStep:
         self._held = DeviceAdapters(device, limit, targets.packed)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Run the model within `attending`; see `octavo.engine.models.step`."""
+        """Run the model within `attending`; see `octavo.engine.models.forward`."""
         rows: np.ndarray = logit_rows.cpu().numpy()
         with applying(self._held.lay_out([(self._adapter, token_ids.shape[1])], rows)):
-            return self._step(token_ids, positions, logit_rows)
+            return self._forward(token_ids, positions, logit_rows)
 
 
-def check_adapters(check: SelfCheck, step: TrialStep) -> None:
+def check_adapters(check: SelfCheck, forward: TrialForward) -> None:
     """Run the self-check with the trial adapter.
 
     Args:
         check: Against what transformers' forward pass computes with it.
-        step: The step.
+        forward: The step.
 
     Raises:
         SelfCheckError: Its logits are not those.
     """
     try:
-        check(step)
+        check(forward)
     except SelfCheckError as error:
         raise SelfCheckError(f"with an adapter, {error}") from error

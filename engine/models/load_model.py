@@ -32,6 +32,7 @@ from octavo.engine.models.deferred import held, hold
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.experts.grouped_experts import group_experts
+from octavo.engine.models.forward import EagerForward, Forward
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import (
@@ -52,9 +53,8 @@ from octavo.engine.models.quantization.checkpoints.reader import (
 from octavo.engine.models.quantization.on_gpu import pack_checkpoint_on_gpu
 from octavo.engine.models.rope import fix_rope
 from octavo.engine.models.sharding.plan import check_splittable, make_plan
-from octavo.engine.models.sharding.rank_step import RankStep
+from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.models.sharding.whole_reference import whole_reference
-from octavo.engine.models.step import EagerStep, Step
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.parallel.world import World
 from octavo.kernels.gpu import e4m3_dtype
@@ -97,21 +97,21 @@ class LoadedModel:
     kept: Path | None = None
     variant: str = ""
 
-    def pass_check(self, step: Step, routing: Routing | None = None) -> None:
+    def pass_check(self, forward: Forward, routing: Routing | None = None) -> None:
         """Check a step, and remember what it was compared with.
 
         Args:
-            step: Computes the model.
+            forward: Computes the model.
             routing: Forces experts on it, if not the model's own modules.
 
         Raises:
             SelfCheckError: It does not pass; nothing is remembered then.
         """
         check = self.check if routing is None else self.check.routed(routing)
-        variant = f"{self.variant} {type(step).__name__}"
+        variant = f"{self.variant} {type(forward).__name__}"
         known = variant in check.expected.passed
         try:
-            check(step, known=known)
+            check(forward, known=known)
         except SelfCheckError:
             if self.kept is not None:
                 self.kept.unlink(missing_ok=True)
@@ -218,11 +218,11 @@ def load(
         world=world,
         adapters=adapters,
     )
-    step: Step = EagerStep(loaded.model)
+    forward: Forward = EagerForward(loaded.model)
     if world is not None:
-        step = RankStep(step, world, loaded.shape.vocab_size, everywhere=True)
+        forward = RankForward(forward, world, loaded.shape.vocab_size, everywhere=True)
     with as_unsupported(path):
-        loaded.pass_check(step)
+        loaded.pass_check(forward)
     return loaded
 
 
@@ -282,13 +282,15 @@ def load_unchecked(
         place = None if small or world is not None else source.place(block_size)
         known = None if place is None else recall(place)
         with held(model) if small else nullcontext():
-            expected, trial, step = _expect(model, source, shape, routing, world, known, adapters)
+            expected, trial, forward = _expect(
+                model, source, shape, routing, world, known, adapters
+            )
             absorb_expansions(model)
             rounds = kind != torch.float32 or scheme is not None or checkpoint is not None
             checked = known is not None or not rounds
             if not checked and (small or not _check_twin(model, source, shape, block_size)):
                 check_in_float32(
-                    model, step, expected, shape, target, block_size=block_size, routing=routing
+                    model, forward, expected, shape, target, block_size=block_size, routing=routing
                 )
         if target.type == "cpu":
             tolerance = _pack(model, shape, path, scheme, checkpoint)
@@ -332,7 +334,7 @@ def _expect(  # noqa: PLR0917
     world: World | None,
     known: Reference | None,
     adapters: bool,
-) -> tuple[Reference, TrialReference | None, Step]:
+) -> tuple[Reference, TrialReference | None, Forward]:
     """Return the references without and with the trial adapter, and the step that is checked.
 
     Args:
@@ -344,18 +346,18 @@ def _expect(  # noqa: PLR0917
         known: What it must compute, if that is remembered.
         adapters: Whether it is to take adapters.
     """
-    step: Step = EagerStep(model)
+    forward: Forward = EagerForward(model)
     if world is not None:
         fix = partial(_fix_context, max_model_len=source.max_model_len)
         expected = whole_reference(
             source.path, source.config, source.dtype, shape, world, prepare=fix
         )
-        return expected, None, RankStep(step, world, shape.vocab_size, everywhere=True)
+        return expected, None, RankForward(forward, world, shape.vocab_size, everywhere=True)
     with attention_of(model, reference_attention(source.config)):
         expected = known or reference(model, shape, routing)
         if not adapters:
-            return expected, None, step
-        return expected, trial_reference(model, expected, routing, absorbed_linears(model)), step
+            return expected, None, forward
+        return expected, trial_reference(model, expected, routing, absorbed_linears(model)), forward
 
 
 def load_empty(
@@ -610,7 +612,13 @@ def _check_twin(
         expected = reference(twin, own, routing)
     absorb_expansions(twin)
     check_in_float32(
-        twin, EagerStep(twin), expected, own, source.device, block_size=block_size, routing=routing
+        twin,
+        EagerForward(twin),
+        expected,
+        own,
+        source.device,
+        block_size=block_size,
+        routing=routing,
     )
     return True
 

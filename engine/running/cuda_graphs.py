@@ -30,7 +30,7 @@ import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import Planner
-from octavo.engine.models.step import Step
+from octavo.engine.models.forward import Forward
 from octavo.engine.running.graph_sizes import GraphSize
 from octavo.engine.running.inputs import StepInputs
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, LayerCache, StateCache
@@ -73,7 +73,7 @@ class StepGraphs:
 
     def __init__(
         self,
-        step: Step,
+        forward: Forward,
         layers: list[LayerCache],
         kv_scales: list[tuple[float, float]] | None,
         states: Sequence[StateCache] = (),
@@ -88,7 +88,7 @@ class StepGraphs:
         """Record a graph for each size.
 
         Args:
-            step: The model.
+            forward: The model.
             layers: The cache, as in `PagedStep`.
             kv_scales: Scales of keys and values, as in `PagedStep`.
             states: States, as in `PagedStep`.
@@ -101,7 +101,7 @@ class StepGraphs:
         """
         rows = max(size.rows for size in sizes)
         most = 1 + max(size.sequences for size in sizes)  # with that of no tokens
-        self._step = step
+        self._forward = forward
         self._sizes = sizes
         self._max_model_len = max_model_len
         self._tokens = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -158,7 +158,7 @@ class StepGraphs:
     ) -> torch.Tensor:
         """Run the step and return its logits, as the first rows of the shared buffer."""
         with attending(paged):
-            logits = self._step(*inputs)
+            logits = self._forward(*inputs)
         if self._logits is None:  # the first is the largest, and runs before it is recorded
             self._logits = logits.new_empty((self._num_logits, logits.shape[1]))
         return self._logits[: len(logits)].copy_(logits)

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
-from octavo.engine.compilation.load_step import LoadedStep
-from octavo.engine.compilation.traced_step import TracedStep
+from octavo.engine.compilation.load_forward import LoadedForward
+from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.lora.adapter import Adapter
 from octavo.engine.lora.device_adapters import DeviceAdapters
@@ -18,7 +18,7 @@ from octavo.engine.lora.weights import blank_weights
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.memory.swap import CopyTime
 from octavo.engine.models.linear.adapted_layers import applying
-from octavo.engine.models.sharding.rank_step import RankStep
+from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.running.cuda_graphs import Record, StepGraphs, graph_memory
 from octavo.engine.running.graph_sizes import GraphSize, graph_sizes, mixed_sizes
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
@@ -50,7 +50,7 @@ class Executor:
 
     def __init__(
         self,
-        loaded: LoadedStep,
+        loaded: LoadedForward,
         cache: CacheTensors,
         leader: Leader | None = None,
         adapters: DeviceAdapters | None = None,
@@ -298,7 +298,7 @@ class Executor:
 
     def _record(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> StepGraphs:
         return StepGraphs(
-            self._loaded.step,
+            self._loaded.forward,
             self.cache.layers,
             self._loaded.kv_scales,
             self.cache.states,
@@ -316,20 +316,20 @@ class Executor:
         if graphs is not None and (logits := graphs.run(inputs)) is not None:
             return logits
         with self._attending(inputs):
-            return self._loaded.step(inputs.token_ids, inputs.positions, inputs.logit_rows)
+            return self._loaded.forward(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
         """Return the most likely next token of each wanted token; None if the step gives logits."""
-        step = self._loaded.step
+        forward = self._loaded.forward
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         with self._attending(inputs):
-            if isinstance(step, RankStep):
-                return step.most_likely(*arguments)
-            if isinstance(step, TracedStep):
+            if isinstance(forward, RankForward):
+                return forward.most_likely(*arguments)
+            if isinstance(forward, TracedForward):
                 samples = inputs.samples
                 masked = rows_of(samples, inputs.sample_rows, samples.constrained)
                 ready = [row for row in masked if row.sequence.id not in late]
-                return step.most_likely(*arguments, masks_of(ready))
+                return forward.most_likely(*arguments, masks_of(ready))
         return None
 
     @contextmanager

@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
-from octavo.engine.compilation.load_step import LoadedStep
+from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
-from octavo.engine.models.sharding.rank_step import RankStep
+from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.parallel.watch import Watch
 from octavo.engine.parallel.world import World
 from octavo.engine.running.inputs import StepArrays, to_inputs
@@ -155,7 +155,7 @@ class Follower:
     def __init__(
         self,
         world: World,
-        loaded: LoadedStep,
+        loaded: LoadedForward,
         allocate: Callable[[int, int], CacheTensors],
         count: Callable[[CacheTensors], tuple[int, int]],
         told_to_stop: Callable[[], bool] = lambda: False,
@@ -200,7 +200,7 @@ class Follower:
         inputs = to_inputs(unpack(rest), device=self._loaded.device, planners=self._planners)
         cache, scales = self._cache, self._loaded.kv_scales
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
-        step = self._loaded.step
-        assert isinstance(step, RankStep)
+        forward = self._loaded.forward
+        assert isinstance(forward, RankForward)
         with attending(PagedStep(inputs.groups, cache.layers, scales, cache.states)):
-            (step.most_likely if kind is Kind.MOST_LIKELY else step)(*arguments)
+            (forward.most_likely if kind is Kind.MOST_LIKELY else forward)(*arguments)

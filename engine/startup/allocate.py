@@ -1,6 +1,6 @@
 """Allocates a KV cache's tensors."""
 
-from octavo.engine.compilation.load_step import LoadedStep
+from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.running.leader import Leader
@@ -8,7 +8,7 @@ from octavo.engine.running.leader import Leader
 
 def allocate(
     layout: CacheLayout,
-    loaded: LoadedStep,
+    loaded: LoadedForward,
     num_blocks: int,
     num_swap_blocks: int,
     leader: Leader | None = None,

@@ -9,7 +9,7 @@ import torch
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
-from octavo.engine.compilation.load_step import LoadedStep
+from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak_memory
 from octavo.engine.parallel.place import Place as RankPlace
@@ -140,7 +140,7 @@ def size_cache(settings: EngineSettings, loaded: Loaded, plan: CachePlan, taken:
 
 def count_pool(
     settings: EngineSettings,
-    loaded: LoadedStep,
+    loaded: LoadedForward,
     block_bytes: int,
     taken: int,
     place: RankPlace | None = None,
@@ -200,7 +200,7 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
 
 
 def _memory_taken(
-    probe: Executor, loaded: LoadedStep, settings: EngineSettings, plan: CachePlan
+    probe: Executor, loaded: LoadedForward, settings: EngineSettings, plan: CachePlan
 ) -> int:
     """Return the bytes that the cache cannot use; 0 if the cache's size is set.
 

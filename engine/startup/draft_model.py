@@ -5,7 +5,7 @@ from pathlib import Path
 import structlog
 
 from octavo.common.models.checkpoint import check_checkpoint
-from octavo.engine.compilation.load_step import load_step
+from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
@@ -43,7 +43,7 @@ class LoadedDraftModel:
         path = resolve(name)
         check_checkpoint(Path(path))
         own = {"model": path, "lora": [], "enable_lora": False, "max_model_len": None}
-        self._loaded = load_step(settings.model_copy(update=own), path)
+        self._loaded = load_forward(settings.model_copy(update=own), path)
         found = self._loaded.shape.vocab_size
         if found != shape.vocab_size:
             raise StartupError(

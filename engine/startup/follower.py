@@ -13,7 +13,7 @@ from octavo.common import logging
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
 from octavo.common.stopping import exit_at_once
-from octavo.engine.compilation.load_step import load_step
+from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.models.resolve import resolve
@@ -72,7 +72,7 @@ def follow(settings: EngineSettings, place: Place) -> None:
     model = resolve(settings.source)
     check_checkpoint(Path(model))
     world = join_ranks(settings, place)
-    loaded = load_step(settings, model, world)
+    loaded = load_forward(settings, model, world)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import structlog
 import torch
 
-from octavo.engine.compilation.load_step import LoadedStep, load_step
+from octavo.engine.compilation.load_forward import LoadedForward, load_forward
 from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.errors import AdapterError
@@ -35,7 +35,7 @@ class Loaded:
         adapter_limit: Bytes that adapters may take on the device; None without a limit.
     """
 
-    model: LoadedStep
+    model: LoadedForward
     place: RankPlace | None
     leader: Leader | None
     draft_model: LoadedDraftModel | None
@@ -69,7 +69,7 @@ def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loade
     """
     world = None if place is None else join_ranks(settings, place)
     leader = None if world is None else Leader(world)
-    model = load_step(settings, str(path), world)
+    model = load_forward(settings, str(path), world)
     draft_model = None
     if settings.draft_model is not None:
         draft_model = LoadedDraftModel(settings, settings.draft_model, model.shape)
@@ -104,7 +104,7 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
 
 
 def _load_adapters(
-    settings: EngineSettings, loaded: LoadedStep, limit: int | None
+    settings: EngineSettings, loaded: LoadedForward, limit: int | None
 ) -> AdapterRegistry | None:
     """Load the adapters of --lora.
 

@@ -41,7 +41,7 @@ from octavo.engine.models.checks.reference import (
     row_errors,
 )
 from octavo.engine.models.checks.routing import Choice, Routing
-from octavo.engine.models.step import Step
+from octavo.engine.models.forward import Forward
 from octavo.kernels.metadata import AttentionMetadata
 
 log = structlog.get_logger(__name__)
@@ -167,11 +167,11 @@ class SelfCheck:
         self._set_limits()
 
     @torch.inference_mode()
-    def __call__(self, step: Step, *, known: bool = False) -> None:
+    def __call__(self, forward: Forward, *, known: bool = False) -> None:
         """Check a step.
 
         Args:
-            step: Computes the model.
+            forward: Computes the model.
             known: Whether a step of the same code and files has passed before: all that may have
                 changed are the numbers in memory, which one of the relations shows.
 
@@ -181,7 +181,7 @@ class SelfCheck:
         began = time.perf_counter()
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         own = _Chunk(tokens, 0, len(tokens), OWN)
-        alone, chosen = self._run(step, [own], rows)
+        alone, chosen = self._run(forward, [own], rows)
         errors = {
             "alone": self._compare(
                 alone,
@@ -192,7 +192,7 @@ class SelfCheck:
         }
         errors |= self._check_routing(chosen)
         if not known:
-            errors |= self._check_batches(step, alone)
+            errors |= self._check_batches(forward, alone)
         log.info(
             "self-check passed",
             seconds=round(time.perf_counter() - began, 3),
@@ -200,11 +200,11 @@ class SelfCheck:
             **{name: float(f"{error:.2g}") for name, error in errors.items()},
         )
 
-    def _check_batches(self, step: Step, alone: Tensor) -> dict[str, float]:
+    def _check_batches(self, forward: Forward, alone: Tensor) -> dict[str, float]:
         """Return by how much logits differ in other batches, by the relation's name.
 
         Args:
-            step: Computes the model.
+            forward: Computes the model.
             alone: The logits of the compared rows, alone.
 
         Raises:
@@ -214,7 +214,7 @@ class SelfCheck:
         own = _Chunk(tokens, 0, len(tokens), OWN)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
         packed, _ = self._run(
-            step,
+            forward,
             [
                 _Chunk(before, 0, len(before), 0),
                 own,
@@ -228,21 +228,21 @@ class SelfCheck:
             "packed with other sequences, a prompt's logits are not its logits alone",
         )
         chunked_error = self._compare(
-            self._in_chunks(step, tokens),
+            self._in_chunks(forward, tokens),
             alone,
             "in chunks and token by token, a prompt's logits are not its logits at once",
         )
         return {"packed": packed_error, "chunked": chunked_error}
 
     @torch.inference_mode()
-    def follow(self, step: Step) -> "SelfCheck":
+    def follow(self, forward: Forward) -> "SelfCheck":
         """Return the check for steps of the same model whose experts cannot be forced.
 
         Args:
-            step: A checked step. Others must compute what it does.
+            forward: A checked step. Others must compute what it does.
         """
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
-        logits = self._logits(step, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
+        logits = self._logits(forward, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
         free = bool(self.expected.choices)
         other = self.against(replace(self.expected, logits=logits, choices=(), free=free))
         other.tolerance = 0.0
@@ -282,19 +282,19 @@ class SelfCheck:
             max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.max())),
         )
 
-    def _in_chunks(self, step: Step, tokens: Tensor) -> Tensor:
+    def _in_chunks(self, forward: Forward, tokens: Tensor) -> Tensor:
         """Return the compared rows, computed in several steps."""
         ends = sorted({min(end, len(tokens)) for end in CHUNKS})
         found = []
         for start, end in zip([0, *ends], ends, strict=False):
             rows = [row - start for row in compared_rows(end) if row >= start]
             chunk = _Chunk(tokens, start, end, OWN)
-            logits, _ = self._run(step, [chunk], rows or [0])
+            logits, _ = self._run(forward, [chunk], rows or [0])
             found += [logits] if rows else []
         return torch.cat(found)
 
     def _run(
-        self, step: Step, chunks: Sequence[_Chunk], rows: list[int]
+        self, forward: Forward, chunks: Sequence[_Chunk], rows: list[int]
     ) -> tuple[Tensor, list[Choice]]:
         """Run one step, with the experts that transformers' pass chose.
 
@@ -303,16 +303,16 @@ class SelfCheck:
             for the compared sequence.
         """
         if self._routing is None:
-            return self._logits(step, chunks, rows), []
+            return self._logits(forward, chunks, rows), []
         lengths = [chunk.end - chunk.start for chunk in chunks]
         (own,) = (number for number, chunk in enumerate(chunks) if chunk.place == OWN)
         start, end = chunks[own].start, chunks[own].end
         choices = [choice.part(start, end) for choice in self.expected.choices]
         with self._routing.forced(choices, sum(lengths[:own])) as chosen:
-            logits = self._logits(step, chunks, rows)
+            logits = self._logits(forward, chunks, rows)
         return logits, chosen
 
-    def _logits(self, step: Step, chunks: Sequence[_Chunk], rows: list[int]) -> Tensor:
+    def _logits(self, forward: Forward, chunks: Sequence[_Chunk], rows: list[int]) -> Tensor:
         """Run one step; return logits `[len(rows), vocab_size]` float32 on the CPU."""
         device = self._device
         query_lens = torch.tensor([chunk.end - chunk.start for chunk in chunks], dtype=torch.int32)
@@ -338,7 +338,7 @@ class SelfCheck:
         token_ids = torch.cat([chunk.tokens[chunk.start : chunk.end] for chunk in chunks])
         laid = torch.stack([token_ids, torch.cat(positions)]).to(device)  # as the engine's inputs
         with attending(PagedStep(groups, self._cache.layers, self._kv_scales, self._cache.states)):
-            logits = step(laid[:1], laid[1:], torch.tensor(rows, device=device))
+            logits = forward(laid[:1], laid[1:], torch.tensor(rows, device=device))
         return logits.float().cpu()
 
     def _tables_and_slots(

@@ -10,15 +10,15 @@ from octavo.engine.models.checks.reference import Reference
 from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.widened import widened
-from octavo.engine.models.sharding.rank_step import RankStep
-from octavo.engine.models.step import Step
+from octavo.engine.models.forward import Forward
+from octavo.engine.models.sharding.rank_forward import RankForward
 
 log = structlog.get_logger(__name__)
 
 
 def check_in_float32(
     model: nn.Module,
-    step: Step,
+    forward: Forward,
     expected: Reference,
     shape: ModelShape,
     device: torch.device,
@@ -30,7 +30,7 @@ def check_in_float32(
 
     Args:
         model: The model, or this rank's part of it.
-        step: Runs it, on all ranks.
+        forward: Runs it, on all ranks.
         expected: What transformers' forward pass computes.
         shape: The model's dimensions.
         device: Where it is.
@@ -45,11 +45,12 @@ def check_in_float32(
     )
     try:
         with widened(model):
-            check(step)
+            check(forward)
     except SelfCheckError:
         raise
     except Exception as error:
-        if device.type == "cpu" or isinstance(step, RankStep):  # no rank may go on without others
+        # No rank may go on without others.
+        if device.type == "cpu" or isinstance(forward, RankForward):
             raise
         # A GPU that has room for the model in 16 bits may lack it here.
         log.warning("the model is not checked in float32", error=first_line(error))

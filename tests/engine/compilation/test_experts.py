@@ -5,8 +5,8 @@ from transformers import GptOssConfig, Qwen3MoeConfig
 
 from octavo.engine.compilation.script import GROUPED_PRODUCT
 from octavo.engine.compilation.trace import trace
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.load_model import load
-from octavo.engine.models.step import EagerStep
 from tests.engine.compilation.engines import check_equal
 from tests.engine.models.quantization.checkpoints import packers
 from tests.engine.models.quantization.checkpoints.quantize import quantize
@@ -35,7 +35,7 @@ def unknown(tmp_path_factory):
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
 def test_a_traced_step_calls_nothing_in_python(unknown, dtype):
     loaded = load(str(unknown), dtype=dtype, device="cpu", block_size=16)
-    step = EagerStep(loaded.model)
+    step = EagerForward(loaded.model)
     traced = trace(step, loaded.shape.vocab_size)
     targets = [str(node.target) for node in traced.graph.nodes]
     assert targets.count(GROUPED_PRODUCT) == 4, "otherwise there is nothing to replace"

@@ -14,10 +14,10 @@ from transformers import (
 from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.norms import RMS_NORM
 from octavo.engine.compilation.trace import trace
-from octavo.engine.compilation.traced_step import TracedStep
+from octavo.engine.compilation.traced_forward import TracedForward
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
-from octavo.engine.models.step import EagerStep
 from octavo.kernels.cpu import linear as kernels
 from tests.engine.models.test_architectures import SMALL, save
 from tests.engine.one_prompt import logits
@@ -54,8 +54,8 @@ def test_fused_is_unfused(config: PretrainedConfig, left, tmp_path):
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
     tokens = torch.randint(1, 500, (1, TOKENS), generator=torch.Generator().manual_seed(2))
     inputs = (tokens, torch.arange(TOKENS)[None], torch.tensor([3, TOKENS - 1]))
-    step = EagerStep(loaded.model)
-    fused = TracedStep(step, loaded.shape.vocab_size, loaded.dtype)
+    step = EagerForward(loaded.model)
+    fused = TracedForward(step, loaded.shape.vocab_size, loaded.dtype)
     found, expected = (logits(one, loaded.shape, inputs).float() for one in (fused, step))
     assert (found - expected).norm() <= 0.03 * expected.norm()
     if left is not None:

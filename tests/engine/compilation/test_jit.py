@@ -11,15 +11,15 @@ from transformers import GPTNeoXConfig, Qwen2Config
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation import jit
 from octavo.engine.compilation.capture import EXAMPLE_ROWS, EXAMPLE_TOKENS, example
-from octavo.engine.compilation.jit import JitStep
-from octavo.engine.compilation.load_step import LoadedStep, compiled_for_gpu
+from octavo.engine.compilation.jit import JitForward
+from octavo.engine.compilation.load_forward import LoadedForward, compiled_for_gpu
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear import fuse_linears as fuse_module
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.fuse_linears import FusedPart, fuse_linears
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
-from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 from tests.engine.models.test_architectures import SMALL, save
@@ -51,13 +51,15 @@ def unpacked(monkeypatch):
 def as_on_a_gpu(monkeypatch, never_again, unpacked):
     """Has an engine on CPU compile as one on a GPU does."""
 
-    def load_step(settings, model, _world):
+    def load_forward(settings, model, _world):
         loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
         fuse_linears(loaded.model)
-        step = JitStep(EagerStep(loaded.model), loaded.device)
-        return LoadedStep(loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, step)
+        step = JitForward(EagerForward(loaded.model), loaded.device)
+        return LoadedForward(
+            loaded.shape, loaded.dtype, loaded.cache_dtype, None, loaded.device, step
+        )
 
-    monkeypatch.setattr("octavo.engine.startup.load.load_step", load_step)
+    monkeypatch.setattr("octavo.engine.startup.load.load_forward", load_forward)
     # It has one token run alone, which is what runs uncompiled.
     monkeypatch.setattr("octavo.engine.running.executor.Executor.warm_up", lambda *_: None)
 
@@ -104,11 +106,11 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path):
     loaded = load(str(tmp_path), dtype="bfloat16", device="cpu", block_size=BLOCK_SIZE)
     tokens = torch.randint(1, 500, (1, 37), generator=torch.Generator().manual_seed(2))
     inputs = tokens, torch.arange(37)[None], torch.tensor([35, 36, 0])
-    step = EagerStep(loaded.model)
+    step = EagerForward(loaded.model)
     expected = logits(step, loaded.shape, inputs)
     fuse_linears(loaded.model)
     joined = logits(step, loaded.shape, inputs)
-    compiled = logits(JitStep(step, loaded.device), loaded.shape, inputs)
+    compiled = logits(JitForward(step, loaded.device), loaded.shape, inputs)
     assert joined.dtype == compiled.dtype == torch.float32
     assert not torch.equal(joined, joined.bfloat16().float())
     for found in joined, compiled:
@@ -118,7 +120,7 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path):
 @pytest.mark.slow  # compiles for one size after another until it is refused
 def test_what_is_compiled_for_one_size_alone_is_not_used(tiny_model, monkeypatch):
     loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE)
-    step, given = EagerStep(loaded.model), torch.compile
+    step, given = EagerForward(loaded.model), torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda step, **options: given(step, **options | {"dynamic": False})
     )
@@ -129,12 +131,12 @@ def test_what_is_compiled_for_one_size_alone_is_not_used(tiny_model, monkeypatch
 
 def test_a_compiled_step_that_computes_something_else_is_not_used(tiny_model, monkeypatch):
     loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE)
-    step = EagerStep(loaded.model)
+    step = EagerForward(loaded.model)
 
     def negated(step, device):
         return lambda *inputs: -step(*inputs)
 
-    monkeypatch.setattr(jit, "JitStep", negated)
+    monkeypatch.setattr(jit, "JitForward", negated)
     with capture_logs() as logs:
         assert compiled_for_gpu(step, loaded.device, loaded.check) is step
     assert "self-check failed: alone" in logs[0]["error"]
@@ -183,8 +185,8 @@ def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda step, **options: given(step, **options | other))
     monkeypatch.setattr("octavo.engine.compilation.jit.OTHER_SIZES", ())
     device = torch.device("cpu")
-    step = JitStep(EagerStep(Small()), device)
-    loaded = LoadedStep(None, torch.float32, torch.float32, None, device, step)
+    step = JitForward(EagerForward(Small()), device)
+    loaded = LoadedForward(None, torch.float32, torch.float32, None, device, step)
     metrics = EngineMetrics()
 
     def run(tokens):
@@ -210,5 +212,5 @@ class Capricious(torch.nn.Module):
 
 
 def test_a_model_that_cannot_be_captured_runs_as_it_is():
-    step = EagerStep(Capricious())
+    step = EagerForward(Capricious())
     assert compiled_for_gpu(step, torch.device("cpu"), lambda _: None) is step

@@ -11,7 +11,7 @@ from torch import nn
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.script import Script, UnscriptableError
 from octavo.engine.compilation.trace import FOLDED_BYTES, Trace, UntraceableError, trace
-from octavo.engine.models.step import EagerStep
+from octavo.engine.models.forward import EagerForward
 
 aten = torch.ops.aten
 VOCABULARY, WIDTH = 50, 8
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
 
 def traced(compute, **weights) -> Trace:
-    return trace(EagerStep(Model(compute, **weights)), VOCABULARY)
+    return trace(EagerForward(Model(compute, **weights)), VOCABULARY)
 
 
 def calls(of):
@@ -57,7 +57,7 @@ def inputs(tokens, rows):
 
 def check(compute, **weights):
     """Assert that what is traced computes what the model does; return the trace."""
-    step = EagerStep(Model(compute, **weights))
+    step = EagerForward(Model(compute, **weights))
     found = trace(step, VOCABULARY)
     module = Script(found)
     for size in SIZES:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from octavo.engine.compilation.traced_step import TracedStep
+from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.constraints.mask_threads import GRACE_SECONDS
 from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.speculation.methods import make_speculation
@@ -38,7 +38,7 @@ WAYS = (
 )
 
 
-class GreedyStep(TracedStep):
+class GreedyForward(TracedForward):
     """A step that takes its tokens itself, as a traced one does, from a model that is not."""
 
     def __init__(self, step, seconds):
@@ -96,7 +96,7 @@ def delayed(model, monkeypatch, seconds, *, steps=0.012, **settings):
     monkeypatch.setattr(Matcher, "advance", late)
     loaded = runner.parts.executor._loaded
     if steps is not None and not settings.get("async_scheduling"):
-        object.__setattr__(loaded, "step", GreedyStep(loaded.step, steps))
+        object.__setattr__(loaded, "forward", GreedyForward(loaded.forward, steps))
     try:
         yield runner
     finally:
@@ -137,7 +137,7 @@ def test_tokens_that_the_model_takes_are_drawn_under_their_own_masks(
         ]
         ended = [runner.wait(request_id) for request_id in asked]
         runner.settle()
-        assert runner.parts.executor._loaded.step.taken > 20
+        assert runner.parts.executor._loaded.forward.taken > 20
     assert [each.failure for each in ended] == [None] * count
     for i, each in enumerate(ended):
         assert re.fullmatch(CALL_PATTERN, decode(each.tokens[0]))
@@ -147,7 +147,7 @@ def test_tokens_that_the_model_takes_are_drawn_under_their_own_masks(
 @pytest.mark.parametrize(
     "seconds", [0.009, *(pytest.param(s, marks=pytest.mark.slow) for s in (0.003, 0.03))]
 )
-def test_traced_steps_draw_under_the_masks_that_they_read(byte_model, monkeypatch, seconds):
+def test_traced_forwards_draw_under_the_masks_that_they_read(byte_model, monkeypatch, seconds):
     settings = {"compile": "auto", "dtype": "bfloat16", "steps": None}
     with delayed(byte_model, monkeypatch, seconds, **settings) as runner:
         asked = [

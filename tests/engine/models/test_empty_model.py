@@ -9,7 +9,7 @@ import torch
 
 from octavo.common.models.errors import ModelError
 from octavo.common.resources import Memory
-from octavo.engine.compilation.load_step import _size
+from octavo.engine.compilation.load_forward import _size
 from octavo.engine.models import load_model
 from octavo.engine.models.load_model import load, load_empty
 from octavo.engine.models.weights_size import sizes_by_quantization

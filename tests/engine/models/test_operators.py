@@ -7,8 +7,8 @@ from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.capture import capture
 from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.trace import trace
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.load_model import load
-from octavo.engine.models.step import EagerStep
 
 attention = torch.ops.octavo.paged_attention
 
@@ -54,6 +54,6 @@ def test_no_call_is_dropped_or_merged(backend):
 @pytest.mark.parametrize("make", [exported, traced])
 def test_a_model_attends_once_a_layer(tiny_model, make):
     loaded = load(str(tiny_model), dtype="bfloat16", device="cpu", block_size=16)
-    graph = make(EagerStep(loaded.model), loaded.shape.vocab_size)
+    graph = make(EagerForward(loaded.model), loaded.shape.vocab_size)
     graph.eliminate_dead_code()
     assert count(graph) == len(loaded.shape.layers)

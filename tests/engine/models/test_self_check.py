@@ -27,8 +27,8 @@ from octavo.engine.models.checks.reference import PASSES
 from octavo.engine.models.checks.routing import OperatorRouting
 from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.engine.models.experts import packed_experts
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.load_model import load
-from octavo.engine.models.step import EagerStep
 from octavo.kernels.cpu.experts import NotForcedError
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
@@ -181,7 +181,7 @@ def test_logits_that_are_no_numbers_are_refused(tmp_path):
     loaded = load_tiny(tmp_path)
 
     def step(token_ids, positions, logit_rows):
-        return EagerStep(loaded.model)(token_ids, positions, logit_rows) * torch.nan
+        return EagerForward(loaded.model)(token_ids, positions, logit_rows) * torch.nan
 
     with pytest.raises(SelfCheckError, match=ALONE):
         loaded.check(step)
@@ -227,12 +227,12 @@ def forget_expert(own):
 
 
 def change_positions(patch):
-    forward = EagerStep.forward
+    forward = EagerForward.forward
 
     def later(self, token_ids, positions, logit_rows):
         return forward(self, token_ids, positions + (positions >= 8), logit_rows)
 
-    patch.setattr(EagerStep, "forward", later)
+    patch.setattr(EagerForward, "forward", later)
 
 
 ROUTED = "self-check failed: a prompt's experts"
@@ -320,12 +320,12 @@ def test_a_step_that_does_not_compute_the_forced_experts_is_refused(tmp_path):
     loaded = load_tiny(tmp_path, dtype="bfloat16")
     check = copy(loaded.check)
     check._routing = OperatorRouting()
-    check(EagerStep(loaded.model))
+    check(EagerForward(loaded.model))
     expected = loaded.check.expected
     more = (*expected.choices, expected.choices[0])
     check.expected = replace(expected, choices=more)
     with pytest.raises(NotForcedError, match="1 of 5 layers"):
-        check(EagerStep(loaded.model))
+        check(EagerForward(loaded.model))
 
 
 FAMILIES = [

@@ -12,7 +12,7 @@ import random
 import sys
 
 from octavo.common import logging
-from octavo.engine.compilation import traced_step
+from octavo.engine.compilation import traced_forward
 from octavo.engine.compilation.trace import UntraceableError
 from octavo.engine.parallel.place import given_place
 from octavo.engine.scheduling.request import BeamSearch
@@ -119,7 +119,7 @@ def run(case, place):
 
 def weight_bytes(executor):
     """Return the bytes of the weights that this process holds; None if it runs compiled."""
-    step = executor._loaded.step
+    step = executor._loaded.forward
     model = getattr(step, "_step", step)
     if executor.compiled:
         return None
@@ -143,9 +143,9 @@ def main():
     logging.configure(log_level="error")
     found = {}
     rank = 0 if place is None else place.rank
-    usual = traced_step.trace
+    usual = traced_forward.trace
     for name, case in cases.items():
-        traced_step.trace = refuse if rank in case.get("eager", ()) else usual
+        traced_forward.trace = refuse if rank in case.get("eager", ()) else usual
         if rank:
             follow(settings_of(case, place), place)
         else:

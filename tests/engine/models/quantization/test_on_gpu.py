@@ -8,10 +8,11 @@ import torch
 from structlog.testing import capture_logs
 from transformers import AutoModelForCausalLM
 
-from octavo.engine.compilation.jit import JitStep
+from octavo.engine.compilation.jit import JitForward
 from octavo.engine.lora.adapted_model import adapt
 from octavo.engine.models import load_model
 from octavo.engine.models.experts.quantized_experts import QuantizedExperts
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.linear.wide_linear import WideLinear
 from octavo.engine.models.load_model import load
@@ -19,7 +20,6 @@ from octavo.engine.models.quantization import SCHEMES, experts_on_gpu
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.quantization.checkpoints import find_format
 from octavo.engine.models.resolve import resolve
-from octavo.engine.models.step import EagerStep
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops
 from octavo.kernels.quantized import Numbers, dequantize, make_e2m1, make_weight
@@ -244,8 +244,8 @@ def test_a_compiled_step_calls_the_kernels(tmp_path, monkeypatch, products):
     monkeypatch.setattr(ops, "has_fp8_products", lambda *_: products)
     save_random_model(CONFIGS["qwen3"](), tmp_path, std=0.1)
     loaded = read(tmp_path, "bfloat16", "fp8" if products else "int4")
-    eager = EagerStep(loaded.model)
-    compiled = JitStep(eager, loaded.device)
+    eager = EagerForward(loaded.model)
+    compiled = JitForward(eager, loaded.device)
     inputs = TOKENS[None], torch.arange(len(TOKENS))[None], torch.tensor([39, 7, 0])
     found, expected = (logits(step, loaded.shape, inputs) for step in (compiled, eager))
     assert not compiled.eager_steps

@@ -15,13 +15,13 @@ from octavo.common.models.quantized import METHODS
 from octavo.engine.attention.operator import attending
 from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.experts.packed_experts import PackedExperts
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.packed_linear import PackedLinear
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import step_alone
 from octavo.engine.models.quantization.checkpoints import FORMATS
 from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
-from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.model_report import report
 from tests.engine.models.quantization.checkpoints import packers
@@ -142,7 +142,7 @@ def served_logits(loaded, tokens):
     step = step_alone(loaded.shape, len(tokens), loaded.dtype, loaded.device)
     count = torch.arange(len(tokens))
     with attending(step), torch.inference_mode():
-        return EagerStep(loaded.model)(tokens[None], count[None], count).float()
+        return EagerForward(loaded.model)(tokens[None], count[None], count).float()
 
 
 def error(found, expected):

@@ -14,8 +14,8 @@ from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import mapping_large, return_freed
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.device import choose_device
-from octavo.engine.models.sharding.rank_step import RankStep
-from octavo.engine.models.step import EagerStep, Step
+from octavo.engine.models.forward import EagerForward, Forward
+from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.parallel.collectives import add_up
 from octavo.engine.parallel.world import World
 from octavo.engine.settings import EngineSettings
@@ -31,7 +31,7 @@ log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadedStep:
+class LoadedForward:
     """A model ready to run.
 
     Attributes:
@@ -40,7 +40,7 @@ class LoadedStep:
         cache_dtype: The type of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: Where it runs.
-        step: Runs it.
+        forward: Runs it.
         targets: The layers that adapters may adapt; None if it takes no adapters.
     """
 
@@ -49,25 +49,25 @@ class LoadedStep:
     cache_dtype: torch.dtype
     kv_scales: list[tuple[float, float]] | None
     device: torch.device
-    step: Step
+    forward: Forward
     targets: "Targets | None" = None
 
     @property
     def compiled(self) -> bool:
         """Whether steps run traced or compiled, not operator by operator in Python."""
-        if isinstance(self.step, RankStep):
-            return self.step.compiled
-        return not isinstance(self.step, EagerStep)
+        if isinstance(self.forward, RankForward):
+            return self.forward.compiled
+        return not isinstance(self.forward, EagerForward)
 
     @property
     def eager_steps(self) -> int:
         """Number of steps that ran uncompiled although the model is compiled."""
-        count: int = getattr(self.step, "eager_steps", 0)  # of a `JitStep`
+        count: int = getattr(self.forward, "eager_steps", 0)  # of a `JitForward`
         return count
 
 
 @mapping_large()
-def load_step(settings: EngineSettings, model: str, world: World | None = None) -> LoadedStep:
+def load_forward(settings: EngineSettings, model: str, world: World | None = None) -> LoadedForward:
     """Load a model, make its step, and check that this computes what transformers does.
 
     Args:
@@ -106,21 +106,21 @@ def load_step(settings: EngineSettings, model: str, world: World | None = None) 
         _warn_unquantized(unquantized_shares(loaded.model))
     with as_unsupported(model):
         targets = adapt_loaded(loaded, model) if settings.takes_adapters else None
-        step = _Steps(loaded, targets, world).make(eager=settings.compile == "off")
+        forward = _Forwards(loaded, targets, world).make(eager=settings.compile == "off")
     return_freed()
     cache_cleanup.prune()
-    return LoadedStep(
+    return LoadedForward(
         loaded.shape,
         loaded.dtype,
         loaded.cache_dtype,
         loaded.kv_scales,
         loaded.device,
-        step,
+        forward,
         targets,
     )
 
 
-class _Steps:
+class _Forwards:
     """Makes the step of a loaded model, and checks it."""
 
     def __init__(
@@ -129,9 +129,9 @@ class _Steps:
         self._loaded = loaded
         self._targets = targets
         self._world = world
-        self._eager = EagerStep(loaded.model)
+        self._eager = EagerForward(loaded.model)
 
-    def make(self, *, eager: bool) -> Step:
+    def make(self, *, eager: bool) -> Forward:
         """Return the step that passed the self-check.
 
         Args:
@@ -142,16 +142,16 @@ class _Steps:
         """
         loaded = self._loaded
         has_kernels = loaded.device.type == "cpu" and device_warning(loaded.device) is None
-        if not eager and has_kernels and (step := self._traced()) is not None:
-            return self._of_all_ranks(step)
+        if not eager and has_kernels and (forward := self._traced()) is not None:
+            return self._of_all_ranks(forward)
         self._check(self._eager)
         if not eager and loaded.device.type == "cuda" and self._world is None:
             return compiled_for_gpu(self._eager, loaded.device, loaded.check)
         return self._of_all_ranks(self._eager)
 
-    def _traced(self) -> Step | None:
+    def _traced(self) -> Forward | None:
         """Return the traced step; None after a warning if there is none that passes."""
-        from octavo.engine.compilation.traced_step import TracedStep  # noqa: PLC0415 - CPUs'
+        from octavo.engine.compilation.traced_forward import TracedForward  # noqa: PLC0415 - CPUs'
         from octavo.engine.models.checks.routing import OperatorRouting  # noqa: PLC0415
         from octavo.engine.models.checks.self_check import SelfCheckError  # noqa: PLC0415
         from octavo.engine.models.experts.packed_experts import count_packed  # noqa: PLC0415
@@ -161,7 +161,7 @@ class _Steps:
         if self._world is not None:
             cpu.set_sum(add_up)
         try:
-            step = TracedStep(
+            forward = TracedForward(
                 self._eager,
                 loaded.shape.vocab_size,
                 loaded.dtype,
@@ -172,50 +172,54 @@ class _Steps:
             return None
         try:
             if count_packed(loaded.model) == len(loaded.check.expected.choices):
-                self._check(step, OperatorRouting())
+                self._check(forward, OperatorRouting())
             else:  # no experts can be forced on it
                 self._check(self._eager)
                 whole = self._of_all_ranks(self._eager, everywhere=True)
-                loaded.check.follow(whole)(self._of_all_ranks(step, everywhere=True))
+                loaded.check.follow(whole)(self._of_all_ranks(forward, everywhere=True))
         except SelfCheckError as error:
             log.warning("the model runs in Python, which is slower", why=str(error))
             return None
-        return step
+        return forward
 
-    def _check(self, step: Step, routing: "Routing | None" = None) -> None:
+    def _check(self, forward: Forward, routing: "Routing | None" = None) -> None:
         """Check a step, and that it applies adapters if it takes any."""
-        from octavo.engine.lora.trial import TrialStep, check_adapters  # noqa: PLC0415
+        from octavo.engine.lora.trial import TrialForward, check_adapters  # noqa: PLC0415
 
         loaded = self._loaded
-        loaded.pass_check(self._of_all_ranks(step, everywhere=True), routing)
+        loaded.pass_check(self._of_all_ranks(forward, everywhere=True), routing)
         if self._targets is None or loaded.trial is None:
             return
         check = loaded.trial.check if routing is None else loaded.trial.check.routed(routing)
-        check_adapters(check, TrialStep(step, self._targets, loaded.trial.scales, loaded.device))
+        check_adapters(
+            check, TrialForward(forward, self._targets, loaded.trial.scales, loaded.device)
+        )
 
-    def _of_all_ranks(self, step: Step, *, everywhere: bool = False) -> Step:
+    def _of_all_ranks(self, forward: Forward, *, everywhere: bool = False) -> Forward:
         """Return a step of all logits: on rank 0, or on all ranks, if there are several."""
         if self._world is None:
-            return step
-        return RankStep(step, self._world, self._loaded.shape.vocab_size, everywhere=everywhere)
+            return forward
+        return RankForward(
+            forward, self._world, self._loaded.shape.vocab_size, everywhere=everywhere
+        )
 
 
-def compiled_for_gpu(step: EagerStep, device: torch.device, check: "SelfCheck") -> Step:
+def compiled_for_gpu(forward: EagerForward, device: torch.device, check: "SelfCheck") -> Forward:
     """Return the step compiled; if that fails, log a warning and return it as it is.
 
     Args:
-        step: The step to compile.
+        forward: The step to compile.
         device: Where it is.
-        check: The self-check, which `step` has passed.
+        check: The self-check, which `forward` has passed.
     """
-    from octavo.engine.compilation.jit import JitStep  # noqa: PLC0415 - for a GPU only
+    from octavo.engine.compilation.jit import JitForward  # noqa: PLC0415 - for a GPU only
 
     try:
-        compiled = JitStep(step, device)
-        check.follow(step)(compiled)
+        compiled = JitForward(forward, device)
+        check.follow(forward)(compiled)
     except Exception as error:  # noqa: BLE001 - the compiler raises many types
         log.warning("the model cannot be compiled: it runs uncompiled", error=first_line(error))
-        return step
+        return forward
     return compiled
 
 

@@ -9,10 +9,10 @@ from structlog.testing import capture_logs
 from transformers import GPT2Config, LlamaConfig, MixtralConfig
 
 from octavo.engine.compilation.trace import trace
-from octavo.engine.compilation.traced_step import TracedStep
+from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.models.checks.self_check import SelfCheckError
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.load_model import load
-from octavo.engine.models.step import EagerStep
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 from octavo.kernels import cpu
@@ -120,8 +120,8 @@ def loaded(saved):
 @pytest.mark.parametrize("rows", [1, 2])
 def test_any_number_of_tokens_and_of_rows(loaded, tokens, rows):
     """Where a dimension is 1, PyTorch calls other operators."""
-    eager = EagerStep(loaded.model)
-    traced = TracedStep(eager, loaded.shape.vocab_size, loaded.dtype)
+    eager = EagerForward(loaded.model)
+    traced = TracedForward(eager, loaded.shape.vocab_size, loaded.dtype)
     given = torch.arange(tokens)[None] + 3, torch.arange(tokens)[None], torch.arange(rows) % tokens
     found, expected = (logits(step, loaded.shape, given) for step in (traced, eager))
     assert found.shape == expected.shape == (rows, 512)
@@ -130,7 +130,7 @@ def test_any_number_of_tokens_and_of_rows(loaded, tokens, rows):
 
 def test_it_runs_without_the_interpreters_lock(loaded):
     """Or no other thread could receive requests or send tokens meanwhile."""
-    step = TracedStep(EagerStep(loaded.model), loaded.shape.vocab_size, loaded.dtype)
+    step = TracedForward(EagerForward(loaded.model), loaded.shape.vocab_size, loaded.dtype)
     tokens = torch.arange(20_000)[None]
     ticks, done = [], threading.Event()
 
@@ -169,16 +169,16 @@ def test_a_model_that_looks_at_its_data_runs_eagerly(saved):
 
 @pytest.mark.parametrize("quantization", ["none", "int4"])
 def test_a_traced_step_that_computes_something_else_is_not_used(saved, quantization, monkeypatch):
-    given = TracedStep.__call__
-    monkeypatch.setattr(TracedStep, "__call__", lambda *inputs: given(*inputs).flip(0))
+    given = TracedForward.__call__
+    monkeypatch.setattr(TracedForward, "__call__", lambda *inputs: given(*inputs).flip(0))
     why = refusals(saved("llama"), dtype="bfloat16", quantization=quantization)
     assert "self-check failed: alone" in why
 
 
 def test_a_model_that_computes_something_else_is_refused(saved, monkeypatch):
     """Its trace is as wrong as it is."""
-    given = EagerStep.forward
-    monkeypatch.setattr(EagerStep, "forward", lambda *inputs: given(*inputs).flip(0))
+    given = EagerForward.forward
+    monkeypatch.setattr(EagerForward, "forward", lambda *inputs: given(*inputs).flip(0))
     with pytest.raises(SelfCheckError, match="alone"):
         engine(saved("llama"), "auto")
 
@@ -186,7 +186,7 @@ def test_a_model_that_computes_something_else_is_refused(saved, monkeypatch):
 def test_weights_are_not_copied(saved):
     """A trace's constants are the model's own tensors."""
     loaded = load(str(saved("llama")), dtype="bfloat16", device="cpu", block_size=16)
-    traced = trace(EagerStep(loaded.model), loaded.shape.vocab_size)
+    traced = trace(EagerForward(loaded.model), loaded.shape.vocab_size)
     own = {tensor.untyped_storage().data_ptr() for tensor in loaded.model.state_dict().values()}
     kept = sum(
         constant.nbytes

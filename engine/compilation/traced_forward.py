@@ -10,23 +10,23 @@ from octavo.engine.attention.operator import PagedStep, current_step
 from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.script import Script
 from octavo.engine.compilation.trace import trace
+from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.adapted_layers import (
     TracedAdapters,
     applying,
     current_adapters,
 )
-from octavo.engine.models.step import EagerStep
 from octavo.kernels import cpu, huge_pages
 from octavo.kernels.cpu.native import CheckedCaches
 
 NO_MASKS: Mapping[int, np.ndarray] = {}
 
 
-class TracedStep:
+class TracedForward:
     """A step that runs without the interpreter's lock.
 
     Args:
-        step: The step to trace.
+        forward: The step to trace.
         vocab_size: Tokens that it knows.
         dtype: The type of activations.
         adapters: Whether it applies the current adapters.
@@ -38,18 +38,18 @@ class TracedStep:
     """
 
     def __init__(
-        self, step: EagerStep, vocab_size: int, dtype: torch.dtype, *, adapters: bool = False
+        self, forward: EagerForward, vocab_size: int, dtype: torch.dtype, *, adapters: bool = False
     ) -> None:
         self._dtype = dtype
         self._caches: CheckedCaches | None = None
         with applying(TracedAdapters() if adapters else None):
-            traced = trace(step, vocab_size)
+            traced = trace(forward, vocab_size)
         fuse(traced.graph)
         self._script = Script(traced)
         huge_pages.collapse(list(traced.constants.values()))
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Run the model within `attending` and `applying`; see `octavo.engine.models.step`."""
+        """Run the model within `attending` and `applying`; see `octavo.engine.models.forward`."""
         within = current_step()
         kept = cpu.set_step(self._checked(within), within.groups, current_adapters())
         logits = self._script(token_ids, positions, logit_rows)

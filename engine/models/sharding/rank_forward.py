@@ -3,16 +3,16 @@
 import torch
 from torch import Tensor
 
-from octavo.engine.models.step import EagerStep, Step
+from octavo.engine.models.forward import EagerForward, Forward
 from octavo.engine.parallel.world import World
 from octavo.kernels.ops import argmax
 
 
-class RankStep:
+class RankForward:
     """A step that all ranks run at once.
 
     Args:
-        step: Returns the logits of this rank's tokens, `[num_rows, n]`.
+        forward: Returns the logits of this rank's tokens, `[num_rows, n]`.
         world: The ranks.
         vocab_size: Tokens of all ranks.
         everywhere: Return the logits on all ranks, as the self-check needs them.
@@ -22,17 +22,17 @@ class RankStep:
     """
 
     def __init__(
-        self, step: Step, world: World, vocab_size: int, *, everywhere: bool = False
+        self, forward: Forward, world: World, vocab_size: int, *, everywhere: bool = False
     ) -> None:
-        self.compiled = not isinstance(step, EagerStep)
-        self._step = step
+        self.compiled = not isinstance(forward, EagerForward)
+        self._forward = forward
         self._world = world
         self._vocab_size = vocab_size
         self._everywhere = everywhere
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Return logits `[num_rows, vocab_size]`; on ranks other than 0 without columns."""
-        own = self._step(token_ids, positions, logit_rows)
+        own = self._forward(token_ids, positions, logit_rows)
         if self._everywhere:
             return self._world.gather_columns_everywhere(own, self._vocab_size)
         whole = self._world.gather_columns(own, self._vocab_size)
@@ -40,7 +40,7 @@ class RankStep:
 
     def most_likely(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> list[int]:
         """Return each row's most likely token, the first on a tie; on rank 0 only."""
-        own = self._step(token_ids, positions, logit_rows)
+        own = self._forward(token_ids, positions, logit_rows)
         best = argmax(own)
         values = own.gather(1, best[:, None]).double()
         pairs = torch.cat([values, best[:, None].double()], 1)

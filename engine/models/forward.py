@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 import torch
 
-Step = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+Forward = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class EagerStep(torch.nn.Module):
+class EagerForward(torch.nn.Module):
     """A transformers model as a step."""
 
     def __init__(self, model: torch.nn.Module) -> None:
