@@ -60,9 +60,10 @@ class Masks:
             if group.beam is not None or not self._scheduler.can_recompute:
                 self._scheduling_needs_them = True
             for sequence in group.live:
-                matcher, new = sequence.matcher, sequence.unmatched
-                if matcher is None or not matcher.ready or not new:
-                    continue  # a sequence whose mask was late has got no token
-                guess = guess_constrained(speculation, group, sequence)
-                self._scheduling_needs_them |= guess.most > 0
-                self._threads.request(group, matcher, new, guess)
+                matcher = sequence.matcher
+                # A sequence whose mask was late has got no token, and its matcher is being advanced
+                # in another thread: only when it is ready does its length stand still.
+                if matcher is not None and matcher.ready and (new := sequence.unmatched):
+                    guess = guess_constrained(speculation, group, sequence)
+                    self._scheduling_needs_them |= guess.most > 0
+                    self._threads.request(group, matcher, new, guess)
