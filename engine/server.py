@@ -22,7 +22,7 @@ from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.parallel.place import Place, RankError
+from octavo.engine.parallel.place import RankError, RankPlace
 from octavo.engine.parallel.processes import RankProcesses, started_ranks
 from octavo.engine.rpc.heartbeat import watch
 from octavo.engine.rpc.loading_service import LoadingEngineService
@@ -136,7 +136,7 @@ async def serve(
 @contextmanager
 def _started_ranks(
     settings: EngineSettings,
-) -> Iterator[tuple[Place | None, RankProcesses | None]]:
+) -> Iterator[tuple[RankPlace | None, RankProcesses | None]]:
     """Start the other ranks for a block; see `started_ranks`.
 
     Raises:
@@ -150,7 +150,7 @@ def _started_ranks(
         raise StartupError(str(error)) from error
 
 
-def _build(settings: EngineSettings, place: Place | None) -> Parts:
+def _build(settings: EngineSettings, place: RankPlace | None) -> Parts:
     """Load the model, and pin the threads that will compute to their cores."""
     parts = build(settings, place)
     if parts.leader is not None:

@@ -13,8 +13,8 @@ from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.triton.tiles import (
     TUNED,
     Heads,
-    Kind,
     Tiles,
+    WorkKind,
     choose_tiles,
     tuning_key,
     use_tiles,
@@ -23,7 +23,7 @@ from octavo.kernels.triton.tiles import (
 RUNS = 10
 LEAST_GAIN = 0.02
 """Minimum share of time that a choice must save to be kept, so that noise is not."""
-CASES: list[tuple[Kind, Layout, list[tuple[int, int]], torch.dtype | None]] = [
+CASES: list[tuple[WorkKind, Layout, list[tuple[int, int]], torch.dtype | None]] = [
     ("decode", LLAMA_3_8B, [(1, 2048)] * 64, None),
     ("decode", LLAMA_7B, [(1, 2048)] * 32, None),
     ("decode", SMOLLM2, [(1, 1024)] * 128, None),

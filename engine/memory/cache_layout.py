@@ -38,7 +38,7 @@ RATIOS = (1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class LayerPlace:
     """Where a layer's K and V lie.
 
     Attributes:
@@ -83,7 +83,7 @@ class CacheLayout:
     shape: ModelShape
     groups: tuple[LayerGroup, ...]
     shapes: tuple[LayerShape, ...]
-    places: tuple[Place, ...]
+    places: tuple[LayerPlace, ...]
     states: tuple[StatePlace, ...]
     block_elements: int
 
@@ -226,7 +226,7 @@ def plan_layout(
     )
     size, chosen = min(fitting, key=lambda one: _cost(one[0], one[1], states))
     groups: list[LayerGroup] = []
-    places: dict[int, Place] = {}
+    places: dict[int, LayerPlace] = {}
     for choice in chosen:
         _place_layers(choice, groups, places)
     shapes = tuple(c.kind.shape for c in chosen for _ in range(c.groups))
@@ -258,7 +258,7 @@ def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, Place]) -> None:
+def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, LayerPlace]) -> None:
     """Append a kind's groups, and note the places of its layers."""
     kind, size = choice.kind, choice.block_size
     shape, count = kind.shape, kind.per_piece(choice.pieces)
@@ -266,7 +266,7 @@ def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, P
         for j, layer in enumerate(kind.layers[i : i + count]):
             keys = j * shape.token_elements * size
             values = keys + shape.num_kv_heads * shape.key_dim * size
-            places[layer] = Place(len(groups), keys, values)
+            places[layer] = LayerPlace(len(groups), keys, values)
         groups.append(LayerGroup(size, shape.window, shape.chunk))
 
 

@@ -7,7 +7,7 @@ import torch
 from octavo.common import resources
 from octavo.common.resources import Memory
 from octavo.engine.kv_cache import Transfers
-from octavo.engine.memory.cache_layout import CacheLayout, Place
+from octavo.engine.memory.cache_layout import CacheLayout, LayerPlace
 from octavo.engine.memory.pinned import pin
 from octavo.engine.memory.swap import CopyTime, make_swapper
 from octavo.kernels import huge_pages
@@ -91,7 +91,7 @@ class CacheTensors:
 def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
     """Return each layer's cache, a view of `blocks`, `[num_blocks, block_elements]`."""
 
-    def view(place: Place, first: int, heads: int, dim: int) -> torch.Tensor:
+    def view(place: LayerPlace, first: int, heads: int, dim: int) -> torch.Tensor:
         size = layout.groups[place.group].block_size
         strides = (blocks.stride(0), size * dim, dim, 1)
         return blocks.as_strided((len(blocks), heads, size, dim), strides, first)

@@ -13,7 +13,7 @@ class RankError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlace:
     """One rank of an engine.
 
     Attributes:
@@ -50,7 +50,7 @@ class Place:
         return self.local_rank, self.local_rank + 1
 
 
-def given_place(environment: Mapping[str, str], size: int) -> Place | None:
+def place_from_launcher(environment: Mapping[str, str], size: int) -> RankPlace | None:
     """Return the place that a launcher gave this process; None if there was no launcher.
 
     Args:
@@ -75,4 +75,4 @@ def given_place(environment: Mapping[str, str], size: int) -> Place | None:
         )
     if not 0 <= rank < world:
         raise RankError(f"RANK is {rank}, but WORLD_SIZE is {world}")
-    return Place(rank, world, local_rank, local_size)
+    return RankPlace(rank, world, local_rank, local_size)

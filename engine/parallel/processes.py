@@ -14,7 +14,7 @@ import structlog
 
 from octavo.common.background import start_thread
 from octavo.common.stopping import exit_at_once
-from octavo.engine.parallel.place import Place, given_place
+from octavo.engine.parallel.place import RankPlace, place_from_launcher
 from octavo.engine.parallel.world import STORE
 
 MODULE = "octavo.engine.startup.follower"
@@ -48,7 +48,7 @@ class RankProcesses:
                 [sys.executable, "-m", "octavo.common.parent_watch", MODULE, settings],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                env=os.environ | Place(rank, size, rank, size).variables(),
+                env=os.environ | RankPlace(rank, size, rank, size).variables(),
             )
             for rank in range(1, size)
         ]
@@ -91,7 +91,9 @@ class RankProcesses:
 
 
 @contextmanager
-def started_ranks(size: int, settings: str) -> Iterator[tuple[Place | None, RankProcesses | None]]:
+def started_ranks(
+    size: int, settings: str
+) -> Iterator[tuple[RankPlace | None, RankProcesses | None]]:
     """Start the other ranks for a block, unless a launcher has; they have ended at its end.
 
     Args:
@@ -107,13 +109,13 @@ def started_ranks(size: int, settings: str) -> Iterator[tuple[Place | None, Rank
     if size == 1:
         yield None, None
         return
-    if (given := given_place(os.environ, size)) is not None:
+    if (given := place_from_launcher(os.environ, size)) is not None:
         yield given, None
         return
     with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
         processes = RankProcesses(size, settings, Path(folder))
         try:
-            yield Place(0, size, 0, size), processes
+            yield RankPlace(0, size, 0, size), processes
         except BaseException:
             processes.kill()
             raise

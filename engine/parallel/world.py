@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.engine.parallel.place import Place
+from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.times import Times
 
 STORE = "OCTAVO_RANK_STORE"
@@ -50,7 +50,7 @@ class World:
         times: Measured so far.
     """
 
-    place: Place
+    place: RankPlace
     tensors: dist.ProcessGroup
     control: dist.ProcessGroup
     watch: dist.ProcessGroup
@@ -201,7 +201,7 @@ def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
         numbers = numbers[2 + dims :]
 
 
-def join(place: Place, device: torch.device, *, watch_seconds: float) -> World:
+def join(place: RankPlace, device: torch.device, *, watch_seconds: float) -> World:
     """Join the other ranks, once; wait until all have joined.
 
     Args:

@@ -15,7 +15,7 @@ from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import return_freed
-from octavo.engine.parallel.place import Place as RankPlace
+from octavo.engine.parallel.place import RankPlace
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
 from octavo.engine.running.leader import Leader

@@ -12,7 +12,7 @@ from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak_memory
-from octavo.engine.parallel.place import Place as RankPlace
+from octavo.engine.parallel.place import RankPlace
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence

@@ -17,7 +17,7 @@ from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.models.resolve import resolve
-from octavo.engine.parallel.place import Place, RankError, given_place
+from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
 from octavo.engine.parallel.stop_signals import StopSignals
 from octavo.engine.running.leader import Follower
 from octavo.engine.settings import EngineSettings
@@ -45,7 +45,7 @@ def main() -> None:
 def run(settings: EngineSettings) -> NoReturn:
     """Run the rank that the environment names; then end the process."""
     try:
-        place = given_place(os.environ, settings.tensor_parallel_size)
+        place = place_from_launcher(os.environ, settings.tensor_parallel_size)
         assert place is not None
         structlog.contextvars.bind_contextvars(rank=place.rank)
         follow(settings, place)
@@ -58,7 +58,7 @@ def run(settings: EngineSettings) -> NoReturn:
     exit_at_once(0)
 
 
-def follow(settings: EngineSettings, place: Place) -> None:
+def follow(settings: EngineSettings, place: RankPlace) -> None:
     """Do what rank 0 says until it stops the engine.
 
     Once the model is loaded, a signal to stop makes rank 0 drain first.

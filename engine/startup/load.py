@@ -12,7 +12,7 @@ from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.errors import AdapterError
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.device import choose_device
-from octavo.engine.parallel.place import Place as RankPlace
+from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.world import World, join
 from octavo.engine.running.leader import Leader
 from octavo.engine.settings import EngineSettings

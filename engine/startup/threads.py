@@ -15,7 +15,7 @@ import torch
 
 from octavo.common import resources
 from octavo.common.topology import Core, Node, format_list, read_nodes
-from octavo.engine.parallel.place import Place as RankPlace
+from octavo.engine.parallel.place import RankPlace
 
 log = structlog.get_logger(__name__)
 

@@ -34,15 +34,15 @@ from octavo.kernels.triton.merge_splits import add_sink, merge_splits
 from octavo.kernels.triton.plan import plan_of
 from octavo.kernels.triton.shares import first_seen, share_of
 from octavo.kernels.triton.splits import LEAST_KEYS
-from octavo.kernels.triton.tiles import WIDE, WIDE_WARP, Heads, Kind, choose_tiles
+from octavo.kernels.triton.tiles import WIDE, WIDE_WARP, Heads, WorkKind, choose_tiles
 from octavo.kernels.widths import width_of_values
 
 _SMALL = 2048
 """A tile of at most this many rows times keys needs at most 16 registers in four warps."""
 _LOG2_E = 1.4426950408889634
-_MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
+_MERGED: dict[WorkKind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
 """Rows and pieces that a program merges at a time: decodes have many pieces, chunks few."""
-_WIDE_MERGED: dict[Kind, tuple[int, int]] = {"decode": (1, 8), "chunk": (2, 4)}
+_WIDE_MERGED: dict[WorkKind, tuple[int, int]] = {"decode": (1, 8), "chunk": (2, 4)}
 """The same for values of more than 256 elements, of which registers hold fewer."""
 # Arguments that change between steps must not compile another variant.
 _VARYING = ["items", "partial_out", "partial_lse", "table_stride", "span"]
@@ -507,12 +507,12 @@ def small_tile(gpu: Gpu) -> int:
     return 0 if gpu.is_amd and gpu.warp_size < WIDE_WARP else _SMALL
 
 
-def merged_at_once(kind: Kind, heads: Heads) -> tuple[int, int]:
+def merged_at_once(kind: WorkKind, heads: Heads) -> tuple[int, int]:
     """Return the rows and the pieces that a program merges at a time."""
     return (_MERGED if heads.padded_value <= WIDE else _WIDE_MERGED)[kind]
 
 
-def _launch(call: _Call, kind: Kind, items: Tensor, pieces: int, splits: int | None) -> None:
+def _launch(call: _Call, kind: WorkKind, items: Tensor, pieces: int, splits: int | None) -> None:
     """Launch attention for `items`, of which the first `pieces` may be pieces of keys."""
     query, metadata, heads = call.query, call.metadata, call.heads
     _, num_kv_heads, block_size, _ = call.key_cache.shape

@@ -9,7 +9,7 @@ from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from octavo.kernels.triton.splits import choose_splits, most_pieces
-from octavo.kernels.triton.tiles import Heads, Kind, Tiles, choose_tiles, count_resident
+from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles, count_resident
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,12 +23,12 @@ class _Attention:
     cache_dtype: torch.dtype
     device: torch.device
 
-    def tiles(self, kind: Kind) -> Tiles:
+    def tiles(self, kind: WorkKind) -> Tiles:
         """Return the tile sizes for a kind of work."""
         gpu = describe_gpu(self.device)
         return choose_tiles(kind, gpu, self.heads, dtype=self.dtype, cache_dtype=self.cache_dtype)
 
-    def places(self, kind: Kind) -> int:
+    def concurrent(self, kind: WorkKind) -> int:
         """Return how many programs for a kind of work the GPU runs concurrently."""
         gpu = describe_gpu(self.device)
         resident = count_resident(
@@ -36,12 +36,12 @@ class _Attention:
         )
         return resident * gpu.multiprocessors
 
-    def splits(self, kind: Kind, num_tiles: int, longest: int) -> int:
+    def splits(self, kind: WorkKind, num_tiles: int, longest: int) -> int:
         """Return the number of pieces for sequences of at most `longest` keys."""
         if not num_tiles:
             return 1
         seen = min(longest, self.span or longest)
-        return choose_splits(num_tiles * self.num_kv_heads, seen, self.places(kind), kind)
+        return choose_splits(num_tiles * self.num_kv_heads, seen, self.concurrent(kind), kind)
 
 
 def plan_attention(
@@ -70,7 +70,7 @@ def _plan(
 ) -> AttentionPlan:
     found: list[np.ndarray] = []
     pieces: list[int] = []
-    kinds: dict[Kind, np.ndarray] = {"decode": query_lens == 1, "chunk": query_lens > 1}
+    kinds: dict[WorkKind, np.ndarray] = {"decode": query_lens == 1, "chunk": query_lens > 1}
     for kind, chosen in kinds.items():
         seqs = np.flatnonzero(chosen)
         rows = query_lens[seqs] * attention.heads.group
@@ -103,9 +103,9 @@ def plan_room(
     """Return a plan with room for any batch's; see `octavo.kernels.ops.plan_room`."""
     heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
     attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
-    kinds: tuple[Kind, ...] = ("decode", "chunk")
+    kinds: tuple[WorkKind, ...] = ("decode", "chunk")
     decode_pieces, chunk_pieces = (
-        most_pieces(kind, num_kv_heads, attention.places(kind)) for kind in kinds
+        most_pieces(kind, num_kv_heads, attention.concurrent(kind)) for kind in kinds
     )
     per_decode = -(-heads.group // attention.tiles("decode").rows)
     decode_items = max(sequences * per_decode, decode_pieces)

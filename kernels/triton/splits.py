@@ -2,25 +2,25 @@
 
 from functools import cache
 
-from octavo.kernels.triton.tiles import Kind
+from octavo.kernels.triton.tiles import WorkKind
 
 MAX_SPLITS = 128
 LEAST_KEYS = 256
 """Minimum keys per piece: fewer are not worth a launch and a merge."""
 START_KEYS = 128
 """The cost of starting a program and merging its piece, in keys read."""
-MAX_WAVES: dict[Kind, int] = {"decode": 8, "chunk": 4}
+MAX_WAVES: dict[WorkKind, int] = {"decode": 8, "chunk": 4}
 """Maximum waves of programs with pieces. A CUDA graph has room for all, and most steps leave them
 idle; a chunk's programs and partial results are larger."""
 
 
-def most_pieces(kind: Kind, num_kv_heads: int, places: int) -> int:
+def most_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
     """Return the maximum number of items that keys are split into; see `choose_splits`."""
-    return MAX_WAVES[kind] * places // num_kv_heads
+    return MAX_WAVES[kind] * concurrent // num_kv_heads
 
 
 @cache
-def choose_splits(programs: int, longest: int, places: int, kind: Kind = "decode") -> int:
+def choose_splits(programs: int, longest: int, concurrent: int, kind: WorkKind = "decode") -> int:
     """Return the number of pieces for the longest sequence.
 
     It minimizes the end of the last wave of programs: one piece if `programs` fill the GPU, many
@@ -30,13 +30,13 @@ def choose_splits(programs: int, longest: int, places: int, kind: Kind = "decode
         programs: Number of programs without splits: sequences (tiles of queries) x KV heads;
             at least 1.
         longest: Keys of the longest sequence.
-        places: Programs of this kind that the GPU runs concurrently.
-        kind: What the programs compute.
+        concurrent: Programs of this kind that the GPU runs concurrently.
+        kind: The kind of work of the programs.
     """
 
     def time(splits: int) -> int:
-        waves = -(-programs * splits // places)
+        waves = -(-programs * splits // concurrent)
         return waves * (-(-longest // splits) + START_KEYS)
 
-    most = min(MAX_SPLITS, longest // LEAST_KEYS, MAX_WAVES[kind] * places // programs)
+    most = min(MAX_SPLITS, longest // LEAST_KEYS, MAX_WAVES[kind] * concurrent // programs)
     return min(range(1, max(1, most) + 1), key=time)

@@ -16,7 +16,7 @@ import triton
 
 from octavo.kernels.gpu import Gpu
 
-Kind = Literal["decode", "chunk"]
+WorkKind = Literal["decode", "chunk"]
 
 LEAST_ROWS = 16
 """Minimum rows of a matrix product."""
@@ -127,7 +127,7 @@ PADDED_PART = 32
 
 @cache
 def choose_tiles(
-    kind: Kind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
+    kind: WorkKind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> Tiles:
     """Return the sizes for a kind of work.
 
@@ -171,7 +171,7 @@ def _copied_whole(tiles: Tiles, gpu: Gpu, row_bytes: int) -> Tiles:
     return replace(tiles, keys=max(tiles.keys, COPIED * gpu.warp_size * tiles.warps // row_bytes))
 
 
-def _nvidia_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:
+def _nvidia_tiles(kind: WorkKind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:
     """Return the rules' sizes for an NVIDIA GPU.
 
     Args:
@@ -198,7 +198,7 @@ def _nvidia_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) ->
     return Tiles(64, 32, warps=8, stages=4)
 
 
-def _amd_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:
+def _amd_tiles(kind: WorkKind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Tiles:
     """Return the rules' sizes for an AMD GPU.
 
     Every warp of a program multiplies all of a tile's keys, so that registers are the limit. The
@@ -218,7 +218,7 @@ def _amd_tiles(kind: Kind, gpu: Gpu, *, rows: int, padded: int, size: int) -> Ti
     return Tiles(64, 16, warps=8, stages=2)
 
 
-def _narrow_amd_tiles(kind: Kind, *, rows: int, padded: int, size: int) -> Tiles:
+def _narrow_amd_tiles(kind: WorkKind, *, rows: int, padded: int, size: int) -> Tiles:
     """Return the rules' sizes for an AMD GPU with warps of 32 threads.
 
     A thread has 256 registers at most, and both halves of a warp hold the same operands. So no
@@ -314,7 +314,7 @@ def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int
 
 
 def tuning_key(
-    kind: Kind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
+    kind: WorkKind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> str:
     """Return the key of a case in tuned.json; groups that fill the same rows are one case."""
     names = (str(kind).removeprefix("torch.") for kind in (dtype, cache_dtype))

@@ -37,7 +37,7 @@ from octavo.kernels.triton.quantized_linear import (
     _merge_kernel,
 )
 from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
-from octavo.kernels.triton.tiles import Heads, Kind, Tiles, choose_tiles
+from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles
 from octavo.kernels.triton.unpack import UnpackedTiles, choose_unpacked_tiles, constants_of
 from octavo.kernels.triton.write_kv import _write_kv_kernel, warps_for
 
@@ -274,7 +274,7 @@ def compile_merges(gpu: Gpu, dim: int = 128) -> list[CompiledKernel]:
     constants: dict[str, Any] = {"NUM_HEADS": 32, "GROUP": 4, "VALUE_DIM": dim}
     constants |= {"PADDED_VALUE": dim, "ROWS": 16, "PARTIAL_ROWS": 16, "KEYS": 64}
     constants |= {"LEAST_TILES": 4, "HAS_SPAN": True, "CHUNKED": False, "HAS_SINKS": True}
-    kinds: tuple[Kind, ...] = ("decode", "chunk")
+    kinds: tuple[WorkKind, ...] = ("decode", "chunk")
     sizes = [merged_at_once(kind, Heads(4, dim, dim)) for kind in kinds]
     return [
         compile_for(

@@ -11,7 +11,7 @@ from octavo.kernels.triton import plan
 from octavo.kernels.triton.splits import LEAST_KEYS, MAX_SPLITS, choose_splits
 from octavo.kernels.triton.tiles import Heads, choose_tiles
 
-H100 = 2 * 132  # places, of decodes
+H100 = 2 * 132  # concurrent programs, of decodes
 
 
 @pytest.mark.parametrize("programs", [1, 8, 32, 128, 264, 512, 2048])

@@ -288,12 +288,12 @@ def _check_all_taken(source: Path, reader: Any, model: Any, weights: Iterable[We
 
 def _dtype(reader: Any) -> Any:  # noqa: ANN401
     """Return the file's own float type, else bfloat16."""
-    from gguf import GGMLQuantizationType as Kind  # noqa: PLC0415
+    from gguf import GGMLQuantizationType as GgmlType  # noqa: PLC0415
 
     kinds = {tensor.tensor_type for tensor in reader.tensors}
-    if kinds <= {Kind.F32}:
+    if kinds <= {GgmlType.F32}:
         return torch.float32
-    return torch.float16 if kinds <= {Kind.F32, Kind.F16} else torch.bfloat16
+    return torch.float16 if kinds <= {GgmlType.F32, GgmlType.F16} else torch.bfloat16
 
 
 def _set_end_tokens(model: Any, ends: list[int]) -> None:  # noqa: ANN401

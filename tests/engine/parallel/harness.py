@@ -14,7 +14,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from octavo.engine.parallel.place import Place
+from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.world import STORE
 from tests import preloaded
 from tests.engine.random_model import save_random_model
@@ -62,7 +62,7 @@ def run_ranks(size, cases, folder):
         cases: By name; see `workload.py`.
         folder: For the ranks to find each other.
     """
-    places = [Place(rank, size, rank, size) for rank in range(size)]
+    places = [RankPlace(rank, size, rank, size) for rank in range(size)]
     run = uuid.uuid4()
     own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{run}")}
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}

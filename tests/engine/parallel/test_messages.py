@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from octavo.common.topology import Core, Node
-from octavo.engine.parallel.place import Place, RankError, given_place
+from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
 from octavo.engine.running.inputs import StepArrays
 from octavo.engine.running.leader import pack, unpack
 
@@ -34,22 +34,22 @@ def test_a_step_arrives_as_it_was_sent():
 
 def test_ranks_of_a_machine_divide_its_cores():
     nodes = tuple(Node(n, tuple(Core((4 * n + i,)) for i in range(4))) for n in range(2))
-    shares = [Place(rank, 3, rank, 3).share_of(nodes) for rank in range(3)]
+    shares = [RankPlace(rank, 3, rank, 3).share_of(nodes) for rank in range(3)]
     cpus = [[core.cpus[0] for node in share for core in node.cores] for share in shares]
     assert sorted(cpu for own in cpus for cpu in own) == list(range(8))
     assert {len(own) for own in cpus} == {2, 3}
-    few = [Place(rank, 9, rank, 9).share_of(nodes) for rank in range(9)]
+    few = [RankPlace(rank, 9, rank, 9).share_of(nodes) for rank in range(9)]
     assert all(len(share) == len(share[0].cores) == 1 for share in few)
-    assert Place(1, 2, 1, 2).share_of((Node(0, (Core((0,)),)),))[0].cores == (Core((0,)),)
+    assert RankPlace(1, 2, 1, 2).share_of((Node(0, (Core((0,)),)),))[0].cores == (Core((0,)),)
 
 
 def test_a_launcher_says_which_rank_this_is():
-    assert given_place({}, 2) is None
+    assert place_from_launcher({}, 2) is None
     given = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    assert given_place(given, 4) == Place(3, 4, 1, 2)
+    assert place_from_launcher(given, 4) == RankPlace(3, 4, 1, 2)
     with pytest.raises(RankError, match="WORLD_SIZE is 4, but --tensor-parallel-size is 2"):
-        given_place(given, 2)
+        place_from_launcher(given, 2)
     with pytest.raises(RankError, match="must be numbers"):
-        given_place(given | {"RANK": "first"}, 4)
+        place_from_launcher(given | {"RANK": "first"}, 4)
     with pytest.raises(RankError, match="RANK is 4, but WORLD_SIZE is 4"):
-        given_place(given | {"RANK": "4"}, 4)
+        place_from_launcher(given | {"RANK": "4"}, 4)

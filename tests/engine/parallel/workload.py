@@ -14,7 +14,7 @@ import sys
 from octavo.common import logging
 from octavo.engine.compilation import traced_forward
 from octavo.engine.compilation.trace import UntraceableError
-from octavo.engine.parallel.place import given_place
+from octavo.engine.parallel.place import place_from_launcher
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
@@ -139,7 +139,7 @@ def refuse(*_):
 
 def main():
     size, cases = int(sys.argv[1]), json.loads(sys.argv[2])
-    place = given_place(os.environ, size)
+    place = place_from_launcher(os.environ, size)
     logging.configure(log_level="error")
     found = {}
     rank = 0 if place is None else place.rank

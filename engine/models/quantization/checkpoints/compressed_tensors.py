@@ -58,7 +58,7 @@ CLASS = "Linear"
 
 
 @dataclass(frozen=True, slots=True)
-class Scheme:
+class WeightScheme:
     """How the weights of some layers are quantized.
 
     Attributes:
@@ -201,13 +201,13 @@ class CompressedTensors(Format):
             scheme.rounds_inputs,
         )
 
-    def _find(self, layer: str) -> Scheme | None:
+    def _find(self, layer: str) -> WeightScheme | None:
         """Return the scheme of the target that names a layer, or else of all linear layers."""
         exact = [one for targets, one in self._schemes if any(map(_matches(layer), targets))]
         every = [one for targets, one in self._schemes if CLASS in targets]
         return next(iter(exact + every), None)
 
-    def _scheme_of(self, layer: str) -> Scheme:
+    def _scheme_of(self, layer: str) -> WeightScheme:
         found = self._find(layer)
         need(found is not None, layer, "is in no config group")
         assert found is not None
@@ -238,7 +238,7 @@ def _matches(layer: str) -> Any:  # noqa: ANN401 - a predicate
     return matches
 
 
-def _scheme(name: str, group: Settings, whole: object) -> Scheme:
+def _scheme(name: str, group: Settings, whole: object) -> WeightScheme:
     """Return the scheme of a config group.
 
     Raises:
@@ -258,7 +258,7 @@ def _scheme(name: str, group: Settings, whole: object) -> Scheme:
         raise UnsupportedModelError(f"in {name}, {error}") from None
 
 
-def _made(weights: Settings, inputs: Settings, *, packed: bool) -> Scheme:
+def _made(weights: Settings, inputs: Settings, *, packed: bool) -> WeightScheme:
     is_float = weights.get("type", "int") == "float"
     bits, size = weights.get("num_bits"), weights.get("group_size")
     strategy = weights.get("strategy") or ("channel" if size in {None, -1} else "group")
@@ -272,7 +272,7 @@ def _made(weights: Settings, inputs: Settings, *, packed: bool) -> Scheme:
     symmetric = weights.get("symmetric", True)
     if is_float and not symmetric:
         raise unsupported("weights.symmetric", symmetric)
-    return Scheme(
+    return WeightScheme(
         packed,
         bits,
         is_float,
@@ -285,13 +285,15 @@ def _made(weights: Settings, inputs: Settings, *, packed: bool) -> Scheme:
     )
 
 
-def _describe(scheme: Scheme) -> str:
+def _describe(scheme: WeightScheme) -> str:
     kind = "FP8" if scheme.is_float else f"{scheme.bits} bits"
     groups = f"groups of {scheme.group_size}" if scheme.strategy == "group" else scheme.strategy
     return f"{kind} by {groups}"
 
 
-def _check_weight(layer: str, scheme: Scheme, parts: Mapping[str, TensorHeader]) -> tuple[int, int]:
+def _check_weight(
+    layer: str, scheme: WeightScheme, parts: Mapping[str, TensorHeader]
+) -> tuple[int, int]:
     """Check a weight's type and shape; return `(outputs, inputs)`."""
     weight = parts["weight_packed" if scheme.packed else "weight"]
     need(len(weight.shape) == 2, layer, f"has the shape {list(weight.shape)}")
@@ -305,7 +307,7 @@ def _check_weight(layer: str, scheme: Scheme, parts: Mapping[str, TensorHeader])
 
 
 def _check_zeros(
-    layer: str, scheme: Scheme, header: TensorHeader, outputs: int, scales: Sequence[int]
+    layer: str, scheme: WeightScheme, header: TensorHeader, outputs: int, scales: Sequence[int]
 ) -> None:
     if scheme.packed:
         rows = math.ceil(outputs * scheme.bits / 32)
@@ -315,7 +317,7 @@ def _check_zeros(
         need_header(layer, "weight_zero_point", header, ["I8"], tuple(scales))
 
 
-def _codes(layer: str, scheme: Scheme, parts: Mapping[str, Tensor]) -> Tensor:
+def _codes(layer: str, scheme: WeightScheme, parts: Mapping[str, Tensor]) -> Tensor:
     """Return a weight's numbers from 0 on, `[outputs, inputs]` uint8."""
     if not scheme.packed:
         return (parts["weight"].short() + scheme.offset).to(torch.uint8)
@@ -325,7 +327,7 @@ def _codes(layer: str, scheme: Scheme, parts: Mapping[str, Tensor]) -> Tensor:
     return codes
 
 
-def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
+def _zeros(scheme: WeightScheme, parts: Mapping[str, Tensor], shape: Sequence[int]) -> Tensor:
     """Return the zero points without the offset, in float32."""
     if scheme.symmetric:
         return torch.zeros(tuple(shape))
@@ -335,7 +337,7 @@ def _zeros(scheme: Scheme, parts: Mapping[str, Tensor], shape: Sequence[int]) ->
     return unpack(zeros, scheme.bits, 0)[: shape[0]].float() - scheme.offset
 
 
-def _scaled(scheme: Scheme, codes: Tensor, scale: Tensor) -> ScaledFp8:
+def _scaled(scheme: WeightScheme, codes: Tensor, scale: Tensor) -> ScaledFp8:
     if scheme.strategy == "channel":
         return ScaledFp8(codes, scale.reshape(-1, 1), (1, codes.shape[1]))
     if scheme.strategy == "group":
