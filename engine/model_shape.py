@@ -72,5 +72,5 @@ class ModelShape:
 
 
 def _kinds(shape: ModelShape) -> set[object]:
-    layers = {replace(own, source=None if own.source is None else 0) for own in shape.layers}
+    layers = {replace(layer, source=None if layer.source is None else 0) for layer in shape.layers}
     return layers | set(shape.states)

@@ -83,13 +83,13 @@ def _search_events(group: SequenceGroup, search: BeamState) -> list[Event]:
             request.session,
             request.request_id,
             rank,
-            found.token_ids,
+            hypothesis.token_ids,
             None,
             [],
-            request.finish_reason(found.token_ids[-1], len(found.token_ids)),
-            found.score,
+            request.finish_reason(hypothesis.token_ids[-1], len(hypothesis.token_ids)),
+            hypothesis.score,
         )
-        for rank, found in enumerate(hypotheses)
+        for rank, hypothesis in enumerate(hypotheses)
     ]
 
 

@@ -142,9 +142,9 @@ def _started_ranks(
     Raises:
         StartupError: A launcher's variables do not fit the setting.
     """
-    given = settings.model_dump_json(exclude_unset=True)
+    settings_json = settings.model_dump_json(exclude_unset=True)
     try:
-        with started_ranks(settings.tensor_parallel_size, given) as ranks:
+        with started_ranks(settings.tensor_parallel_size, settings_json) as ranks:
             yield ranks
     except RankError as error:
         raise StartupError(str(error)) from error

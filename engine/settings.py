@@ -279,10 +279,10 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @property
     def listeners(self) -> list[Listener]:
         """Where to listen; a default metrics port may be replaced, and is not among them."""
-        found = [Listener(self.host, self.port)]
+        listeners = [Listener(self.host, self.port)]
         if "metrics_port" in self.model_fields_set:
-            found.append(metrics_listener(self.host, self.metrics_port))
-        return found
+            listeners.append(metrics_listener(self.host, self.metrics_port))
+        return listeners
 
     @property
     def takes_adapters(self) -> bool:

@@ -70,10 +70,10 @@ class _Placeholder(ModuleType):
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a module's
         if name == "__file__":  # `inspect` asks all modules
             raise AttributeError(name)
-        own = self.__name__
-        if sys.modules[own] is self:
-            del sys.modules[own]
-        return getattr(importlib.import_module(own), name)
+        module_name = self.__name__
+        if sys.modules[module_name] is self:
+            del sys.modules[module_name]
+        return getattr(importlib.import_module(module_name), name)
 
 
 class _NoTensor(torch.Tensor):

@@ -88,14 +88,18 @@ def describe_gpu(device: torch.device) -> Gpu:
     """Return the properties of a GPU; of a CPU, those that Triton's interpreter has."""
     if device.type != "cuda":
         return INTERPRETER
-    found = torch.cuda.get_device_properties(device)
+    properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        arch = found.gcnArchName.partition(":")[0]  # after it come features: "gfx942:xnack-"
+        arch = properties.gcnArchName.partition(":")[0]  # after it come features: "gfx942:xnack-"
     else:
-        arch = f"sm_{found.major}{found.minor}"
+        arch = f"sm_{properties.major}{properties.minor}"
     # NVIDIA's programs must ask for more than 48 KiB, AMD's need not.
-    shared_bytes = getattr(found, "shared_memory_per_block_optin", found.shared_memory_per_block)
-    return Gpu(found.name, arch, found.warp_size, shared_bytes, found.multi_processor_count)
+    shared_bytes = getattr(
+        properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
+    )
+    return Gpu(
+        properties.name, arch, properties.warp_size, shared_bytes, properties.multi_processor_count
+    )
 
 
 def e4m3_dtype(device: torch.device) -> torch.dtype:

@@ -52,14 +52,14 @@ def check_trusted(*paths: Path) -> None:
         OSError: A path does not exist.
     """
     for path in paths:
-        found = path.stat()
-        if found.st_uid not in {0, os.geteuid()}:
+        status = path.stat()
+        if status.st_uid not in {0, os.geteuid()}:
             raise UntrustedFileError(
-                f"{path} belongs to another user ({found.st_uid}): remove it, or set"
+                f"{path} belongs to another user ({status.st_uid}): remove it, or set"
                 " OCTAVO_CACHE_DIR to a directory of your own"
             )
-        foreign_group = found.st_gid not in {os.getegid(), *os.getgroups()}
-        if found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and foreign_group):
+        foreign_group = status.st_gid not in {os.getegid(), *os.getgroups()}
+        if status.st_mode & stat.S_IWOTH or (status.st_mode & stat.S_IWGRP and foreign_group):
             raise UntrustedFileError(
                 f"other users can write to {path}: run chmod go-w on it, or set OCTAVO_CACHE_DIR"
                 " to a directory of your own"

@@ -170,20 +170,20 @@ def make_weight(
     halves = (torch.float16, torch.bfloat16)
     kind = next((kind for kind in halves if _has(kind, scale) and _has(kind, extra)), None)
     assert kind == torch.float16 or outer is None
-    own = [_by_group(part, groups) for part in (scale, extra)]
+    by_group = [_by_group(part, groups) for part in (scale, extra)]
     words = None
     if outer is not None:
         words = _as_words([_by_group(part, groups // unit) for part in outer], torch.float16)
     return QuantizedWeight(
         _pack(pad(codes.view(torch.uint8), (0, padded - inputs)), numbers),
-        own[0].float() if kind is None else _as_words(own, kind),  # type: ignore[union-attr]
+        by_group[0].float() if kind is None else _as_words(by_group, kind),  # type: ignore[union-attr]
         inputs,
         group,
         numbers,
         zero_point,
         second,
         kind,
-        own[1].float() if kind is None and own[1] is not None else None,
+        by_group[1].float() if kind is None and by_group[1] is not None else None,
         words,
     )
 
@@ -247,10 +247,10 @@ def dequantize(weight: QuantizedWeight) -> Tensor:
         units = torch.arange(len(scale), device=words.device) // weight.unit
         outer, outer_offset = _unpack_scales(weight.outer, torch.float16)
         scale, second = scale * outer[units], second * outer_offset[units]
-    found = codes[:, : weight.inputs].float()
-    found -= second[groups].t() if weight.second == Second.ZERO_POINT else weight.zero_point
-    found *= scale[groups].t()
-    return found + second[groups].t() if weight.second == Second.OFFSET else found
+    weights = codes[:, : weight.inputs].float()
+    weights -= second[groups].t() if weight.second == Second.ZERO_POINT else weight.zero_point
+    weights *= scale[groups].t()
+    return weights + second[groups].t() if weight.second == Second.OFFSET else weights
 
 
 def quantized_experts(  # noqa: PLR0917
@@ -265,8 +265,8 @@ def quantized_experts(  # noqa: PLR0917
 ) -> Tensor:
     """Compute experts in plain PyTorch; see `octavo.kernels.ops.quantized_experts`."""
     ups, downs = (
-        dequantize(own).to(x.dtype).reshape(down.outputs // x.shape[1], -1, own.inputs)
-        for own in (up, down)
+        dequantize(weight).to(x.dtype).reshape(down.outputs // x.shape[1], -1, weight.inputs)
+        for weight in (up, down)
     )
     return experts(x, expert_ids, weights, ups, up_bias, downs, down_bias, activation)
 
@@ -310,14 +310,16 @@ def _shifts(numbers: Numbers, device: torch.device) -> Tensor:
     return (place // 2 * bits + place % 2 * (WORD_BITS // 2))[:, None]
 
 
-def _by_group(own: Tensor | None, count: int) -> Tensor | None:
+def _by_group(values: Tensor | None, count: int) -> Tensor | None:
     """Return `[count, outputs]` of `[outputs, groups]`, with zeros after the last group."""
-    return None if own is None else pad(own.t(), (0, 0, 0, count - own.shape[1])).contiguous()
+    return (
+        None if values is None else pad(values.t(), (0, 0, 0, count - values.shape[1])).contiguous()
+    )
 
 
-def _has(kind: torch.dtype, own: Tensor | None) -> bool:
+def _has(kind: torch.dtype, values: Tensor | None) -> bool:
     """Return whether a type has all numbers of a tensor."""
-    return own is None or torch.equal(own.to(kind).float(), own.float())
+    return values is None or torch.equal(values.to(kind).float(), values.float())
 
 
 def _as_words(parts: Sequence[Tensor | None], kind: torch.dtype) -> Tensor:
@@ -345,8 +347,8 @@ def _unpack_scales(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Ten
 def _kind(weight: QuantizedWeight) -> tuple[object, ...]:
     """Return the properties that weights must share to be joined."""
     return tuple(
-        (own.dtype, own.shape[1:] if name == "codes" else len(own))
-        if isinstance(own, Tensor)
-        else own
-        for name, own in zip(QuantizedWeight._fields, weight, strict=True)
+        (value.dtype, value.shape[1:] if name == "codes" else len(value))
+        if isinstance(value, Tensor)
+        else value
+        for name, value in zip(QuantizedWeight._fields, weight, strict=True)
     )

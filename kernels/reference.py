@@ -117,12 +117,12 @@ def paged_attention(
         if first == last or seq_len == 0:
             continue
         blocks = metadata.block_tables[seq]
-        own = torch.arange(seq_len - (last - first), seq_len, device=query.device)
-        first_seen = torch.zeros_like(own)
+        query_positions = torch.arange(seq_len - (last - first), seq_len, device=query.device)
+        first_seen = torch.zeros_like(query_positions)
         if sliding_window is not None:
-            first_seen = (own - sliding_window + 1).clamp(min=0)
+            first_seen = (query_positions - sliding_window + 1).clamp(min=0)
         elif chunk is not None:
-            first_seen = own - own % chunk
+            first_seen = query_positions - query_positions % chunk
         begin = int(first_seen[0])
         # [heads, queries, key_dim] against [heads, keys, key_dim]
         q = query[first:last].float().transpose(0, 1)
@@ -136,7 +136,7 @@ def paged_attention(
         if soft_cap is not None:
             logits = soft_cap * torch.tanh(logits / soft_cap)
         keys = torch.arange(begin, seq_len, device=query.device)
-        distance = keys - own[:, None]
+        distance = keys - query_positions[:, None]
         if alibi_slopes is not None:
             logits = logits + alibi_slopes.float()[:, None, None] * distance
         hidden = (distance > 0) | (keys < first_seen[:, None])
@@ -277,8 +277,8 @@ def add_low_rank(
             scale; None if it leaves the layer as it is.
     """
     for row, adapter in enumerate(adapters):
-        if adapter >= 0 and (own := matrices[adapter]) is not None:
-            down, up, scale = own
+        if adapter >= 0 and (pair := matrices[adapter]) is not None:
+            down, up, scale = pair
             product = up.double() @ (down.double() @ x[row].double())
             out[row] = (out[row].double() + scale * product).to(out.dtype)
 

@@ -163,9 +163,13 @@ def gated_delta(  # noqa: PLR0917
         raise ValueError(f"{value_heads} value heads cannot be shared by {key_heads} key heads")
     if not query.dtype == key.dtype == value.dtype:
         raise ValueError(f"query, key and value are {query.dtype}, {key.dtype}, {value.dtype}")
-    own = (num_tokens, value_heads)
-    _check(key, query=(query, (num_tokens, key_heads, key_dim)), beta=(beta, own))
-    _check(key, value=(value, (*own, value_dim)), g=(g, own if g.dim() == 2 else (*own, key_dim)))
+    per_head = (num_tokens, value_heads)
+    _check(key, query=(query, (num_tokens, key_heads, key_dim)), beta=(beta, per_head))
+    _check(
+        key,
+        value=(value, (*per_head, value_dim)),
+        g=(g, per_head if g.dim() == 2 else (*per_head, key_dim)),
+    )
     rows.check(value_heads, (key_dim, value_dim), torch.float32)
     return find_backend(value.device.type).gated_delta(
         query, key, value, g, beta, rows, scale=scale, normalize=normalize

@@ -42,10 +42,10 @@ def number_calls(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) ->
         model: The model, each run of which begins with every module's first call.
         calls: The calls of each of its modules.
     """
-    for module, own in calls.items():
+    for module, module_calls in calls.items():
         marked: Any = module
-        marked.octavo_calls, marked.octavo_called = own, 0
-    several = [module for module, own in calls.items() if len(own) > 1]
+        marked.octavo_calls, marked.octavo_called = module_calls, 0
+    several = [module for module, module_calls in calls.items() if len(module_calls) > 1]
     if several:
         model.register_forward_pre_hook(lambda *_: _restart(several))
 

@@ -134,8 +134,8 @@ def absorb_expansions(model: nn.Module) -> None:
             linear: nn.Module = module.get_submodule(expansion.name)
             products = AbsorbedProducts(expansion, linear.get_parameter("weight"))
             setattr(module, expansion.name, None)  # frees it: there may be no memory for all twice
-            own: Any = module
-            own.octavo_products, own.expand_kv = products, _keep
+            attention: Any = module
+            attention.octavo_products, attention.expand_kv = products, _keep
 
 
 def _keep(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
@@ -145,7 +145,11 @@ def _keep(latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
 
 def absorbed_linears(model: nn.Module) -> dict[nn.Module, Expansion]:
     """Return the linear layers that `absorb_expansions` would replace."""
-    found: dict[nn.Module, Expansion | None] = {
+    expansions: dict[nn.Module, Expansion | None] = {
         module: getattr(module, EXPANSION, None) for module in model.modules()
     }
-    return {module.get_submodule(given.name): given for module, given in found.items() if given}
+    return {
+        module.get_submodule(expansion.name): expansion
+        for module, expansion in expansions.items()
+        if expansion
+    }

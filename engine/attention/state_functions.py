@@ -162,7 +162,7 @@ def _scan(
     **_: Any,  # noqa: ANN401
 ) -> Tensor:
     """Replace `mamba_selective_scan`: `[1, channels, num_tokens]`."""
-    x, steps, b, c = (_dense(given[0].transpose(0, 1)) for given in (hidden_states, dt, B, C))
+    x, steps, b, c = (_dense(tensor[0].transpose(0, 1)) for tensor in (hidden_states, dt, B, C))
     out: Tensor = torch.ops.octavo.selective_scan(
         *(x, steps, _floats(A), b.to(x.dtype), c.to(x.dtype), next(_calls.numbers)),
         *(_floats(D), _floats(delta_bias), delta_softplus),

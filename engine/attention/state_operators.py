@@ -106,7 +106,8 @@ for _schema, _function, _like in zip(
     _library.define(_schema)  # type: ignore[no-untyped-call]
     _library.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
     register_fake(
-        f"octavo::{_name}", lambda *given, like=_like: given[like].new_empty(given[like].shape)
+        f"octavo::{_name}",
+        lambda *arguments, like=_like: arguments[like].new_empty(arguments[like].shape),
     )
 
 OPERATORS = tuple(getattr(torch.ops.octavo, schema.partition("(")[0]).default for schema in SCHEMAS)

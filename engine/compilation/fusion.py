@@ -88,17 +88,17 @@ def _norm_index(node: Node) -> int | None:
 
 def _index(node: Node, name: str) -> int | None:
     """Return the index of an operator's argument, if it has it."""
-    names = [given.name for given in node.target._schema.arguments]  # noqa: SLF001
+    names = [argument.name for argument in node.target._schema.arguments]  # noqa: SLF001
     return names.index(name) if name in names else None
 
 
 def _set(linear: Node, which: int, value: object) -> None:
     """Set a linear layer's norm (0), epsilon (1) or residual (2)."""
-    own = _norm_index(linear)
-    assert own is not None
-    fused = [*linear.args[own:], *(None, 0.0, None)[len(linear.args) - own :]]
+    norm_index = _norm_index(linear)
+    assert norm_index is not None
+    fused = [*linear.args[norm_index:], *(None, 0.0, None)[len(linear.args) - norm_index :]]
     fused[which] = value
-    linear.args = (*linear.args[:own], *fused)
+    linear.args = (*linear.args[:norm_index], *fused)
 
 
 def _are_alike(*nodes: Node) -> bool:

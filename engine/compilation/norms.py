@@ -127,7 +127,7 @@ def _follow(norm: _Norm) -> None:
     product = _only_user(norm.result, aten.mul.Tensor)
     if product is None:
         return
-    (weight,) = [given for given in product.args if given is not norm.result] or [None]
+    (weight,) = [argument for argument in product.args if argument is not norm.result] or [None]
     if not isinstance(weight, fx.Node) or weight.op != "get_attr":
         return
     values = weight.meta["val"]

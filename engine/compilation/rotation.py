@@ -61,8 +61,8 @@ def fuse_rotary_embeddings(graph: Graph) -> None:
             or not all(map(_is_doubled, (cos, sin)))
         ):
             continue
-        own = [_angle(node) for node in (cos, sin)]
-        for angle in own:
+        both = [_angle(node) for node in (cos, sin)]
+        for angle in both:
             if angle not in angles:
                 angles[angle] = _in_float32(graph, angle)
         with graph.inserting_before(attention):
@@ -70,7 +70,7 @@ def fuse_rotary_embeddings(graph: Graph) -> None:
                 call(graph, aten.transpose.int, call(graph, aten.select.int, heads, 0, 0), 0, 1)
                 for heads in (query, key)
             ]
-        attention.args = (*raw, *attention.args[2:10], *(angles[angle] for angle in own))
+        attention.args = (*raw, *attention.args[2:10], *(angles[angle] for angle in both))
     graph.eliminate_dead_code()
     graph.lint()
 

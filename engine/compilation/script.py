@@ -147,12 +147,12 @@ class _Lines:
         made = {memory_of(node) for node in calls}
         outputs = [node for node in calls if self._last_uses.get(memory_of(node), -1) >= place]
         segment = Segment(self._traced.constants, self._owners)
-        given = [node for call in calls for node in call.all_input_nodes]
-        sources = [self._source(node) for node in given if memory_of(node) not in made]
-        inputs = [node for node in dict.fromkeys(sources) if node.op != "get_attr"]
-        program = segment.write(inputs, calls, outputs)
+        read = [node for call in calls for node in call.all_input_nodes]
+        sources = [self._source(node) for node in read if memory_of(node) not in made]
+        parameters = [node for node in dict.fromkeys(sources) if node.op != "get_attr"]
+        program = segment.write(parameters, calls, outputs)
         self.programs.append(program)
-        arguments = [str(program.address), "tokens", "rows", *map(self._name, inputs)]
+        arguments = [str(program.address), "tokens", "rows", *map(self._name, parameters)]
         self._names |= {node: node.name for node in outputs}
         results = ", ".join(node.name for node in outputs)
         call = f"torch.ops.octavo.{program.name}({', '.join(arguments)})"
@@ -197,8 +197,8 @@ class _Lines:
         if target is GETITEM:
             return f"{self._value(node.args[0])}[{node.args[1]}]"
         if str(target) == GROUPED_PRODUCT:
-            given = [self._value(one) for one in (*node.args, *node.kwargs.values())]
-            return f"torch.ops.aten._grouped_mm({', '.join(given)}, None, None)"
+            values = [self._value(one) for one in (*node.args, *node.kwargs.values())]
+            return f"torch.ops.aten._grouped_mm({', '.join(values)}, None, None)"
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             raise UnscriptableError(f"the model calls {target}, which runs in Python only")
         return f"torch.ops.aten.{_operator(target)}({self._arguments(node)})"
@@ -207,23 +207,23 @@ class _Lines:
         """Return the arguments of one of PyTorch's operators."""
         declared = node.target._schema.arguments  # type: ignore[union-attr] # noqa: SLF001
         arguments = []
-        for argument, given in zip(declared, node.args, strict=False):
-            value = self._value(given)
+        for argument, operand in zip(declared, node.args, strict=False):
+            value = self._value(operand)
             if str(argument.real_type) == "List[Optional[Tensor]]":  # cannot be inferred
                 value = f"torch.jit.annotate(List[Optional[Tensor]], {value})"
             arguments.append(value)
-        named = (f"{name}={self._value(given)}" for name, given in node.kwargs.items())
+        named = (f"{name}={self._value(operand)}" for name, operand in node.kwargs.items())
         return ", ".join((*arguments, *named))
 
-    def _value(self, given: Any) -> str:  # noqa: ANN401 - whatever a graph holds
+    def _value(self, value: Any) -> str:  # noqa: ANN401 - whatever a graph holds
         """Return an argument's expression."""
-        if isinstance(given, fx.Node):
-            return self._name(given)
-        if isinstance(given, Size):
-            return _sum(given)
-        if isinstance(given, list | tuple):
-            return f"[{', '.join(map(self._value, given))}]"
-        return _literal(given)
+        if isinstance(value, fx.Node):
+            return self._name(value)
+        if isinstance(value, Size):
+            return _sum(value)
+        if isinstance(value, list | tuple):
+            return f"[{', '.join(map(self._value, value))}]"
+        return _literal(value)
 
 
 def _sum(size: Size) -> str:
@@ -233,14 +233,14 @@ def _sum(size: Size) -> str:
     return f"({' + '.join([*terms, *([str(size.constant)] if size.constant else [])])})"
 
 
-def _literal(given: Any) -> str:  # noqa: ANN401 - whatever a graph holds
-    if isinstance(given, float) and not math.isfinite(given):
-        return f"float({str(given)!r})"
-    if isinstance(given, torch.device):
-        return f"torch.device({str(given)!r})"
-    if isinstance(given, torch.dtype | torch.layout | torch.memory_format):
-        return str(given)
-    return repr(given)
+def _literal(value: Any) -> str:  # noqa: ANN401 - whatever a graph holds
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"float({str(value)!r})"
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})"
+    if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
+        return str(value)
+    return repr(value)
 
 
 def _operator(target: Any) -> str:  # noqa: ANN401 - an OpOverload
@@ -266,7 +266,7 @@ def _is_view(node: fx.Node, owner: fx.Node) -> bool:
 def _last_uses(graph: fx.Graph) -> dict[int | None, int]:
     """Return the places of the last nodes that use each tensor's memory."""
     return {
-        memory_of(given): place
+        memory_of(source): place
         for place, node in enumerate(graph.nodes)
-        for given in node.all_input_nodes
+        for source in node.all_input_nodes
     }

@@ -55,8 +55,8 @@ class Segment:
         makers = {memory_of(call): call for call in calls}
         last = {call: call for call in calls}
         for call in calls:
-            for given in call.all_input_nodes:
-                if (maker := makers.get(memory_of(given))) is not None:
+            for source in call.all_input_nodes:
+                if (maker := makers.get(memory_of(source))) is not None:
                     last[maker] = call
         frees: dict[fx.Node, list[fx.Node]] = {}
         for maker, call in last.items():
@@ -64,8 +64,8 @@ class Segment:
                 frees.setdefault(call, []).append(maker)
         return frees
 
-    def _argument(self, given: Any) -> Any:  # noqa: ANN401 - whatever a call has
-        return self._number(given) if isinstance(given, fx.Node) else given
+    def _argument(self, value: Any) -> Any:  # noqa: ANN401 - whatever a call has
+        return self._number(value) if isinstance(value, fx.Node) else value
 
     def _number(self, node: fx.Node) -> int:
         """Return the number of a node's tensor; make a view if it is one."""
@@ -93,8 +93,8 @@ class Segment:
 def arguments_of(call: fx.Node) -> list[Any]:
     """Return all arguments of an operator's call, in order, with the defaults of those left out."""
     declared = call.target._schema.arguments  # type: ignore[union-attr] # noqa: SLF001
-    given = dict(zip((one.name for one in declared), call.args, strict=False)) | call.kwargs
-    return [given.get(one.name, one.default_value) for one in declared]
+    passed = dict(zip((one.name for one in declared), call.args, strict=False)) | call.kwargs
+    return [passed.get(one.name, one.default_value) for one in declared]
 
 
 def memory_of(node: fx.Node) -> int | None:

@@ -167,11 +167,11 @@ def _without_data(
         kwargs: Its arguments by name.
         make: Returns a tensor like one on the meta device.
     """
-    given: dict[int, Tensor] = {}
+    originals: dict[int, Tensor] = {}
 
-    def on_meta(own: Tensor) -> Tensor:
-        like = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device="meta")
-        given[id(like)] = own  # an operator may return its argument
+    def on_meta(tensor: Tensor) -> Tensor:
+        like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        originals[id(like)] = tensor  # an operator may return its argument
         return like
 
     if kwargs.get("device") is not None:
@@ -180,9 +180,9 @@ def _without_data(
     def off_meta(made: Tensor) -> Tensor:
         if not made.is_meta:
             return made
-        return given[id(made)] if id(made) in given else make(made)
+        return originals[id(made)] if id(made) in originals else make(made)
 
-    named = {name: _map(on_meta, own) for name, own in kwargs.items()}
+    named = {name: _map(on_meta, value) for name, value in kwargs.items()}
     return _map(off_meta, operator(*_map(on_meta, args), **named))
 
 
@@ -241,14 +241,14 @@ def trace(forward: EagerForward, vocab_size: int) -> Trace:
     """
     inputs, calls, results = [], [], []
     for run, (tokens, rows) in enumerate(RUNS):
-        given = (
+        arguments = (
             ((torch.arange(tokens) * 7 + run) % vocab_size)[None],
             torch.arange(run, run + tokens)[None],
             torch.arange(rows) + (tokens - rows),
         )
         with _NoData():
-            result, made = _run(forward, given)
-        inputs.append(given)
+            result, made = _run(forward, arguments)
+        inputs.append(arguments)
         calls.append(made)
         results.append(result)
     _check_same(*calls)
@@ -263,11 +263,11 @@ def trace(forward: EagerForward, vocab_size: int) -> Trace:
 
 
 def _run(
-    forward: EagerForward, given: tuple[Tensor, ...], known: Sequence[_Call] = ()
+    forward: EagerForward, inputs: tuple[Tensor, ...], known: Sequence[_Call] = ()
 ) -> tuple[Tensor, list[_Call]]:
     """Run a step; return its result and its calls."""
     with _compiling(), attending(DryRun()), _Recorder(known) as recorder:
-        result: Tensor = forward(*given)
+        result: Tensor = forward(*inputs)
     return result, recorder.calls
 
 
@@ -345,8 +345,8 @@ class _Builder:
         """Refuse a call that changes a constant: the next step would begin with what it left."""
         schema = made.operator._schema  # noqa: SLF001 - has no public name
         written = [
-            given
-            for declared, given in zip(schema.arguments, made.arguments[0], strict=False)
+            node
+            for declared, node in zip(schema.arguments, made.arguments[0], strict=False)
             if declared.alias_info is not None and declared.alias_info.is_write
         ]
         changed = {storage_of(one) for one in _leaves(written) if isinstance(one, Tensor)}
@@ -424,9 +424,9 @@ def storage_of(tensor: Tensor) -> int:
 def _check_shape(node: fx.Node, last: Tensor) -> None:
     """Refuse a node whose tensor in the last run has another shape than the others tell."""
     shapes = zip(*(value.shape for value in node.meta[VALUES]), strict=True)
-    for sizes, found in zip(shapes, last.shape, strict=True):
+    for sizes, actual in zip(shapes, last.shape, strict=True):
         size = merge_numbers(sizes)
-        if found != (size.at(*MANY) if isinstance(size, Size) else size):
+        if actual != (size.at(*MANY) if isinstance(size, Size) else size):
             raise UntraceableError("a size is not linear in the number of tokens")
 
 
@@ -472,12 +472,12 @@ def merge_numbers(values: Sequence[Any]) -> Any:  # noqa: ANN401 - an argument
 def call(graph: fx.Graph, operator: Callable[..., Any], *args: Any) -> fx.Node:  # noqa: ANN401
     """Add a call that makes a view to a graph, with its tensors in all runs if it is a trace."""
     node = graph.call_function(operator, args)
-    if all(VALUES in given.meta for given in args if isinstance(given, fx.Node)):
+    if all(VALUES in argument.meta for argument in args if isinstance(argument, fx.Node)):
         values = tuple(operator(*_of_run(args, run)) for run in range(len(RUNS)))
         node.meta[VALUES], node.meta["val"] = values, values[0]
     return node
 
 
 def _of_run(args: tuple[Any, ...], run: int) -> Iterator[Any]:
-    for given in args:
-        yield given.meta[VALUES][run] if isinstance(given, fx.Node) else given
+    for argument in args:
+        yield argument.meta[VALUES][run] if isinstance(argument, fx.Node) else argument

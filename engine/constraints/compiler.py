@@ -144,8 +144,8 @@ class ConstraintCompiler:
         constraint = preparation.constraint
         with self._lock:
             self._start()
-            found = self._cache.get(constraint)
-            if found is not None:
+            cached = self._cache.get(constraint)
+            if cached is not None:
                 self._cache.move_to_end(constraint)
                 self.counters.cached += 1
             elif constraint in self._compiling:
@@ -154,8 +154,8 @@ class ConstraintCompiler:
             else:
                 self._compiling[constraint] = [preparation]
                 self._light.queue.put(constraint)
-        if found is not None:
-            self._hand_over(preparation, found.state)
+        if cached is not None:
+            self._hand_over(preparation, cached.state)
 
     def close(self) -> None:
         """End the threads, after what they do now."""

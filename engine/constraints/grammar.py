@@ -126,8 +126,12 @@ def _with_options(grammar: str) -> str:
     parts, end = [], 0
     for schema, start, after in _embedded(grammar):
         if isinstance(schema, dict):
-            own = schema.get("x-guidance")
-            options = DEFAULT_OPTIONS | (own if isinstance(own, dict) else {}) | FIXED_OPTIONS
+            schema_options = schema.get("x-guidance")
+            options = (
+                DEFAULT_OPTIONS
+                | (schema_options if isinstance(schema_options, dict) else {})
+                | FIXED_OPTIONS
+            )
             text = json.dumps({**schema, "x-guidance": options}, ensure_ascii=False)
             parts += [grammar[end:start], text]
             end = after

@@ -12,10 +12,12 @@ def unenforceable(schema: object) -> str | None:
     llguidance lets a name that is not in `properties` occur twice, so it does not count names. It
     leaves characters out of constants that JSON cannot write without a Unicode escape.
     """
-    for pointer, found in subschemas(schema):
-        least = found.get("minProperties")
-        others = found.get("additionalProperties") is not False or found.get("patternProperties")
-        required = found.get("required")
+    for pointer, subschema in subschemas(schema):
+        least = subschema.get("minProperties")
+        others = subschema.get("additionalProperties") is not False or subschema.get(
+            "patternProperties"
+        )
+        required = subschema.get("required")
         named = len(required) if isinstance(required, list) else 0
         if isinstance(least, int | float) and least > max(1, named + 1) and others:
             return (
@@ -23,9 +25,9 @@ def unenforceable(schema: object) -> str | None:
                 " or additionalProperties false"
             )
         for keyword in ("const", "enum", "pattern", "patternProperties"):
-            if keyword in found and has_control(keyword, found[keyword]):
+            if keyword in subschema and has_control(keyword, subschema[keyword]):
                 return f"{pointer}/{keyword}: control characters are not supported"
-        options = found.get("x-guidance")
+        options = subschema.get("x-guidance")
         for option in ("lenient", "coerce_one_of"):
             if isinstance(options, Mapping) and options.get(option):
                 return f"{pointer}/x-guidance/{option}: it must not be true: outputs could be wrong"

@@ -31,11 +31,11 @@ def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
         tokenizer: Text of a tokenizer.json.
         eos_token_ids: The tokens that end an output.
     """
-    found = json.loads(tokenizer)
-    model = found["model"]
+    data = json.loads(tokenizer)
+    model = data["model"]
     names, added = {}, []
     known = _pieces(model["vocab"])
-    for token in found["added_tokens"]:
+    for token in data["added_tokens"]:
         content = token["content"]
         is_byte = bool(model.get("byte_fallback")) and _BYTE.fullmatch(content) is not None
         is_control = token["special"] or (content[:1] == "<" and content[-1:] == ">")
@@ -56,10 +56,10 @@ def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
                 "normalized": False,
             }
         )
-    found["added_tokens"] = added
-    found["post_processor"] = None  # it names control tokens, and text needs none
+    data["added_tokens"] = added
+    data["post_processor"] = None  # it names control tokens, and text needs none
     _rename(model, names)
-    return json.dumps(found, ensure_ascii=False)
+    return json.dumps(data, ensure_ascii=False)
 
 
 def hidden(name: str) -> str:

@@ -66,8 +66,8 @@ def _fork(
         outcome = pipe.read()
     _, status = os.waitpid(child, 0)
     if outcome:
-        found: dict[str, Any] = json.loads(outcome)
-        return found
+        result: dict[str, Any] = json.loads(outcome)
+        return result
     code = os.waitstatus_to_exitcode(status)
     if not ended or -code in {signal.SIGPROF, signal.SIGKILL}:
         why = f"it takes more than {seconds:g} s to compile; make it simpler"

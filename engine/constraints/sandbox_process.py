@@ -38,10 +38,10 @@ class Sandbox:
             ConstraintError: It is not valid or not supported, or exceeds another limit.
         """
         asked = {"kind": constraint.kind.value, "texts": constraint.texts, **self._limits}
-        found = json.loads(self._ask(json.dumps(asked)))
-        if found["error"] is None:
-            return int(found["bytes"])
-        raise (TrialTooSlowError if found.get("too_slow") else ConstraintError)(found["error"])
+        answer = json.loads(self._ask(json.dumps(asked)))
+        if answer["error"] is None:
+            return int(answer["bytes"])
+        raise (TrialTooSlowError if answer.get("too_slow") else ConstraintError)(answer["error"])
 
     def close(self) -> None:
         """End the process."""

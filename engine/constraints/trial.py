@@ -57,15 +57,15 @@ def try_constraint(
 
 def _compile(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
     """Compile a constraint; the error says at which place of a schema it is wrong."""
-    found = schemas(constraint)
-    for schema in found:
+    embedded = schemas(constraint)
+    for schema in embedded:
         if (why := unenforceable(schema)) is not None:
             raise ConstraintError(why)
     try:
         return compile_grammar(constraint, tokens)
     except ConstraintError as error:
         message = str(error)
-        for schema in found:
+        for schema in embedded:
             message = locate(schema, message)
         raise ConstraintError(message) from None
 

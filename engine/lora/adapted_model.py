@@ -66,17 +66,17 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
         The layers that adapters may adapt.
     """
     located = {
-        name: _Located(target, *found)
+        name: _Located(target, *location)
         for name, target in linear_layers(make_empty(config, dtype)).items()
-        if (found := _find(model, name)) is not None
+        if (location := _find(model, name)) is not None
     }
     calls = _CountedCalls()
     token_ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
     with torch.inference_mode(), attending(DryRun()), calls.counting(located):
         EagerForward(model)(token_ids, token_ids, torch.arange(PROBE_ROWS, device=model.device))
-    adaptable = {name: own for name, own in located.items() if calls.is_adaptable(name)}
+    adaptable = {name: layer for name, layer in located.items() if calls.is_adaptable(name)}
     placing = _Placing()
-    layers = {name: placing.place(own) for name, own in adaptable.items()}
+    layers = {name: placing.place(layer) for name, layer in adaptable.items()}
     pinned = model.device.type == "cuda"
     return Targets(layers, dtype, pinned=pinned, orders=tuple(placing.orders))
 
@@ -84,7 +84,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
 def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
     """Return the linear layers of a model as transformers makes it, by name."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-    found: dict[str, Target] = {}
+    targets: dict[str, Target] = {}
     for name, layer in model.named_modules():
         if type(layer) is nn.Linear:
             sizes = layer.in_features, layer.out_features
@@ -92,8 +92,8 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
             sizes = layer.nx, layer.nf
         else:
             continue
-        found[name] = Target(len(found), *sizes, is_head=layer is head)
-    return found
+        targets[name] = Target(len(targets), *sizes, is_head=layer is head)
+    return targets
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,8 @@ class _CountedCalls:
     def counting(self, located: dict[str, _Located]) -> Iterator[None]:
         """Count within."""
         hooks = [
-            own.module.register_forward_hook(partial(self._count, name, own))
-            for name, own in located.items()
+            layer.module.register_forward_hook(partial(self._count, name, layer))
+            for name, layer in located.items()
         ]
         try:
             yield
@@ -143,9 +143,9 @@ class _CountedCalls:
                 hook.remove()
 
     def _count(
-        self, name: str, own: _Located, _: nn.Module, given: tuple[Tensor, ...], out: Tensor
+        self, name: str, located: _Located, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor
     ) -> None:
-        target, x = own.target, given[0]
+        target, x = located.target, inputs[0]
         self.all[name] += 1
         rows = PROBE_ROWS if target.is_head else PROBE_TOKENS
         fits = x.shape[-1] == target.inputs and out.shape[-1] == target.outputs
@@ -168,20 +168,20 @@ class _Placing:
         self.orders: list[tuple[int, ...]] = []
         self._numbers: dict[PackedLayer, tuple[int, int]] = {}
 
-    def place(self, own: _Located) -> Target:
+    def place(self, located: _Located) -> Target:
         """Let a layer take adapters, and return it with its place."""
-        packed, target = own.packed, own.target
+        packed, target = located.packed, located.target
         if packed is None:
-            own.module.register_forward_hook(_hook(target))
+            located.module.register_forward_hook(_hook(target))
             return target
         assert cpu.linear is not None
         panel = cpu.linear.panel
         number, order = self._number(packed)
-        if own.half is not None:
+        if located.half is not None:
             lanes = panel // 2
-            placement = Placement(number, 0, own.half * lanes, lanes, order=order)
+            placement = Placement(number, 0, located.half * lanes, lanes, order=order)
         else:
-            first, shift = divmod(own.start, panel)
+            first, shift = divmod(located.start, panel)
             placement = Placement(number, first, 0, panel, shift, order)
         return replace(target, placement=placement)
 
@@ -217,7 +217,7 @@ def _child(owner: object, name: str) -> object:
 
 
 def _hook(target: Target) -> Callable[[nn.Module, tuple[Tensor, ...], Tensor], Tensor]:
-    def add(_: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor:
-        return add_adapters(target, given[0], out)
+    def add(_: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor:
+        return add_adapters(target, inputs[0], out)
 
     return add

@@ -84,7 +84,10 @@ class AdapterConfig:
     def scale_of(self, layer: str) -> float:
         """Return the factor of the product of a layer's matrices."""
         rank = self.rank_of(layer)
-        alpha = next((own for pattern, own in self.alphas if pattern.match(layer)), self.alpha)
+        alpha = next(
+            (pattern_alpha for pattern, pattern_alpha in self.alphas if pattern.match(layer)),
+            self.alpha,
+        )
         return alpha / (math.sqrt(rank) if self.rslora else rank)
 
 

@@ -73,12 +73,12 @@ class DeviceAdapters:
             numbers[adapter] if isinstance(adapter, Adapter) else -1 for adapter, _ in spans
         ]
         of_tokens = np.repeat(of_spans, [count for _, count in spans])
-        records = np.stack([own.records for own in held], axis=1)
-        on_device = to_device(records, self._device)
-        owners = [own.matrices for own in held]
+        records = np.stack([adapter_copy.records for adapter_copy in held], axis=1)
+        stacked = to_device(records, self._device)
+        owners = [adapter_copy.matrices for adapter_copy in held]
         most = max(adapter.weights.max_rank for adapter in numbers)
         tokens, logits = (
-            sort_rows(rows, on_device, most, owners) for rows in (of_tokens, of_tokens[logit_rows])
+            sort_rows(rows, stacked, most, owners) for rows in (of_tokens, of_tokens[logit_rows])
         )
         return StepAdapters(tokens, logits, self._packed)
 
@@ -86,11 +86,11 @@ class DeviceAdapters:
         """Return adapters on the device, after others have made room for them."""
         held = []
         for adapter in wanted:
-            if (own := self._held.pop(adapter, None)) is None:
+            if (on_device := self._held.pop(adapter, None)) is None:
                 self._make_room(adapter.nbytes, wanted)
-                own = self._copy(adapter)
-            self._held[adapter] = own
-            held.append(own)
+                on_device = self._copy(adapter)
+            self._held[adapter] = on_device
+            held.append(on_device)
         return held
 
     def _make_room(self, nbytes: int, wanted: Mapping[Adapter, int]) -> None:

@@ -33,11 +33,13 @@ class Targets:
         parts: dict[int, list[LowRankPart]] = {}
         heads: set[int] = set()
         for target in self.layers.values():
-            if (own := target.placement) is not None:
-                panels = own.panels(target.outputs)
-                part = LowRankPart(target.index, own.panel, panels, own.lane, own.lanes)
-                parts.setdefault(own.packed, []).append(part)
-                heads |= {own.packed} if target.is_head else set()
+            if (placement := target.placement) is not None:
+                panels = placement.panels(target.outputs)
+                part = LowRankPart(
+                    target.index, placement.panel, panels, placement.lane, placement.lanes
+                )
+                parts.setdefault(placement.packed, []).append(part)
+                heads |= {placement.packed} if target.is_head else set()
         packed = (
             LowRankLayer(tuple(parts.get(number, ())), number in heads)
             for number in range(max(parts, default=-1) + 1)
@@ -68,8 +70,8 @@ class Targets:
             layers = {}
             for name, target in data["layers"].items():
                 placed = target["placement"]
-                own = None if placed is None else Placement(**placed)
-                layers[name] = Target(**(target | {"placement": own}))
+                placement = None if placed is None else Placement(**placed)
+                layers[name] = Target(**(target | {"placement": placement}))
             orders = tuple(map(tuple, data["orders"]))
             return cls(layers, getattr(torch, data["dtype"]), orders=orders)
         except (KeyError, TypeError, AttributeError) as error:

@@ -121,7 +121,9 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
 def blank_weights(targets: Targets) -> AdapterWeights:
     """Return the weights of an adapter of every layer that changes no output."""
     records = targets.make_records()
-    widest = max((max(own.inputs, _width(own)) for own in targets.layers.values()), default=0)
+    widest = max(
+        (max(target.inputs, _width(target)) for target in targets.layers.values()), default=0
+    )
     matrix = torch.zeros(BLANK_RANK * widest, dtype=targets.dtype, pin_memory=targets.pinned)
     for target in targets.layers.values():
         records[target.index] = make_record(0, 0, BLANK_RANK, 1.0)  # all lie at the same place
@@ -146,7 +148,7 @@ def _check(
     targets: Targets,
 ) -> list[Matrices]:
     """Return an adapter's matrices, by the targets' order, once names and shapes are right."""
-    found: dict[str, dict[str, tuple[int, ...]]] = {}
+    shapes_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in shapes.items():
         named = NAME.fullmatch(name)
         if named is None:
@@ -155,11 +157,11 @@ def _check(
             raise AdapterError(f"{file}: {name} is {dtype}; it must be {', '.join(DTYPES)}")
         if len(shape) != 2:
             raise AdapterError(f"{file}: {name} has shape {list(shape)}, and is no matrix")
-        found.setdefault(named["layer"], {})[named["part"]] = shape
-    if not found:
+        shapes_by_layer.setdefault(named["layer"], {})[named["part"]] = shape
+    if not shapes_by_layer:
         raise AdapterError(f"{file} has no tensors")
     base = f"; the adapter was made for {config.base!r}" if config.base else ""
-    if unknown := sorted(set(found) - set(targets.layers)):
+    if unknown := sorted(set(shapes_by_layer) - set(targets.layers)):
         raise AdapterError(
             f"{file} adapts {', '.join(unknown[:SHOWN])}{' ...' if len(unknown) > SHOWN else ''},"
             f" which is no linear layer of the model that adapters may adapt{base}"
@@ -167,11 +169,11 @@ def _check(
     try:
         layers = [
             _check_layer(config, layer, parts, targets.layers[layer])
-            for layer, parts in found.items()
+            for layer, parts in shapes_by_layer.items()
         ]
     except AdapterError as error:
         raise AdapterError(f"{file}: {error}{base}") from error
-    return sorted(layers, key=lambda own: own.target.index)
+    return sorted(layers, key=lambda matrices: matrices.target.index)
 
 
 def _hint(name: str) -> str:
@@ -221,8 +223,8 @@ def lay_out(
         digest: Digest of the adapter's files.
     """
     size = sum(
-        _aligned(own.rank * own.target.inputs) + _aligned(own.rank * _width(own.target))
-        for own in layers
+        _aligned(each.rank * each.target.inputs) + _aligned(each.rank * _width(each.target))
+        for each in layers
     )
     matrices = torch.empty(size, dtype=targets.dtype, pin_memory=targets.pinned)
     whole = _as_array(matrices)
@@ -236,29 +238,35 @@ def lay_out(
             whole[offset : offset + matrix.size] = _convert(matrix, targets.dtype).reshape(-1)
             offset += _aligned(matrix.size)
         records[target.index] = make_record(places[0], places[1], rank, scale)
-    return AdapterWeights(matrices, records, max(own.rank for own in layers), digest)
+    return AdapterWeights(matrices, records, max(each.rank for each in layers), digest)
 
 
 def _width(target: Target) -> int:
     """Return the outputs of a layer with those that its packed layer's panels have beside them."""
-    own = target.placement
-    return target.outputs if own is None else own.panels(target.outputs) * own.lanes
+    placement = target.placement
+    return (
+        target.outputs if placement is None else placement.panels(target.outputs) * placement.lanes
+    )
 
 
 def _in_order(down: np.ndarray, target: Target, targets: Targets) -> np.ndarray:
     """Return A, `[rank, inputs]`, with its columns in the packed layer's order."""
-    own = target.placement
-    return down if own is None or own.order < 0 else down[:, list(targets.orders[own.order])]
+    placement = target.placement
+    return (
+        down
+        if placement is None or placement.order < 0
+        else down[:, list(targets.orders[placement.order])]
+    )
 
 
 def _in_panels(up: np.ndarray, target: Target) -> np.ndarray:
     """Return B transposed, `[rank, outputs]`, in the packed layer's panels if it has one."""
-    own = target.placement
-    if own is None:
+    placement = target.placement
+    if placement is None:
         return up
-    after = _width(target) - own.shift - target.outputs
-    padded = np.pad(up, ((0, 0), (own.shift, after)))
-    return padded.reshape(len(up), -1, own.lanes).transpose(1, 0, 2)
+    after = _width(target) - placement.shift - target.outputs
+    padded = np.pad(up, ((0, 0), (placement.shift, after)))
+    return padded.reshape(len(up), -1, placement.lanes).transpose(1, 0, 2)
 
 
 def _aligned(elements: int) -> int:

@@ -85,8 +85,8 @@ class DeferredTensor(Tensor):
         kwargs = kwargs or {}
         if operator._schema.is_mutable:  # noqa: SLF001
             raise NotImplementedError(f"{operator} would change a weight that is in its file")
-        tensors = [own for own in tree_leaves((args, kwargs)) if isinstance(own, Tensor)]
-        if all(isinstance(own, DeferredTensor) for own in tensors):
+        tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        if all(isinstance(tensor, DeferredTensor) for tensor in tensors):
             made = _defer(operator, args, kwargs, tensors[0].device)
             if made is not None:
                 return made
@@ -108,13 +108,13 @@ def _defer(
         shapes = operator(*tree_map(_on_meta, args), **tree_map(_on_meta, options))
     except (NotImplementedError, RuntimeError):  # what it returns depends on numbers
         return None
-    if tree_any(lambda own: not isinstance(own, Tensor), shapes):
+    if tree_any(lambda like: not isinstance(like, Tensor), shapes):
         return None
-    given = args[0]
+    source = args[0]
     same = operator in UNCHANGED or operator in CASTS
     stored = exact = rows = None
-    if same and isinstance(given, DeferredTensor):
-        stored, exact, rows = given.stored, given.exact, given.rows
+    if same and isinstance(source, DeferredTensor):
+        stored, exact, rows = source.stored, source.exact, source.rows
         if rows is not None and exact is None:  # quantized numbers are not rounded in between
             rows = partial(_cast, rows, shapes.dtype)
     where = device if moved is None else torch.device(moved)
@@ -125,8 +125,8 @@ def _defer(
     if isinstance(shapes, Tensor):
         return DeferredTensor(shapes, run, stored=stored, device=where, exact=exact, rows=rows)
     return type(shapes)(
-        DeferredTensor(own, partial(_part, run, number), device=where)
-        for number, own in enumerate(shapes)
+        DeferredTensor(like, partial(_part, run, number), device=where)
+        for number, like in enumerate(shapes)
     )
 
 
@@ -136,20 +136,20 @@ def _cast(rows: Callable[[int, int], Tensor], dtype: torch.dtype, start: int, en
 
 def _has_parts(weight: Tensor) -> bool:
     """Return whether a weight can be made in parts; in 16 bits, sums would be rounded otherwise."""
-    own = isinstance(weight, DeferredTensor) and weight.rows is not None
-    return own and weight.dtype == torch.float32
+    deferred = isinstance(weight, DeferredTensor) and weight.rows is not None
+    return deferred and weight.dtype == torch.float32
 
 
-def _multiply(given: Tensor, weight: DeferredTensor, bias: Tensor | None = None) -> Tensor:
+def _multiply(x: Tensor, weight: DeferredTensor, bias: Tensor | None = None) -> Tensor:
     """Compute a linear layer, with its weight's numbers made in parts."""
     assert weight.rows is not None
     outputs, inputs = weight.shape
-    out = given.new_empty(*given.shape[:-1], outputs)
+    out = x.new_empty(*x.shape[:-1], outputs)
     step = max(1, PART // inputs)
     for start in range(0, outputs, step):
         end = min(start + step, outputs)
         part = weight.rows(start, end).float()
-        out[..., start:end] = functional.linear(given, part)
+        out[..., start:end] = functional.linear(x, part)
     return out if bias is None else out + present(bias)
 
 
@@ -187,7 +187,9 @@ def _on_meta(value: Any) -> Any:  # noqa: ANN401
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
     """Yield where a module, without those in it, keeps each weight, with its name and itself."""
     for kept in (module._parameters, module._buffers):  # noqa: SLF001 - to put others there
-        yield from ((kept, name, own) for name, own in list(kept.items()) if own is not None)
+        yield from (
+            (kept, name, tensor) for name, tensor in list(kept.items()) if tensor is not None
+        )
 
 
 @contextmanager
@@ -201,9 +203,9 @@ def held(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        for weights, name, own, numbers in kept:
+        for weights, name, tensor, numbers in kept:
             if weights.get(name) is numbers:
-                weights[name] = own
+                weights[name] = tensor
 
 
 def hold(model: nn.Module) -> None:
@@ -219,13 +221,13 @@ def _hold(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]
     """Replace deferred weights; return where, their names, themselves and what replaced them."""
     made: dict[Tensor, Tensor] = {}  # tied weights stay tied
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
-    for weights, name, own in list(chain.from_iterable(map(own_tensors, module.modules()))):
-        if not isinstance(own, DeferredTensor):
+    for weights, name, tensor in list(chain.from_iterable(map(own_tensors, module.modules()))):
+        if not isinstance(tensor, DeferredTensor):
             continue
-        if own not in made:
-            numbers = own.make()
-            is_parameter = isinstance(own, nn.Parameter)
-            made[own] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
-        weights[name] = made[own]
-        kept.append((weights, name, own, made[own]))
+        if tensor not in made:
+            numbers = tensor.make()
+            is_parameter = isinstance(tensor, nn.Parameter)
+            made[tensor] = nn.Parameter(numbers, requires_grad=False) if is_parameter else numbers
+        weights[name] = made[tensor]
+        kept.append((weights, name, tensor, made[tensor]))
     return kept

@@ -62,8 +62,8 @@ def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     for module in model.modules():
         for name, weight in module._parameters.items():  # noqa: SLF001
             if weight is not None:
-                own = made.setdefault(weight, _empty(weight))
-                module._parameters[name] = own  # noqa: SLF001
+                replacement = made.setdefault(weight, _empty(weight))
+                module._parameters[name] = replacement  # noqa: SLF001
     skip_experts(model)
     empty: PreTrainedModel = model.eval()
     return empty

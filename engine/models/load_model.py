@@ -165,13 +165,13 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
         chosen = getattr(torch, name)
         assert isinstance(chosen, torch.dtype)
         return chosen
-    own = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
-    if device.type == "cpu" and own is not torch.float32:
+    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu" and config_dtype is not torch.float32:
         from octavo.kernels.cpu import linear  # noqa: PLC0415 - it compiles the kernels
 
         native = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
         return torch.bfloat16 if linear is not None or native else torch.float32
-    return own
+    return config_dtype
 
 
 def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -271,8 +271,8 @@ def load_unchecked(
             shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
-            own = None if checkpoint is None else checkpoint.format
-            _check_quantizable(model, path, quantization, target, own)
+            stored_format = None if checkpoint is None else checkpoint.format
+            _check_quantizable(model, path, quantization, target, stored_format)
         if world is not None:
             check_splittable(shape, plain_cache=cache_kind == kind)
         else:
@@ -387,8 +387,8 @@ def load_empty(
     """
     target = choose_device(device)
     with _as_model_error(path):
-        own = find_format(Path(path))
-        config = read_config(path, quantized=own is not None)
+        stored_format = find_format(Path(path))
+        config = read_config(path, quantized=stored_format is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
         model = make_empty(config, kind)
         replace_attention(model)
@@ -397,8 +397,8 @@ def load_empty(
         shape = _inspect(model, max_model_len)
         _check_kernels(shape, block_size, kind, cache_kind, target)
         if find_scheme(quantization) is not None:
-            _check_quantizable(model, path, quantization, target, own)
-    return EmptyModel(model, shape, kind, cache_kind, target, own)
+            _check_quantizable(model, path, quantization, target, stored_format)
+    return EmptyModel(model, shape, kind, cache_kind, target, stored_format)
 
 
 @dataclass(frozen=True, slots=True)
@@ -600,22 +600,22 @@ def _check_twin(
         twin = make_twin(model)
         nn.Module.to(twin, source.device)
         replace_attention(twin)
-        own = _inspect(twin, source.max_model_len)
+        twin_shape = _inspect(twin, source.max_model_len)
     except Exception as error:  # noqa: BLE001 - transformers raises many types
         log.info("the model has no small twin: it is checked itself", why=first_line(error))
         return False
-    if not own.has_kinds_of(shape):
+    if not twin_shape.has_kinds_of(shape):
         log.info("the model has no small twin: it is checked itself", why="other layers")
         return False
     routing = ModuleRouting(twin)
     with attention_of(twin, reference_attention(twin.config)):
-        expected = reference(twin, own, routing)
+        expected = reference(twin, twin_shape, routing)
     absorb_expansions(twin)
     check_in_float32(
         twin,
         EagerForward(twin),
         expected,
-        own,
+        twin_shape,
         source.device,
         block_size=block_size,
         routing=routing,
@@ -649,11 +649,11 @@ def _check_quantizable(
     path: str,
     quantization: str,
     device: torch.device,
-    own: Format | None,
+    stored_format: Format | None,
 ) -> None:
     """Refuse a model or device that `quantization`, which is not "none", does not work with."""
-    if own is not None:
-        raise already_quantized(path, own.description, quantization)
+    if stored_format is not None:
+        raise already_quantized(path, stored_format.description, quantization)
     scheme = find_scheme(quantization)
     if device.type == "cpu" and scheme is not None and not scheme.on_cpus:
         raise NotImplementedError(
@@ -720,8 +720,8 @@ def _context(config: Any) -> int | None:  # noqa: ANN401 - has no such declared 
 def _eos_token_ids(model: PreTrainedModel) -> tuple[int, ...]:
     """Return the tokens of both configs: often only one names the end of a chat turn."""
     config: Any = model.config.get_text_config(decoder=True)
-    own = _ids(getattr(model.generation_config, "eos_token_id", None))
-    return tuple(sorted({*_ids(getattr(config, "eos_token_id", None)), *own}))
+    generation_ids = _ids(getattr(model.generation_config, "eos_token_id", None))
+    return tuple(sorted({*_ids(getattr(config, "eos_token_id", None)), *generation_ids}))
 
 
 def _ids(value: int | list[int] | None) -> tuple[int, ...]:

@@ -64,8 +64,8 @@ def _is_batch_dependent(rope_type: str) -> bool:
 
 def _parameters(config: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - has no such declared field
     """Return the config's rotary parameters: one set, or one for each type of layer."""
-    given = getattr(config, "rope_parameters", None) or {}
-    sets = [given] if "rope_type" in given else given.values()
+    parameters = getattr(config, "rope_parameters", None) or {}
+    sets = [parameters] if "rope_type" in parameters else parameters.values()
     return [kind for kind in sets if isinstance(kind, dict) and "rope_type" in kind]
 
 

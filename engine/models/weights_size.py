@@ -113,9 +113,9 @@ def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format 
         elif stored is not None and stored.covers(names.get(layer, path)):
             bits = stored.gpu_bits(names.get(layer, path), layer.in_features)
         if bits is not None:
-            own = layer.weight.itemsize * 8
-            kept = own if is_head and _is_tied(layer, model) else 0  # by the embeddings
-            saved += int(layer.weight.numel() * (own - bits - kept) / 8)
+            weight_bits = layer.weight.itemsize * 8
+            kept = weight_bits if is_head and _is_tied(layer, model) else 0  # by the embeddings
+            saved += int(layer.weight.numel() * (weight_bits - bits - kept) / 8)
     for experts in find_experts(model):
         path, bits = f"{experts.path}.0.{EXPERT_PRODUCT}", None
         if scheme is not None:

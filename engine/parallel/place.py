@@ -37,13 +37,13 @@ class RankPlace:
         """Return this rank's share of a machine's cores: at least one, which others may share."""
         cores = [(node, core) for node in nodes for core in node.cores]
         first, end = (len(cores) * i // self.local_size for i in self._ends)
-        own = cores[first : max(end, first + 1)]
-        found = []
+        own_cores = cores[first : max(end, first + 1)]
+        shares = []
         for node in nodes:
-            kept = tuple(core for home, core in own if home is node)
+            kept = tuple(core for home, core in own_cores if home is node)
             if kept:
-                found.append(replace(node, cores=kept))
-        return tuple(found)
+                shares.append(replace(node, cores=kept))
+        return tuple(shares)
 
     @property
     def _ends(self) -> tuple[int, int]:

@@ -109,8 +109,8 @@ def started_ranks(
     if size == 1:
         yield None, None
         return
-    if (given := place_from_launcher(os.environ, size)) is not None:
-        yield given, None
+    if (place := place_from_launcher(os.environ, size)) is not None:
+        yield place, None
         return
     with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
         processes = RankProcesses(size, settings, Path(folder))

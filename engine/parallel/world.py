@@ -91,9 +91,9 @@ class World:
 
     def least(self, *numbers: int) -> list[int]:
         """Return the least of all ranks' numbers, each by its place."""
-        found = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(found, dist.ReduceOp.MIN, group=self.control)
-        least: list[int] = found.tolist()
+        minima = torch.tensor(numbers, dtype=torch.int64)
+        dist.all_reduce(minima, dist.ReduceOp.MIN, group=self.control)
+        least: list[int] = minima.tolist()
         return least
 
     def share(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
@@ -105,12 +105,12 @@ class World:
         if tensors is not None:
             shapes = [(DTYPES.index(each.dtype), each.dim(), *each.shape) for each in tensors]
             self.send(np.array([number for shape in shapes for number in shape], np.int64))
-            found = [each.cpu().contiguous() for each in tensors]
+            shared = [each.cpu().contiguous() for each in tensors]
         else:
-            found = list(_empty_tensors(self.receive().tolist()))
-        for each in found:
+            shared = list(_empty_tensors(self.receive().tolist()))
+        for each in shared:
             self._broadcast(each)
-        return found
+        return shared
 
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a contiguous tensor over all ranks, the same on all.
@@ -123,10 +123,10 @@ class World:
                 total = x.clone()
                 _finish(dist.all_reduce(total, group=self.tensors, async_op=True), total)
                 return total
-            given = x.expand(self.size, *x.shape).contiguous()
-            parts = torch.empty_like(given)
+            copies = x.expand(self.size, *x.shape).contiguous()
+            parts = torch.empty_like(copies)
             # It takes half the time of an all-gather.
-            _finish(dist.all_to_all_single(parts, given, group=self.tensors, async_op=True), x)
+            _finish(dist.all_to_all_single(parts, copies, group=self.tensors, async_op=True), x)
             if len(parts) == 2:
                 return parts[0] + parts[1]
             total = parts[0].float()
@@ -134,25 +134,25 @@ class World:
                 total += part
             return total.to(x.dtype)
 
-    def gather_columns(self, own: Tensor, width: int) -> Tensor | None:
+    def gather_columns(self, columns: Tensor, width: int) -> Tensor | None:
         """Join the ranks' columns on rank 0.
 
         Args:
-            own: `[rows, n]`, this rank's columns; the last rank may have fewer than the others.
+            columns: `[rows, n]`, this rank's columns; the last rank may have fewer than the others.
             width: The columns of all ranks.
 
         Returns:
             `[rows, width]` on rank 0; None on the others.
         """
         with self._timed("gather"):
-            padded = self._padded(own, width)
+            padded = self._padded(columns, width)
             parts = [torch.empty_like(padded) for _ in range(self.size)] if not self.rank else None
             _finish(dist.gather(padded, parts, 0, group=self.tensors, async_op=True), padded)
             return None if parts is None else torch.cat(parts, 1)[:, :width]
 
-    def gather_columns_everywhere(self, own: Tensor, width: int) -> Tensor:
+    def gather_columns_everywhere(self, columns: Tensor, width: int) -> Tensor:
         """Return the columns of all ranks, on all ranks; see `gather_columns`."""
-        padded = self._padded(own, width)
+        padded = self._padded(columns, width)
         parts = [torch.empty_like(padded) for _ in range(self.size)]
         dist.all_gather(parts, padded, group=self.tensors)
         return torch.cat(parts, 1)[:, :width]
@@ -160,8 +160,10 @@ class World:
     def _broadcast(self, x: Tensor) -> None:
         _finish(dist.broadcast(x, 0, group=self.control, async_op=True), x)
 
-    def _padded(self, own: Tensor, width: int) -> Tensor:
-        return torch.nn.functional.pad(own, (0, self.part(width) - own.shape[1])).contiguous()
+    def _padded(self, columns: Tensor, width: int) -> Tensor:
+        return torch.nn.functional.pad(
+            columns, (0, self.part(width) - columns.shape[1])
+        ).contiguous()
 
     def part(self, count: int) -> int:
         """Return how many of `count` a rank has; the last may have fewer."""
@@ -178,15 +180,15 @@ class World:
         setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - began)
 
 
-def _finish(work: dist.Work | None, given: Tensor) -> None:
+def _finish(work: dist.Work | None, tensor: Tensor) -> None:
     """Wait until a collective has ended.
 
     Args:
         work: The collective.
-        given: One of its tensors; those of a GPU wait on the GPU itself.
+        tensor: One of its tensors; those of a GPU wait on the GPU itself.
     """
     assert work is not None
-    if not given.is_cuda:
+    if not tensor.is_cuda:
         end = time.perf_counter() + POLLED_SECONDS
         while not work.is_completed() and time.perf_counter() < end:
             _yield_core()

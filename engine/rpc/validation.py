@@ -149,14 +149,14 @@ def _sampling(
     params: sampling_pb2.SamplingParams, output: sampling_pb2.OutputOptions
 ) -> SamplingParams:
     """Translate parameters that were checked; those that are not set have their defaults."""
-    given = {
+    fields = {
         name: value
         for message, of in ((params, "sampling"), (output, "output"))
         for name, _, value in set_values(message, of)
         if name in _SAMPLING
     }
-    given["logit_bias"] = dict(params.logit_bias)
-    given.setdefault("seed", secrets.randbits(64))
-    if given.get("temperature") == 0:
-        given["top_k"] = 0
-    return SamplingParams(**given)
+    fields["logit_bias"] = dict(params.logit_bias)
+    fields.setdefault("seed", secrets.randbits(64))
+    if fields.get("temperature") == 0:
+        fields["top_k"] = 0
+    return SamplingParams(**fields)

@@ -47,8 +47,8 @@ class SamplingRow(NamedTuple):
     @property
     def token_ids(self) -> list[int]:
         """The tokens that the sampled one follows."""
-        own = self.sequence.token_ids
-        return [*own, *self.draft] if self.draft else own
+        token_ids = self.sequence.token_ids
+        return [*token_ids, *self.draft] if self.draft else token_ids
 
     @property
     def mask(self) -> np.ndarray | None:
@@ -92,9 +92,9 @@ def sample(
     logits = logits.float().contiguous()
     reporting = [i for i, row in enumerate(chosen) if row.params.logprobs is not None]
     some = len(reporting) < len(chosen)
-    own = logits
+    model_logits = logits
     if reporting and (some or any(map(_changes_logits, chosen))):
-        own = _copy_rows(logits, reporting)  # a copy, before they are changed
+        model_logits = _copy_rows(logits, reporting)  # a copy, before they are changed
     _add_bias(logits, chosen)
     _penalize(logits, chosen, inputs)
     _mask_stop_tokens(logits, chosen)
@@ -103,7 +103,7 @@ def sample(
     if not reporting:
         return tokens, None
     reported = _copy_rows(tokens, reporting) if some else tokens
-    report = Report(own, reported, [chosen[i].params.logprobs or 0 for i in reporting])
+    report = Report(model_logits, reported, [chosen[i].params.logprobs or 0 for i in reporting])
     return tokens, (reporting, report)
 
 
@@ -251,8 +251,8 @@ class _Occurrences:
         if lasts is not None:
             ends = np.cumsum(self._lengths)[list(pending)] - 1
             begins = np.array([starts[i] for i in pending])
-            found = lasts + to_device(begins, flat.device)
-            self.places.index_copy_(0, to_device(ends, flat.device), found)
+            indices = lasts + to_device(begins, flat.device)
+            self.places.index_copy_(0, to_device(ends, flat.device), indices)
 
     def each(self, values: Rows[float]) -> torch.Tensor:
         """Return each row's value once for each of its occurrences."""

@@ -92,19 +92,19 @@ class SuffixLookup(Method):
         """See `Method`."""
         tokens = history.tokens
         history.alignment.drafted = False
-        found, where = find_matches(tokens), tokens
-        if found.length < SHORTEST:
-            found = NOWHERE
+        best, where = find_matches(tokens), tokens
+        if best.length < SHORTEST:
+            best = NOWHERE
         if len(tokens) >= INDEXED:
             for part in reversed(self._parts.get(history.salt, ())):
                 matches = part.find(tokens[-LONGEST:])
-                if matches.length > found.length:
-                    found, where = matches, part.tokens
-        if not found.length:
+                if matches.length > best.length:
+                    best, where = matches, part.tokens
+        if not best.length:
             return history.alignment.draft(tokens, most)
         if where is tokens:
-            history.alignment.match(int(found.ends[-1]), len(tokens))
-        return _most_frequent(where, found.ends, min(most, DRAFTED_PER_MATCHED * found.length))
+            history.alignment.match(int(best.ends[-1]), len(tokens))
+        return _most_frequent(where, best.ends, min(most, DRAFTED_PER_MATCHED * best.length))
 
     def learn(self, history: History) -> None:
         """Keep an output that ended; where there are too many, drop the longest unused."""

@@ -160,15 +160,17 @@ def count_pool(
     Raises:
         StartupError: They do not fit.
     """
-    own, ranks_here = settings, 1
+    rank_settings, ranks_here = settings, 1
     if place is not None:
         gib = {"cache_memory": settings.cache_memory, "swap_space": settings.swap_space}
         shares = {name: size / place.size for name, size in gib.items() if size is not None}
-        own, ranks_here = settings.model_copy(update=shares), place.local_size
-    swap = count_swap_blocks(own, block_bytes)
+        rank_settings, ranks_here = settings.model_copy(update=shares), place.local_size
+    swap = count_swap_blocks(rank_settings, block_bytes)
     if settings.swap_space is None:  # a share of memory that the ranks of a machine have in common
         swap //= ranks_here
-    blocks = count_blocks(own, loaded.device, block_bytes + draft_bytes, swap, taken=taken)
+    blocks = count_blocks(
+        rank_settings, loaded.device, block_bytes + draft_bytes, swap, taken=taken
+    )
     if settings.num_blocks is None and settings.cache_memory is None:
         blocks = blocks // ranks_here if loaded.device.type == "cpu" else blocks
     return blocks, swap

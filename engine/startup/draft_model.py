@@ -42,13 +42,13 @@ class LoadedDraftModel:
         """
         path = resolve(name)
         check_checkpoint(Path(path))
-        own = {"model": path, "lora": [], "enable_lora": False, "max_model_len": None}
-        self._loaded = load_forward(settings.model_copy(update=own), path)
-        found = self._loaded.shape.vocab_size
-        if found != shape.vocab_size:
+        changes = {"model": path, "lora": [], "enable_lora": False, "max_model_len": None}
+        self._loaded = load_forward(settings.model_copy(update=changes), path)
+        vocab_size = self._loaded.shape.vocab_size
+        if vocab_size != shape.vocab_size:
             raise StartupError(
-                f"--draft-model {name} has {found} tokens, and the model has {shape.vocab_size}:"
-                " choose one with the same tokens"
+                f"--draft-model {name} has {vocab_size} tokens, and the model has"
+                f" {shape.vocab_size}: choose one with the same tokens"
             )
         self._layout = plan_layout(
             self._loaded.shape, settings.block_size, self._loaded.dtype, self._loaded.cache_dtype

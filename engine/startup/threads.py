@@ -75,7 +75,7 @@ def set_threads(place: RankPlace | None = None) -> Threads:
 
 
 def choose_threads(
-    nodes: tuple[Node, ...], quota: float, environment: Mapping[str, str], given: int
+    nodes: tuple[Node, ...], quota: float, environment: Mapping[str, str], torch_threads: int
 ) -> Threads:
     """Return the threads for the cores of `nodes`.
 
@@ -86,14 +86,14 @@ def choose_threads(
         nodes: The nodes, with what this process may use of them.
         quota: The cores' worth of time that this process may use; infinite without a limit.
         environment: The environment variables.
-        given: The number of threads that PyTorch has by them.
+        torch_threads: The number of threads that PyTorch has by them.
     """
     cores = [core for node in nodes for core in node.cores]
     fast = [core for core in cores if core.fast]
     cpus = tuple(sorted(cpu for core in cores for cpu in core.cpus))
     limited = max(1, math.floor(min(len(fast), quota + ROUNDED_UP)))
     spare = _spare(limited, idle=limited == len(fast) and len(cpus) > len(fast))
-    count = given if THREAD_VARIABLES & environment.keys() else limited - spare
+    count = torch_threads if THREAD_VARIABLES & environment.keys() else limited - spare
     places: Places = ()
     if limited == len(fast) and not AFFINITY_VARIABLES & environment.keys():
         places = _places(fast, spare, count)

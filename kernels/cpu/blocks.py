@@ -58,8 +58,8 @@ class BlockFormat(NamedTuple):
 
 
 FORMATS = {
-    own.name: own
-    for own in (
+    block_format.name: block_format
+    for block_format in (
         BlockFormat("Q4_0", 0, 4, is_super=False, has_min=False, unit_bytes=18),
         BlockFormat("Q4_1", 1, 4, is_super=False, has_min=True, unit_bytes=20),
         BlockFormat("Q5_0", 2, 5, is_super=False, has_min=False, unit_bytes=22),
@@ -92,34 +92,34 @@ class BlockFields(NamedTuple):
     mins: Tensor | None
 
 
-def read_fields(rows: Tensor, own: BlockFormat) -> BlockFields:
+def read_fields(rows: Tensor, block_format: BlockFormat) -> BlockFields:
     """Take a weight's bytes apart; see ggml's ggml-common.h for the layouts.
 
     Args:
         rows: `[outputs, bytes]` uint8, whole units, as in the file.
-        own: Their format.
+        block_format: Their format.
     """
-    units = rows.reshape(len(rows), -1, own.unit_bytes)
-    if own.bits == 6:
+    units = rows.reshape(len(rows), -1, block_format.unit_bytes)
+    if block_format.bits == 6:
         return _read_q6_k(units)
     scale, rest = _half(units[..., :2]), units[..., 2:]
     least = None
-    if own.has_min:
+    if block_format.has_min:
         least, rest = _half(rest[..., :2]), rest[..., 2:]
     scales = mins = None
-    if own.is_super:
+    if block_format.is_super:
         scales, mins = _read_small(rest[..., :12])
         rest = rest[..., 12:]
-    if own.bits == 8:
+    if block_format.bits == 8:
         return BlockFields(rest, scale, None, None, None)
-    high_bytes = (own.bits - 4) * own.unit // 8
+    high_bytes = (block_format.bits - 4) * block_format.unit // 8
     high, low = rest[..., :high_bytes], rest[..., high_bytes:]
     # Two blocks, or the halves of one, share bytes.
-    low = _apart(low, -1, -1, BLOCK if own.is_super else BLOCK // 2)
+    low = _apart(low, -1, -1, BLOCK if block_format.is_super else BLOCK // 2)
     codes = torch.stack([low & 15, low >> 4], -2).reshape(len(rows), -1, BLOCK)
     if high_bytes:
         eight = torch.arange(8, dtype=torch.uint8)
-        if own.is_super:  # bit b of a byte is of block b
+        if block_format.is_super:  # bit b of a byte is of block b
             bits = (high.unsqueeze(-2) >> eight[:, None]) & 1
         else:
             bits = (high.unsqueeze(-1) >> eight) & 1
@@ -167,7 +167,7 @@ def to_q4_1(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
 
 def dequantize(
     rows: Tensor,
-    own: BlockFormat,
+    block_format: BlockFormat,
     dtype: torch.dtype = torch.float32,
     order: Tensor | None = None,
 ) -> Tensor:
@@ -175,24 +175,24 @@ def dequantize(
 
     Args:
         rows: `[rows, bytes]` uint8, as in the file.
-        own: Their format.
+        block_format: Their format.
         dtype: Dtype of the weights: float32 or bfloat16.
         order: `[outputs]` int64, the row of each output; None if they are in order.
 
     Returns:
         `[outputs, inputs]`.
     """
-    fields = read_fields(rows if order is None else rows[order], own)
-    blocks = _UNIT_BLOCKS if own.is_super else 1
-    codes = fields.codes.view(torch.int8) if own.bits == 8 else fields.codes
+    fields = read_fields(rows if order is None else rows[order], block_format)
+    blocks = _UNIT_BLOCKS if block_format.is_super else 1
+    codes = fields.codes.view(torch.int8) if block_format.bits == 8 else fields.codes
     scale = fields.scale.float().repeat_interleave(blocks, 1)[..., None]
     if fields.scales is not None:
-        small = fields.scales.view(torch.int8) if own.bits == 6 else fields.scales
+        small = fields.scales.view(torch.int8) if block_format.bits == 6 else fields.scales
         scale = scale * small.float()
     wide = codes.float()
-    if not own.has_min and own.bits < 8:
-        wide -= 1 << (own.bits - 1)
-    wide = _apart(wide, -1, -1, own.group) * scale[..., None]
+    if not block_format.has_min and block_format.bits < 8:
+        wide -= 1 << (block_format.bits - 1)
+    wide = _apart(wide, -1, -1, block_format.group) * scale[..., None]
     if fields.least is not None:
         least = fields.least.float().repeat_interleave(blocks, 1)[..., None, None]
         wide = wide + least if fields.mins is None else wide - least * fields.mins[..., None]
@@ -229,7 +229,7 @@ class BlockKernels:
     def dequantize(
         self,
         rows: Tensor,
-        own: BlockFormat,
+        block_format: BlockFormat,
         dtype: torch.dtype = torch.float32,
         order: Tensor | None = None,
     ) -> Tensor:
@@ -240,18 +240,22 @@ class BlockKernels:
         """
         rows = rows.contiguous()
         outputs, stored = _stored(rows, order)
-        out = torch.empty((outputs, rows.shape[1] // own.unit_bytes * own.unit), dtype=dtype)
+        out = torch.empty(
+            (outputs, rows.shape[1] // block_format.unit_bytes * block_format.unit), dtype=dtype
+        )
         huge_pages.ask_for(out)
         wide = int(dtype == torch.float32)
-        self._widen(*stored, outputs, own.number, wide, out.data_ptr(), torch.get_num_threads())
+        self._widen(
+            *stored, outputs, block_format.number, wide, out.data_ptr(), torch.get_num_threads()
+        )
         return out
 
-    def pack(self, rows: Tensor, own: BlockFormat, order: Tensor | None = None) -> Tensor:
+    def pack(self, rows: Tensor, block_format: BlockFormat, order: Tensor | None = None) -> Tensor:
         """Lay out a weight's bytes for the kernels.
 
         Args:
             rows: `[rows, bytes]` uint8, as in the file.
-            own: Their format.
+            block_format: Their format.
             order: `[outputs]` int64, the row of each output; None if they are in order.
 
         Returns:
@@ -262,11 +266,11 @@ class BlockKernels:
         """
         rows = rows.contiguous()
         outputs, stored = _stored(rows, order)
-        units = rows.shape[1] // own.unit_bytes
-        shape = -(-outputs // self._panel), units, self._panel * own.packed_bytes
+        units = rows.shape[1] // block_format.unit_bytes
+        shape = -(-outputs // self._panel), units, self._panel * block_format.packed_bytes
         out = torch.empty(shape, dtype=torch.uint8)
         huge_pages.ask_for(out)
-        self._pack(*stored, outputs, own.number, out.data_ptr(), torch.get_num_threads())
+        self._pack(*stored, outputs, block_format.number, out.data_ptr(), torch.get_num_threads())
         return out
 
     def linear(

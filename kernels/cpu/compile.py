@@ -77,7 +77,7 @@ def find_compiler() -> str | None:
     """
     named = os.environ.get("CXX")
     candidates = [named] if named else ["g++", "c++", "clang++"]
-    return next((found for name in candidates if (found := shutil.which(name))), None)
+    return next((path for name in candidates if (path := shutil.which(name))), None)
 
 
 def library_name(compiler: str, target: str, cpu: str) -> str:

@@ -238,22 +238,24 @@ class ExpertKernels:
             NotForcedError: There were fewer calls, or they have fewer rows or other numbers of
                 experts.
         """
-        own = [(torch.empty_like(ids), torch.empty_like(weights)) for ids, weights in routings]
-        calls = (_Forced * len(own))()
-        for call, given, instead in zip(calls, routings, own, strict=True):
-            tensors = (*given, *instead)
+        replaced = [(torch.empty_like(ids), torch.empty_like(weights)) for ids, weights in routings]
+        calls = (_Forced * len(replaced))()
+        for call, routing, instead in zip(calls, routings, replaced, strict=True):
+            tensors = (*routing, *instead)
             assert [tensor.dtype for tensor in tensors] == [torch.int64, torch.float32] * 2
             call.experts, call.weights, call.own_experts, call.own_weights = (
                 tensor.data_ptr() for tensor in tensors
             )
-            call.first, (call.rows, call.chosen) = first, given[0].shape
+            call.first, (call.rows, call.chosen) = first, routing[0].shape
         self._force(calls, len(calls))
         try:
-            yield own
+            yield replaced
         finally:
             left = self._force(None, 0)
         if left:
-            raise NotForcedError(f"{left} of {len(own)} layers did not compute the given experts")
+            raise NotForcedError(
+                f"{left} of {len(replaced)} layers did not compute the given experts"
+            )
 
 
 def count_inputs(panels: Tensor) -> int:

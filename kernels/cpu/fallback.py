@@ -106,8 +106,10 @@ def paged_attention(
         seq_lens, tables = metadata.seq_lens[seqs].long(), metadata.block_tables[seqs]
         q = query[rows].transpose(1, 2)
         # [num_seqs, 1, query_len, 1]
-        own = (seq_lens[:, None] - query_len + torch.arange(query_len))[:, None, :, None]
-        first_seen = _first_seen(own, sliding_window, chunk)
+        query_positions = (seq_lens[:, None] - query_len + torch.arange(query_len))[
+            :, None, :, None
+        ]
+        first_seen = _first_seen(query_positions, sliding_window, chunk)
         begins = first_seen[:, 0, 0, 0]
         keys = _positions(begins, seq_lens, key_cache.shape[2])
         k = _gather(key_cache, tables, keys, begins, seq_lens).to(q.dtype)
@@ -116,7 +118,7 @@ def paged_attention(
         else:
             v = _gather(value_cache, tables, keys, begins, seq_lens).to(q.dtype)
         # [num_seqs, 1, query_len, keys], negative where the key is earlier.
-        distance = keys[:, None, None] - own
+        distance = keys[:, None, None] - query_positions
         seen = (distance <= 0) & (keys[:, None, None] >= first_seen)
         if soft_cap is None and alibi_slopes is None and sinks is None:
             attended = F.scaled_dot_product_attention(q, k, v, seen, scale=scale, enable_gqa=True)
@@ -136,11 +138,15 @@ def paged_attention(
     return out
 
 
-def _first_seen(own: Tensor, sliding_window: int | None, chunk: int | None) -> Tensor:
+def _first_seen(query_positions: Tensor, sliding_window: int | None, chunk: int | None) -> Tensor:
     """Return the first position that a query at each position of `own` sees."""
     if sliding_window is not None:
-        return (own - sliding_window + 1).clamp(min=0)
-    return torch.zeros_like(own) if chunk is None else own - own % chunk
+        return (query_positions - sliding_window + 1).clamp(min=0)
+    return (
+        torch.zeros_like(query_positions)
+        if chunk is None
+        else query_positions - query_positions % chunk
+    )
 
 
 def _sink_logits(sinks: Tensor, logits: Tensor) -> Tensor:

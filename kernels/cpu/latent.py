@@ -57,4 +57,4 @@ class LatentKernels:
 
     def pack(self, weight: Tensor) -> Tensor:
         """Pack `[num_heads, outputs, inputs]`; see `LinearKernels.pack`."""
-        return torch.stack([self._linear.pack(own) for own in weight])
+        return torch.stack([self._linear.pack(matrix) for matrix in weight])

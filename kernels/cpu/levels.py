@@ -22,12 +22,12 @@ class Level(NamedTuple):
 
 def _level(name: str, flags: str, needs: str, base: Level | None = None) -> Level:
     """Return a level with what it adds to another one; a new -march replaces the other's."""
-    own = tuple(flags.split())
+    added = tuple(flags.split())
     inherited = () if base is None else base.flags
-    if any(flag.startswith("-march") for flag in own):
+    if any(flag.startswith("-march") for flag in added):
         inherited = ()
     return Level(
-        name, inherited + own, frozenset(needs.split()) | (base.needs if base else frozenset())
+        name, inherited + added, frozenset(needs.split()) | (base.needs if base else frozenset())
     )
 
 

@@ -142,11 +142,11 @@ class LinearKernels:
         lanes = lanes.permute(0, 3, 1, 4, 2, 6, 5)
         joined = (lanes << torch.tensor([0, 4, 8, 12], dtype=torch.int32)).sum(-1)
         nibbles = joined.to(torch.int32).to(torch.int16).flatten(2).contiguous()
-        own = [
+        padded = [
             self.pad_outputs(values).reshape(-1, self.panel, groups).transpose(1, 2).contiguous()
             for values in scales
         ]
-        return torch.cat([part.view(torch.uint8) for part in (nibbles, *own)], dim=-1)
+        return torch.cat([part.view(torch.uint8) for part in (nibbles, *padded)], dim=-1)
 
     def pad_outputs(self, values: Tensor) -> Tensor:
         """Pad the first dimension with zeros to whole panels."""
@@ -259,8 +259,10 @@ class LinearKernels:
         """
         x, layer = self.prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs)
-        own = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
-        self._int8(*rows_of(x), byref(layer), byref(own), out.data_ptr(), torch.get_num_threads())
+        struct = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
+        self._int8(
+            *rows_of(x), byref(layer), byref(struct), out.data_ptr(), torch.get_num_threads()
+        )
         return out
 
     def prepare(  # noqa: PLR0917 - as the operators

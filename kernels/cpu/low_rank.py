@@ -119,31 +119,31 @@ class LowRankKernels:
             *(batch.records[layer].data_ptr(), torch.get_num_threads()),
         )
 
-    def multiply_down(self, x: Tensor, own: LowRankOfLayer, layer: Structure) -> "LowRankSums":
+    def multiply_down(self, x: Tensor, low_rank: LowRankOfLayer, layer: Structure) -> "LowRankSums":
         """Multiply rows by the first matrices of their adapters.
 
         Args:
             x: `[rows, inputs]` bfloat16 or float32, as the matrices; rows must be contiguous, and
                 may be apart.
-            own: What adapters add to the packed layer.
+            low_rank: What adapters add to the packed layer.
             layer: The packed layer's struct, with its norm.
 
         Raises:
             ValueError: The rows are not those of the batch.
         """
-        batch, parts = _batch(own.batch), _parts(own.parts)
-        inner = torch.empty(len(x), len(parts), own.batch.max_rank)
-        found = self._multiply_down(
+        batch, parts = _batch(low_rank.batch), _parts(low_rank.parts)
+        inner = torch.empty(len(x), len(parts), low_rank.batch.max_rank)
+        status = self._multiply_down(
             *(byref(batch), parts, len(parts), x.data_ptr(), int(x.dtype == torch.float32)),
             *(len(x), x.stride(0)),
             *(byref(layer), inner.data_ptr(), torch.get_num_threads()),
         )
-        if found < 0:
+        if status < 0:
             raise ValueError(
-                f"{own.batch.num_rows} rows have adapters or none, but the layer has {len(x)}"
+                f"{low_rank.batch.num_rows} rows have adapters or none, but the layer has {len(x)}"
             )
         sums = _Sums(ctypes.pointer(batch), parts, len(parts), inner.data_ptr())
-        return LowRankSums(sums if found else None, inner)
+        return LowRankSums(sums if status else None, inner)
 
 
 class LowRankSums:

@@ -515,13 +515,13 @@ class NativeKernels:
         key_dim = query_dim - products.rotated
         query = _rows(query)
         out = torch.empty((num_tokens, num_heads, products.value_dim), dtype=cache.dtype)
-        own = LatentProducts(
+        struct = LatentProducts(
             *(part.data_ptr() for part in (products.absorbing, products.keys, products.values)),
             *(key_dim, products.value_dim),
         )
         bad = self._attend_latents(
             *(cache.reference, batch.reference, *_place(query), num_heads, query_dim),
-            *(byref(own), out.data_ptr(), scale, sliding_window or 0, chunk or 0),
+            *(byref(struct), out.data_ptr(), scale, sliding_window or 0, chunk or 0),
             *(soft_cap or 0.0, torch.get_num_threads()),
         )
         _check_table(bad, metadata, key_cache)
@@ -549,12 +549,12 @@ class NativeKernels:
     ) -> tuple[_Step, object]:
         """Return a step's struct, and what it points to besides the arguments."""
         batches = self._check_batches(groups)
-        own = None if adapters is None else self.low_rank.structs.make(adapters)
+        struct = None if adapters is None else self.low_rank.structs.make(adapters)
         step = _Step(
             *(caches.layers, caches.groups, caches.written, caches.states, batches.structs),
-            *(None if own is None else addressof(own), torch.get_num_threads()),
+            *(None if struct is None else addressof(struct), torch.get_num_threads()),
         )
-        return step, own
+        return step, struct
 
     def take_spent(self) -> Spent:
         """Return the seconds in operators of this thread's steps since the last call."""

@@ -58,7 +58,7 @@ class RoundingKernels:
         out = torch.empty((outputs, inputs), dtype=torch.int8)
         huge_pages.ask_for(out)
         scale, sums = torch.empty(2, outputs)
-        made = (own.data_ptr() for own in (out, scale, sums))
+        made = (tensor.data_ptr() for tensor in (out, scale, sums))
         self._to_bytes(*_rows(weight), inputs, factors.data_ptr(), *made, torch.get_num_threads())
         return out, scale, sums
 

@@ -36,8 +36,8 @@ class RankSums:
 
         def call(x: int, out: int, elements: int, dtype: int) -> int:
             try:
-                given, total = (_tensor_at(at, elements, _DTYPES[dtype]) for at in (x, out))
-                total.copy_(add_up(given))
+                part, total = (_tensor_at(at, elements, _DTYPES[dtype]) for at in (x, out))
+                total.copy_(add_up(part))
             except Exception:
                 log.exception("a sum over ranks failed")
                 return 1

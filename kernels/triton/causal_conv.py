@@ -58,11 +58,11 @@ def causal_conv_kernel(  # noqa: PLR0917
             total = tl.zeros([TOKENS, CHANNELS], tl.float32)
             for tap in tl.static_range(WIDTH):
                 source = token - (past - tap)
-                own = ((source >= first) & (token < end))[:, None] & real[None, :]
+                loaded = ((source >= first) & (token < end))[:, None] & real[None, :]
                 old = ((source < before) & (token < end))[:, None] & real[None, :]
                 from_x = x + channel[None, :] + source[:, None].to(tl.int64) * x_stride
                 from_state = at[None, :] + (source - first + past)[:, None]
-                value = tl.load(from_x, mask=own, other=0.0)
+                value = tl.load(from_x, mask=loaded, other=0.0)
                 value += tl.load(from_state, mask=old, other=0.0)
                 factor = tl.load(weight + channel * WIDTH + tap, mask=real, other=0.0)
                 total += value.to(tl.float32) * factor.to(tl.float32)[None, :]
@@ -77,10 +77,10 @@ def causal_conv_kernel(  # noqa: PLR0917
         slot = tl.arange(0, PADDED_WIDTH)
         source = end - past + slot
         kept = (slot < past)[:, None] & real[None, :]
-        own = kept & (source >= first)[:, None]
+        loaded = kept & (source >= first)[:, None]
         old = kept & (source < before)[:, None]
         from_x = x + channel[None, :] + source[:, None].to(tl.int64) * x_stride
-        value = tl.load(from_x, mask=own, other=0.0)
+        value = tl.load(from_x, mask=loaded, other=0.0)
         value += tl.load(at[None, :] + (source - first + past)[:, None], mask=old, other=0.0)
         tl.debug_barrier()  # every thread has read what another one overwrites
         tl.store(at[None, :] + slot[:, None], value, mask=kept)

@@ -71,9 +71,9 @@ def find_rows(starts, tile, NUM_EXPERTS: tl.constexpr, PADDED: tl.constexpr, ROW
     tiles = (after - first + ROWS - 1) // ROWS
     ends = tl.cumsum(tiles, 0)
     chosen = tl.sum((exists & (ends <= tile)).to(tl.int32), 0)
-    own = expert == chosen
-    begin = tl.sum(tl.where(own, first + (tile - ends + tiles) * ROWS, 0), 0)
-    end = tl.sum(tl.where(own, after, 0), 0)
+    is_chosen = expert == chosen
+    begin = tl.sum(tl.where(is_chosen, first + (tile - ends + tiles) * ROWS, 0), 0)
+    end = tl.sum(tl.where(is_chosen, after, 0), 0)
     return chosen, begin, end
 
 

@@ -35,15 +35,15 @@ def _round_rows_kernel(  # noqa: PLR0917
     greatest = tl.zeros((COLUMNS,), tl.float32)
     for first in range(0, inputs, COLUMNS):
         known = first + column < inputs
-        own = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
-        greatest = tl.maximum(greatest, tl.abs(own.to(tl.float32)))
+        values = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
+        greatest = tl.maximum(greatest, tl.abs(values.to(tl.float32)))
     scale = tl.maximum(tl.max(greatest, 0) / LARGEST, LEAST)
     tl.store(scales + row, scale)
     for first in range(0, inputs, COLUMNS):
         known = first + column < inputs
-        own = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
-        found = tl.minimum(tl.maximum(own.to(tl.float32) / scale, -LARGEST), LARGEST)
-        tl.store(out + row * inputs + first + column, found.to(out.dtype.element_ty), mask=known)
+        values = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
+        rounded = tl.minimum(tl.maximum(values.to(tl.float32) / scale, -LARGEST), LARGEST)
+        tl.store(out + row * inputs + first + column, rounded.to(out.dtype.element_ty), mask=known)
 
 
 def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -74,8 +74,8 @@ def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) ->
     if not len(x):
         return x.new_empty((0, len(weight)))
     rows, scales = round_rows(x)
-    found = multiply(rows, weight, scales, scale, x.dtype)
-    return found if bias is None else found + bias
+    out = multiply(rows, weight, scales, scale, x.dtype)
+    return out if bias is None else out + bias
 
 
 def multiply(
@@ -93,10 +93,10 @@ def multiply(
     Returns:
         `[rows, outputs]`.
     """
-    found: Tensor = torch._scaled_mm(  # noqa: SLF001 - PyTorch has no other name for it yet
+    out: Tensor = torch._scaled_mm(  # noqa: SLF001 - PyTorch has no other name for it yet
         rows, weight.t(), scale_a=scales, scale_b=scale, out_dtype=dtype
     )
-    return found
+    return out
 
 
 @cache
@@ -111,7 +111,7 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
         return False
     ones = torch.ones((FP8_MULTIPLE, FP8_MULTIPLE), device=device)
     try:
-        found = multiply(ones.to(E4M3), ones.to(E4M3), 2 * ones[:, :1], 3 * ones[:1], dtype)
+        product = multiply(ones.to(E4M3), ones.to(E4M3), 2 * ones[:, :1], 3 * ones[:1], dtype)
     except (RuntimeError, ValueError, NotImplementedError):  # each version takes other GPUs
         return False
-    return bool((found == 6 * FP8_MULTIPLE).all())
+    return bool((product == 6 * FP8_MULTIPLE).all())

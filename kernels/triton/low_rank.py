@@ -51,7 +51,7 @@ def _down_kernel(  # noqa: PLR0917
         total = tl.zeros((ROWS, RANKS), tl.float32)
         for first in range(0, inputs, DEPTH):
             i = first + tl.arange(0, DEPTH)
-            own = tl.load(
+            row_inputs = tl.load(
                 x + row[:, None] * row_stride + i[None, :],
                 mask=real[:, None] & (i[None, :] < inputs),
                 other=0.0,
@@ -62,8 +62,8 @@ def _down_kernel(  # noqa: PLR0917
                 other=0.0,
             )
             if UPCAST:
-                own, weights = own.to(tl.float32), weights.to(tl.float32)
-            total = tl.dot(own, weights, total, input_precision="ieee")
+                row_inputs, weights = row_inputs.to(tl.float32), weights.to(tl.float32)
+            total = tl.dot(row_inputs, weights, total, input_precision="ieee")
         to = inner + place[:, None].to(tl.int64) * max_rank + k[None, :]
         tl.store(to, total, mask=real[:, None] & (k[None, :] < rank))
 
@@ -97,7 +97,7 @@ def _up_kernel(  # noqa: PLR0917
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, rank, RANKS):
             k = first + tl.arange(0, RANKS)
-            own = tl.load(
+            products = tl.load(
                 inner + place[:, None].to(tl.int64) * max_rank + k[None, :],
                 mask=real[:, None] & (k[None, :] < rank),
                 other=0.0,
@@ -107,7 +107,7 @@ def _up_kernel(  # noqa: PLR0917
                 mask=(k[:, None] < rank) & (column[None, :] < outputs),
                 other=0.0,
             )
-            total = tl.dot(own, weights.to(tl.float32), total, input_precision="ieee")
+            total = tl.dot(products, weights.to(tl.float32), total, input_precision="ieee")
         to = out + row[:, None] * row_stride + column[None, :]
         mask = real[:, None] & (column[None, :] < outputs)
         before = tl.load(to, mask=mask, other=0.0).to(tl.float32)

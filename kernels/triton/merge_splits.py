@@ -77,7 +77,7 @@ def merge_splits(  # noqa: PLR0917
             place = part[None, :] + local[:, None]
             real = (piece < pieces)[None, :] & real_row[:, None]
             lse = tl.load(partial_lse + place, mask=real, other=float("-inf"))
-            found = tl.load(
+            partial = tl.load(
                 partial_out + place[:, :, None] * VALUE_DIM + dim[None, None, :],
                 mask=real[:, :, None] & real_dim[None, None, :],
                 other=0.0,
@@ -87,7 +87,7 @@ def merge_splits(  # noqa: PLR0917
             weights = tl.exp2(lse - new_maximum[:, None])
             rescale = tl.exp2(maximum - new_maximum)
             total = total * rescale + tl.sum(weights, 1)
-            merged = merged * rescale[:, None] + tl.sum(found * weights[:, :, None], 1)
+            merged = merged * rescale[:, None] + tl.sum(partial * weights[:, :, None], 1)
             maximum = new_maximum
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=real_row, other=float("-inf")) * LOG2_E

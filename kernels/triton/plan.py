@@ -68,7 +68,7 @@ def plan_attention(
 def _plan(
     query_lens: np.ndarray, seq_lens: np.ndarray, attention: _Attention, splits: int | None
 ) -> AttentionPlan:
-    found: list[np.ndarray] = []
+    items_by_kind: list[np.ndarray] = []
     pieces: list[int] = []
     kinds: dict[WorkKind, np.ndarray] = {"decode": query_lens == 1, "chunk": query_lens > 1}
     for kind, chosen in kinds.items():
@@ -77,11 +77,11 @@ def _plan(
         tiles = _tiles_of(seqs, rows, attention.tiles(kind).rows)
         longest = int(seq_lens[seqs].max(initial=0))
         count = splits or attention.splits(kind, len(tiles), longest)
-        found.append(_cut(tiles, count))
-        pieces.append(len(found[-1]) if count > 1 else 0)
-    decodes, _ = found
+        items_by_kind.append(_cut(tiles, count))
+        pieces.append(len(items_by_kind[-1]) if count > 1 else 0)
+    decodes, _ = items_by_kind
     decode_pieces, chunk_pieces = pieces
-    items = to_device(np.concatenate(found), attention.device)
+    items = to_device(np.concatenate(items_by_kind), attention.device)
     return AttentionPlan(items, len(decodes), decode_pieces, chunk_pieces, splits)
 
 

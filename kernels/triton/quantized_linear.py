@@ -220,15 +220,15 @@ def _multiply_dequantized(
     made = x.new_empty((min(most, weight.outputs), weight.inputs))
     for first in range(0, weight.outputs, most):
         last = min(first + most, weight.outputs)
-        own = made[: last - first]
+        dequantized = made[: last - first]
         _dequantize_kernel[(triton.cdiv(last - first, DEQUANTIZED_COLUMNS), depth)](
-            *(*tensors_of(weight), own, first, last, weight.inputs, weight.outputs, depth),
+            *(*tensors_of(weight), dequantized, first, last, weight.inputs, weight.outputs, depth),
             COLUMNS=DEQUANTIZED_COLUMNS,
             **constants_of(weight),
         )
         if x.dtype == out.dtype or x.device.type == "cpu":
-            out[:, first:last] = torch.mm(x, own.t())
+            out[:, first:last] = torch.mm(x, dequantized.t())
         else:
-            out[:, first:last] = torch.mm(x, own.t(), out_dtype=out.dtype)
+            out[:, first:last] = torch.mm(x, dequantized.t(), out_dtype=out.dtype)
     if bias is not None:
         out += bias

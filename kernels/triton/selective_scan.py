@@ -71,8 +71,8 @@ def selective_scan_kernel(  # noqa: PLR0917
         at = state + place[:, None] + element[None, :]
         old = element < STATE_SIZE * has_state
         h = tl.load(at, mask=real_channel[:, None] & old[None, :], other=0.0)
-        own = channel[:, None] * STATE_SIZE + element[None, :]
-        rates = tl.load(a + own, mask=real, other=0.0).to(tl.float32)
+        offset = channel[:, None] * STATE_SIZE + element[None, :]
+        rates = tl.load(a + offset, mask=real, other=0.0).to(tl.float32)
         bias = tl.zeros([CHANNELS], tl.float32)
         skip = tl.zeros([CHANNELS], tl.float32)
         if HAS_BIAS:

@@ -65,16 +65,16 @@ def choose_unpacked_tiles(
         weight: The weight.
         dtype: Dtype of the rows.
     """
-    own = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    columns = 128 if own < 64 else 64  # more of both need more registers than there are
+    program_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
+    columns = 128 if program_rows < 64 else 64  # more of both need more registers than there are
     # Two programs side by side. What is multiplied by registers is needed a stage longer.
-    each = weight.numbers.tile * own * dtype.itemsize + columns * WORDS * WORD_BYTES
+    each = weight.numbers.tile * program_rows * dtype.itemsize + columns * WORDS * WORD_BYTES
     room = gpu.shared_bytes // 2 - gpu.reserved_bytes - SCALES_BYTES
     stages = room // each + (not gpu.multiplies_in_place)
     most = MOST_STAGES if dtype.itemsize < WORD_BYTES else MOST_STAGES - 1
     stages = 2 if gpu.is_amd else max(2, min(stages, most))
     warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
-    return UnpackedTiles(own, columns, warps, stages)
+    return UnpackedTiles(program_rows, columns, warps, stages)
 
 
 def depth_of(weight: QuantizedWeight) -> int:
@@ -112,25 +112,25 @@ def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
 def _numbers(words, PLACE: tl.constexpr, KIND: tl.constexpr):
     """Return one number of each word in float32, changed by `_BIAS` or `_FACTOR`."""
     if KIND == 4:
-        own = words << (24 - 8 * (PLACE // 2) - 16 * (PLACE % 2))
-        return (own >> 24).to(tl.float32)
+        bits = words << (24 - 8 * (PLACE // 2) - 16 * (PLACE % 2))
+        return (bits >> 24).to(tl.float32)
     if KIND == 8:
         # The bits of the number plus 128 in bfloat16, two at a time: a conversion takes longer.
         pair = ((words >> (4 * (PLACE // 2))) & 0x000F000F) | 0x43004300
-        own = pair & -65536 if PLACE % 2 else pair << 16
-        return own.to(tl.float32, bitcast=True)
+        bits = pair & -65536 if PLACE % 2 else pair << 16
+        return bits.to(tl.float32, bitcast=True)
     # The bits of two small floats, moved to where a longer type has them. The exponent's bias is
     # not changed, so the number is smaller by a constant factor.
     if KIND == -8:
         shift: tl.constexpr = 6 - 4 * (PLACE // 2)
         magnitude = words << shift if shift > 0 else words >> -shift
         pair = ((words << (shift + 6)) & -2147450880) | (magnitude & 0x01C001C0)
-        own = pair & -65536 if PLACE % 2 else pair << 16
-        return own.to(tl.float32, bitcast=True)
+        bits = pair & -65536 if PLACE % 2 else pair << 16
+        return bits.to(tl.float32, bitcast=True)
     pair = words >> 8 if PLACE >= 2 else words
     pair = ((pair & 0x00800080) << 8) | ((pair & 0x007F007F) << 7)
-    own = pair >> 16 if PLACE % 2 else pair
-    return own.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    bits = pair >> 16 if PLACE % 2 else pair
+    return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -171,27 +171,27 @@ def scales_at(  # noqa: PLR0917
         words = tl.load(scale + step * outputs + column, mask=exists, other=0)
         bits = (words >> (8 * (PLACE * WORDS // GROUP))) & 0xFF
         # The exponent's bits are float32's; only 2^-127 is subnormal there.
-        own = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
-        second = own
+        factor = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
+        second = factor
     elif SCALES == 0:
-        own = tl.load(scale + place, mask=exists, other=0.0)
-        second = own
+        factor = tl.load(scale + place, mask=exists, other=0.0)
+        second = factor
         if SECOND != 0:
             second = tl.load(more + place, mask=exists, other=0.0)
     else:
-        own, second = _halves(tl.load(scale + place, mask=exists, other=0), SCALES)
+        factor, second = _halves(tl.load(scale + place, mask=exists, other=0), SCALES)
     if UNIT > 1:
         words = tl.load(outer + group // UNIT * outputs + column, mask=exists, other=0)
         outer_scale, outer_offset = _halves(words, 1)
-        own *= outer_scale
+        factor *= outer_scale
         second *= outer_offset
     if SECOND == 0:
-        addend = -ZERO_POINT * own
+        addend = -ZERO_POINT * factor
     elif SECOND == 1:
-        addend = -(ZERO_POINT + second) * own
+        addend = -(ZERO_POINT + second) * factor
     else:
-        addend = second - ZERO_POINT * own
-    return own * FACTOR, addend
+        addend = second - ZERO_POINT * factor
+    return factor * FACTOR, addend
 
 
 @triton.jit
@@ -199,8 +199,8 @@ def unpack(  # noqa: PLR0917
     words, PLACE: tl.constexpr, KIND: tl.constexpr, factor, addend, ADDS: tl.constexpr
 ):
     """Return the weights `[COLUMNS, WORDS]` of the numbers at a place of the words."""
-    found = _numbers(words, PLACE, KIND) * factor[:, None]
-    return found + addend[:, None] if ADDS else found
+    weights = _numbers(words, PLACE, KIND) * factor[:, None]
+    return weights + addend[:, None] if ADDS else weights
 
 
 @triton.jit

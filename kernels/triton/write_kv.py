@@ -59,8 +59,8 @@ def _write(  # noqa: PLR0917
     within = element % DIM
     real = element < HEADS * DIM
     place = slot // block_size * block_stride + (head * block_size + slot % block_size) * DIM
-    found = tl.load(x + token * token_stride + head * head_stride + within, mask=real)
-    tl.store(cache + place + within, stored(found, cache, scale, LARGEST), mask=real)
+    values = tl.load(x + token * token_stride + head * head_stride + within, mask=real)
+    tl.store(cache + place + within, stored(values, cache, scale, LARGEST), mask=real)
 
 
 @triton.jit

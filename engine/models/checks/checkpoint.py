@@ -43,18 +43,18 @@ def check_weights(path: str) -> None:
         )
     except Exception:  # noqa: BLE001 - loading it with weights fails too, and says why
         return
-    model, found = loaded
-    if missing := sorted(found["missing_keys"]):
+    model, loading_info = loaded
+    if missing := sorted(loading_info["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} of the model's weights, such as {missing[0]}"
         )
-    if misshapen := sorted(found["mismatched_keys"]):
+    if misshapen := sorted(loading_info["mismatched_keys"]):
         name, held, needed = misshapen[0]
         raise ModelError(
             f"{path} has {len(misshapen)} of the model's weights in another shape, such as {name}:"
             f" {list(held)} instead of {list(needed)}"
         )
-    _check_unused(path, sorted(found["unexpected_keys"]), set(model.state_dict()))
+    _check_unused(path, sorted(loading_info["unexpected_keys"]), set(model.state_dict()))
 
 
 def _check_unused(path: str, unused: list[str], used: set[str]) -> None:
@@ -65,13 +65,14 @@ def _check_unused(path: str, unused: list[str], used: set[str]) -> None:
     Raises:
         UnsupportedModelError: Such as scales, biases or adapters that the model's code ignores.
     """
-    own = [name for name in unused if f"{name.rpartition('.')[0]}.weight" in used]
-    own = [name for name in own if not name.endswith(CACHE_SCALES)]
-    if own:
+    unknown = [name for name in unused if f"{name.rpartition('.')[0]}.weight" in used]
+    unknown = [name for name in unknown if not name.endswith(CACHE_SCALES)]
+    if unknown:
         raise UnsupportedModelError(
-            f"{path} has {len(own)} tensors that its model's code does not use, such as {own[0]}:"
-            " it would answer nonsense. Its weights are quantized, or need other code than"
-            " transformers has; use a bf16 or fp16 version of the model, or a GGUF file of it"
+            f"{path} has {len(unknown)} tensors that its model's code does not use, such as"
+            f" {unknown[0]}: it would answer nonsense. Its weights are quantized, or need other"
+            " code than transformers has; use a bf16 or fp16 version of the model, or a GGUF file"
+            " of it"
         )
     if unused:
         log.warning("the model does not use some of its weights", count=len(unused), one=unused[0])

@@ -32,16 +32,16 @@ def watching_expansions(model: PreTrainedModel) -> Iterator[dict[nn.Module, Expa
     watched = [module for module in model.modules() if hasattr(module, "expand_kv")]
     kept = [vars(module).get("expand_kv") for module in watched]
     for module in watched:
-        own: Any = module
-        own.expand_kv = _watched(module, own.expand_kv, calls)
+        attention: Any = module
+        attention.expand_kv = _watched(module, attention.expand_kv, calls)
     try:
         yield calls
     finally:
         for module, before in zip(watched, kept, strict=True):
             del module.expand_kv
             if before is not None:
-                own = module
-                own.expand_kv = before
+                attention = module
+                attention.expand_kv = before
 
 
 def _watched(module: nn.Module, expand: Any, calls: dict[nn.Module, Expanded]) -> Any:  # noqa: ANN401
@@ -113,7 +113,7 @@ def _is_plain(module: nn.Module, expansion: Expansion, rotated_dim: int) -> bool
     sizes = {"qk_nope_head_dim": key_dim, "v_head_dim": value_dim, "qk_rope_head_dim": rotated_dim}
     kind: Any = type(module)
     try:
-        found = kind.expand_kv(SimpleNamespace(**{LINEAR: linear}, **sizes), latent, rotated)
+        computed = kind.expand_kv(SimpleNamespace(**{LINEAR: linear}, **sizes), latent, rotated)
     except Exception:  # noqa: BLE001 - it needs more than that
         return False
     by_head = linear(latent).view(1, TOKENS, HEADS, -1).transpose(1, 2)
@@ -121,5 +121,5 @@ def _is_plain(module: nn.Module, expansion: Expansion, rotated_dim: int) -> bool
     expected = torch.cat([key, rotated.expand(-1, HEADS, -1, -1)], -1), value
     return all(
         ours.shape == theirs.shape and torch.allclose(ours, theirs)
-        for ours, theirs in zip(expected, found, strict=True)
+        for ours, theirs in zip(expected, computed, strict=True)
     )

@@ -27,8 +27,8 @@ class ModuleRouting:
         """Record a run within; yield the list that its choices are appended to."""
         choices: list[Choice] = []
 
-        def record(_: nn.Module, given: tuple[Tensor, ...]) -> None:
-            choices.append(_choice(given))
+        def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            choices.append(_choice(inputs))
 
         with self._hooked(record):
             yield choices
@@ -36,9 +36,9 @@ class ModuleRouting:
     @contextmanager
     def forced(self, choices: Sequence[Choice], first: int) -> Iterator[list[Choice]]:
         """Let a run within compute the experts of an earlier one; see `Routing`."""
-        own: list[Choice] = []
-        with self._hooked(partial(_force, own, choices, first)):
-            yield own
+        replaced: list[Choice] = []
+        with self._hooked(partial(_force, replaced, choices, first)):
+            yield replaced
 
     @contextmanager
     def _hooked(self, hook: Callable[..., Any]) -> Iterator[None]:
@@ -50,23 +50,23 @@ class ModuleRouting:
                 handle.remove()
 
 
-def _choice(given: tuple[Tensor, ...]) -> Choice:
+def _choice(inputs: tuple[Tensor, ...]) -> Choice:
     """Return a copy of what a layer is called with."""
-    experts, weights = (tensor.to("cpu", copy=True).contiguous() for tensor in given[1:3])
+    experts, weights = (tensor.to("cpu", copy=True).contiguous() for tensor in inputs[1:3])
     return Choice(experts, weights.float())
 
 
 def _force(
-    own: list[Choice],
+    replaced: list[Choice],
     choices: Sequence[Choice],
     first: int,
     _: nn.Module,
-    given: tuple[Tensor, ...],
+    inputs: tuple[Tensor, ...],
 ) -> tuple[Tensor, ...]:
-    hidden, experts, weights, *more = given
-    choice = choices[len(own)]
+    hidden, experts, weights, *more = inputs
+    choice = choices[len(replaced)]
     rows = slice(first, first + len(choice.experts))
-    own.append(_choice(given).part(rows.start, rows.stop))
+    replaced.append(_choice(inputs).part(rows.start, rows.stop))
     experts, weights = experts.clone(), weights.clone()
     experts[rows] = choice.experts.to(experts)
     weights[rows] = choice.weights.to(weights)

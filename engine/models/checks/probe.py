@@ -108,25 +108,25 @@ def probe(
         NotImplementedError: No kernel computes a layer's attention.
     """
     replace_functions(model)
-    found = _run(model, max_position)
-    counted = [rows for rows in found.looked_up if _count(rows)]
+    observed = _run(model, max_position)
+    counted = [rows for rows in observed.looked_up if _count(rows)]
     if counted:
         shift = min(SHIFT, max_position - TOKENS)
         shifted = _run(model, max_position, shift).looked_up
         if not all(any(torch.equal(rows + shift, other) for other in shifted) for rows in counted):
             raise NotImplementedError("it numbers the positions of its tokens itself")
-    if not found.layers and not found.states:
+    if not observed.layers and not observed.states:
         raise NotImplementedError("it does not call transformers' attention interface")
-    _check_layer_types(model, found)
-    for module, numbers in found.keepers.items():
+    _check_layer_types(model, observed)
+    for module, numbers in observed.keepers.items():
         number_states(module, numbers)
-    number_calls(model, found.calls)
-    for module, expansion in found.expansions.items():
+    number_calls(model, observed.calls)
+    for module, expansion in observed.expansions.items():
         setattr(module, EXPANSION, expansion)
-    return tuple(found.layers), tuple(found.states)
+    return tuple(observed.layers), tuple(observed.states)
 
 
-def _check_layer_types(model: PreTrainedModel, found: _Probe) -> None:
+def _check_layer_types(model: PreTrainedModel, observed: _Probe) -> None:
     """Refuse layers that keep what so few tokens do not show.
 
     Raises:
@@ -135,7 +135,7 @@ def _check_layer_types(model: PreTrainedModel, found: _Probe) -> None:
     kinds = set(getattr(model.config, "layer_types", None) or ())
     if compressed := next((kind for kind in sorted(kinds) if COMPRESSED in kind), None):
         raise NotImplementedError(f"its {compressed} attends to sums of tokens")
-    if LINEAR in kinds and not found.recurrences:
+    if LINEAR in kinds and not observed.recurrences:
         raise NotImplementedError("its linear attention keeps a state in its own code")
 
 
@@ -147,25 +147,25 @@ def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) ->
         max_position: Its context.
         shift: The first token's position. Default: what the model takes for it.
     """
-    found = _Probe(max_position)
+    observed = _Probe(max_position)
     tokens = torch.ones((1, TOKENS), dtype=torch.int64, device=model.device)
     positions: dict[str, Any] = {}
     if shift is not None:
         positions["position_ids"] = shift + torch.arange(TOKENS, device=model.device)[None]
-    recorder = partial(_record_state, found)
+    recorder = partial(_record_state, observed)
     with (
         attention_of(model, PROBE),
-        _following(model, found),
+        _following(model, observed),
         recording(recorder),
-        watching_expansions(model) as found.expanded,
+        watching_expansions(model) as observed.expanded,
     ):
-        reset = _probe.set(found)
+        reset = _probe.set(observed)
         try:
-            with _Calls(found):
+            with _Calls(observed):
                 model(input_ids=tokens, use_cache=False, **positions)
         finally:
             _probe.reset(reset)
-    return found
+    return observed
 
 
 class _Calls(TorchFunctionMode):
@@ -175,9 +175,9 @@ class _Calls(TorchFunctionMode):
         found: Where to note them.
     """
 
-    def __init__(self, found: _Probe) -> None:
+    def __init__(self, observed: _Probe) -> None:
         super().__init__()
-        self._found = found
+        self._found = observed
 
     def __torch_function__(
         self,
@@ -204,12 +204,12 @@ def _count(rows: torch.Tensor) -> bool:
 
 
 @contextmanager
-def _following(model: PreTrainedModel, found: _Probe) -> Iterator[None]:
+def _following(model: PreTrainedModel, observed: _Probe) -> Iterator[None]:
     """Note which modules run, the innermost last."""
     hooks = []
     for module in model.modules():
-        hooks.append(module.register_forward_pre_hook(lambda m, _: found.running.append(m)))
-        hooks.append(module.register_forward_hook(lambda *_: _drop_last(found.running)))
+        hooks.append(module.register_forward_pre_hook(lambda m, _: observed.running.append(m)))
+        hooks.append(module.register_forward_hook(lambda *_: _drop_last(observed.running)))
     try:
         yield
     finally:
@@ -221,28 +221,28 @@ def _drop_last(modules: list[torch.nn.Module]) -> None:
     modules.pop()
 
 
-def _record_state(found: _Probe, name: str, given: dict[str, Any]) -> Any:  # noqa: ANN401
+def _record_state(observed: _Probe, name: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
     """Replace a function that updates a state: record the call, return zeros."""
-    found.keepers.setdefault(found.running[-1], []).append(len(found.states))
+    observed.keepers.setdefault(observed.running[-1], []).append(len(observed.states))
     if name == CONVOLUTION:
-        channels, width = given["weight"].shape
-        activation = given.get("activation")
+        channels, width = arguments["weight"].shape
+        activation = arguments.get("activation")
         if activation not in ACTIVATIONS:
             raise NotImplementedError(f"its convolution is followed by {activation!r}")
-        found.states.append(_in_rows(channels, width - 1, CONVOLUTION_CHANNELS, False))
-        return torch.zeros_like(given["hidden_states"])
-    found.recurrences += 1
+        observed.states.append(_in_rows(channels, width - 1, CONVOLUTION_CHANNELS, False))
+        return torch.zeros_like(arguments["hidden_states"])
+    observed.recurrences += 1
     if name == SSD:
-        _, _, heads, head_dim = given["hidden_states"].shape
-        found.states.append(StateShape(heads, (head_dim, given["B"].shape[-1]), True))
-        return torch.zeros_like(given["hidden_states"])
+        _, _, heads, head_dim = arguments["hidden_states"].shape
+        observed.states.append(StateShape(heads, (head_dim, arguments["B"].shape[-1]), True))
+        return torch.zeros_like(arguments["hidden_states"])
     if name in DELTAS:
-        heads, value_dim = given["value"].shape[2:]
-        found.states.append(StateShape(heads, (given["key"].shape[-1], value_dim), True))
-        return torch.zeros_like(given["value"]), None
-    channels, size = given["A"].shape
-    found.states.append(_in_rows(channels, size, SCAN_CHANNELS, True))
-    return torch.zeros_like(given["hidden_states"])
+        heads, value_dim = arguments["value"].shape[2:]
+        observed.states.append(StateShape(heads, (arguments["key"].shape[-1], value_dim), True))
+        return torch.zeros_like(arguments["value"]), None
+    channels, size = arguments["A"].shape
+    observed.states.append(_in_rows(channels, size, SCAN_CHANNELS, True))
+    return torch.zeros_like(arguments["hidden_states"])
 
 
 def _in_rows(channels: int, width: int, most: int, full_precision: bool) -> StateShape:
@@ -338,8 +338,8 @@ def _check_call(
     keywords: dict[str, Any],
 ) -> None:
     """Refuse a call that paged attention does not support."""
-    for name, given in keywords.items():
-        if given is None or given is False:
+    for name, argument in keywords.items():
+        if argument is None or argument is False:
             continue
         if name in NAMED_REFUSALS:
             raise NotImplementedError(NAMED_REFUSALS[name])
@@ -357,20 +357,20 @@ def _check_call(
         )
 
 
-def _find_mask(state: _Probe, layer: int, given: torch.Tensor | None) -> Mask:
+def _find_mask(state: _Probe, layer: int, passed: torch.Tensor | None) -> Mask:
     """Return a layer's mask, recognized by the tensor made for it.
 
     Raises:
         UnknownMaskError: The kernels do not support it, or the model made or changed it itself.
     """
-    if given is None:
+    if passed is None:
         raise UnknownMaskError(f"its layer {layer} has no mask, so its attention is not causal")
     for tensor, made, mask in state.masks:
         if (
-            given.data_ptr() == tensor.data_ptr()
-            and given.dtype == made.dtype
-            and given.shape == made.shape
-            and torch.equal(given, made)
+            passed.data_ptr() == tensor.data_ptr()
+            and passed.dtype == made.dtype
+            and passed.shape == made.shape
+            and torch.equal(passed, made)
         ):
             if isinstance(mask, UnknownMaskError):
                 raise mask

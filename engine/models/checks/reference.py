@@ -177,19 +177,19 @@ def compared_rows(count: int) -> list[int]:
     return [row for row in ROWS if row < count]
 
 
-def row_errors(found: Tensor, expected: Tensor) -> Tensor:
+def row_errors(computed: Tensor, expected: Tensor) -> Tensor:
     """Return each row's error.
 
     It is the root mean square of the differences of a row's logits, divided by the row's standard
     deviation.
 
     Args:
-        found: `[rows, vocab_size]` float32.
+        computed: `[rows, vocab_size]` float32.
         expected: `[rows, vocab_size]` float32.
 
     Returns:
         `[rows]`.
     """
     scale = (expected - expected.mean(1, keepdim=True)).norm(dim=1).clamp_min(1e-12)
-    errors: Tensor = (found - expected).norm(dim=1) / scale
+    errors: Tensor = (computed - expected).norm(dim=1) / scale
     return errors

@@ -33,8 +33,8 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
         directory: The model's.
         settings: All else that the outcome of its checks depends on.
     """
-    own = (file for file in directory.iterdir() if file.is_file())
-    paths = [*own, *(Path(path) for path, _ in TensorLocations.read(directory).files)]
+    files = (file for file in directory.iterdir() if file.is_file())
+    paths = [*files, *(Path(path) for path, _ in TensorLocations.read(directory).files)]
     digest = hashlib.sha256(repr(sorted(settings.items())).encode())
     for path in sorted(paths):
         status = path.stat()
@@ -51,11 +51,11 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
 def recall(place: Path) -> Reference | None:
     """Return the remembered reference; None if there is none."""
     try:
-        found = Reference.load(place)
+        reference = Reference.load(place)
         os.utime(place)
     except Exception:  # noqa: BLE001 - safetensors has errors of its own for damaged files
         return None
-    return found
+    return reference
 
 
 def remember(place: Path, reference: Reference) -> None:
@@ -65,6 +65,6 @@ def remember(place: Path, reference: Reference) -> None:
         made = place.with_suffix(f".{os.getpid()}")
         reference.save(made)
         made.replace(place)
-        kept = sorted(place.parent.iterdir(), key=lambda own: own.stat().st_mtime, reverse=True)
+        kept = sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
         for old in kept[MOST:]:
             old.unlink(missing_ok=True)

@@ -43,8 +43,8 @@ class Choice(NamedTuple):
         Those of tokens count whose experts are all the same, as weights may be shares of their sum.
         """
         same = self._common(expected).all(1)
-        own, other = (choice.sorted_weights()[same] for choice in (self, expected))
-        return float((own - other).norm() / other.norm().clamp_min(1e-12))
+        weights, other = (choice.sorted_weights()[same] for choice in (self, expected))
+        return float((weights - other).norm() / other.norm().clamp_min(1e-12))
 
     def _common(self, expected: "Choice") -> Tensor:
         """Return which experts another run chose too, `[num_tokens, chosen]` bool."""
@@ -81,8 +81,8 @@ class OperatorRouting:
             NotForcedError: It has other layers of experts.
         """
         assert kernels is not None
-        own: list[Choice] = []
+        replaced: list[Choice] = []
         contiguous = [(choice.experts, choice.weights) for choice in choices]
-        with kernels.forced(contiguous, first) as found:
-            yield own
-        own.extend(Choice(*one) for one in found)
+        with kernels.forced(contiguous, first) as pairs:
+            yield replaced
+        replaced.extend(Choice(*one) for one in pairs)

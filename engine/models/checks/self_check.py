@@ -180,8 +180,8 @@ class SelfCheck:
         """
         began = time.perf_counter()
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
-        own = _Chunk(tokens, 0, len(tokens), OWN)
-        alone, chosen = self._run(forward, [own], rows)
+        whole = _Chunk(tokens, 0, len(tokens), OWN)
+        alone, chosen = self._run(forward, [whole], rows)
         errors = {
             "alone": self._compare(
                 alone,
@@ -211,13 +211,13 @@ class SelfCheck:
             SelfCheckError: They do by more than rounding explains.
         """
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
-        own = _Chunk(tokens, 0, len(tokens), OWN)
+        whole = _Chunk(tokens, 0, len(tokens), OWN)
         before, after = tokens[:BEFORE].flip(0), tokens[-AFTER:]
         packed, _ = self._run(
             forward,
             [
                 _Chunk(before, 0, len(before), 0),
-                own,
+                whole,
                 _Chunk(after, 0, len(after), 2, self._max_position - len(after)),
             ],
             [len(before) + row for row in rows],
@@ -276,22 +276,22 @@ class SelfCheck:
             return _Limit(most, most)
         if self.expected.free:
             return _Limit(FREE_TOLERANCE)
-        own = self.expected.rounding
+        rounding = self.expected.rounding
         return _Limit(
-            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.quantile(QUANTILE))),
-            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own.max())),
+            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(rounding.quantile(QUANTILE))),
+            max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(rounding.max())),
         )
 
     def _in_chunks(self, forward: Forward, tokens: Tensor) -> Tensor:
         """Return the compared rows, computed in several steps."""
         ends = sorted({min(end, len(tokens)) for end in CHUNKS})
-        found = []
+        parts = []
         for start, end in zip([0, *ends], ends, strict=False):
             rows = [row - start for row in compared_rows(end) if row >= start]
             chunk = _Chunk(tokens, start, end, OWN)
             logits, _ = self._run(forward, [chunk], rows or [0])
-            found += [logits] if rows else []
-        return torch.cat(found)
+            parts += [logits] if rows else []
+        return torch.cat(parts)
 
     def _run(
         self, forward: Forward, chunks: Sequence[_Chunk], rows: list[int]
@@ -305,10 +305,10 @@ class SelfCheck:
         if self._routing is None:
             return self._logits(forward, chunks, rows), []
         lengths = [chunk.end - chunk.start for chunk in chunks]
-        (own,) = (number for number, chunk in enumerate(chunks) if chunk.place == OWN)
-        start, end = chunks[own].start, chunks[own].end
+        (index,) = (number for number, chunk in enumerate(chunks) if chunk.place == OWN)
+        start, end = chunks[index].start, chunks[index].end
         choices = [choice.part(start, end) for choice in self.expected.choices]
-        with self._routing.forced(choices, sum(lengths[:own])) as chosen:
+        with self._routing.forced(choices, sum(lengths[:index])) as chosen:
             logits = self._logits(forward, chunks, rows)
         return logits, chosen
 
@@ -367,8 +367,8 @@ class SelfCheck:
             return {}
         broken = "a prompt's experts are not those of transformers' forward pass"
         pairs = list(zip(chosen, self.expected.choices, strict=True))
-        weights = max(own.weight_error(expected) for own, expected in pairs)
-        unlike = max(own.unlike(expected) for own, expected in pairs)
+        weights = max(choice.weight_error(expected) for choice, expected in pairs)
+        unlike = max(choice.unlike(expected) for choice, expected in pairs)
         most = flips = SIXTEEN_BIT_FLIPS
         if self._dtype == torch.float32:
             most = self._limit.usual
@@ -377,11 +377,13 @@ class SelfCheck:
         self._check_error(unlike, max(flips, self.tolerance), broken, "of its choices")
         return {"routed": max(weights, unlike)}
 
-    def _compare(self, found: Tensor, expected: Tensor, broken: str, tolerance: float = 0) -> float:
+    def _compare(
+        self, computed: Tensor, expected: Tensor, broken: str, tolerance: float = 0
+    ) -> float:
         """Return the error between two sets of logits.
 
         Args:
-            found: `[rows, vocab_size]` float32.
+            computed: `[rows, vocab_size]` float32.
             expected: `[rows, vocab_size]` float32.
             broken: The relation that does not hold if they differ.
             tolerance: The quantization's, if they may differ by it.
@@ -389,7 +391,7 @@ class SelfCheck:
         Raises:
             SelfCheckError: They differ by more than it and rounding explain.
         """
-        errors, unit = row_errors(found, expected), "of their standard deviation"
+        errors, unit = row_errors(computed, expected), "of their standard deviation"
         limit = self._limit_for(errors, tolerance)
         usual = self._check_error(float(errors.quantile(QUANTILE)), limit.usual, broken, unit)
         if limit.greatest == math.inf:

@@ -52,7 +52,7 @@ def trial_reference(
         routing: Its layers of experts.
         left_out: Linear layers that adapters cannot adapt.
     """
-    found = {
+    adaptable = {
         name: layer
         for name, layer in model.named_modules()
         if isinstance(layer, nn.Linear | Conv1D) and layer not in left_out
@@ -66,14 +66,14 @@ def trial_reference(
         size = product.square().mean().sqrt().clamp_min(TINY)
         scales.setdefault(name, float(SHARE * out.float().square().mean().sqrt() / size))
 
-    with _hooked(found, measure):
+    with _hooked(adaptable, measure):
         forward_logits(model, plain.tokens)
     scales = {name: scale for name, scale in scales.items() if name not in partly}
 
     def add(name: str, _: Tensor, out: Tensor, product: Tensor) -> Tensor:
         return (out.float() + scales[name] * product).to(out.dtype)
 
-    with _hooked({name: found[name] for name in scales}, add):
+    with _hooked({name: adaptable[name] for name in scales}, add):
         with widened(model), routing.recorded() as recorded:
             logits = forward_logits(model, plain.tokens)
         expected = Reference(plain.tokens, logits, torch.zeros(len(logits)), tuple(recorded))
@@ -89,8 +89,8 @@ def _hooked(
 ) -> Iterator[None]:
     """Call a function with each layer's name, inputs, outputs and product of low rank."""
 
-    def hook(name: str, _: nn.Module, given: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
-        x = given[0]
+    def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
+        x = inputs[0]
         down, up = trial_matrices(name, x.shape[-1], out.shape[-1])
         product = x.float() @ down.to(x.device).t() @ up.to(x.device).t()
         return call(name, x, out, product)

@@ -46,30 +46,34 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel:
 def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
     """Return a model's config with fewer layers, and narrow ones."""
     config: PreTrainedConfig = copy.deepcopy(model.config)
-    own: Any = config.get_text_config(decoder=True)
-    count: int = own.num_hidden_layers
-    kept = _count_layers(model, own)
-    own.vocab_size = min(own.vocab_size, VOCABULARY)
-    for name, value in list(vars(own).items()):
+    text_config: Any = config.get_text_config(decoder=True)
+    count: int = text_config.num_hidden_layers
+    kept = _count_layers(model, text_config)
+    text_config.vocab_size = min(text_config.vocab_size, VOCABULARY)
+    for name, value in list(vars(text_config).items()):
         if _is_list(value, count):
-            setattr(own, name, type(value)(value[:kept]))
+            setattr(text_config, name, type(value)(value[:kept]))
         elif any(part in name for part in INNER_NAMES) and isinstance(value, int):
-            setattr(own, name, min(value, INNER))
+            setattr(text_config, name, min(value, INNER))
         elif name.endswith("_token_id") and isinstance(value, int):
-            setattr(own, name, value if value < own.vocab_size else None)
-    own.num_hidden_layers = kept
+            setattr(text_config, name, value if value < text_config.vocab_size else None)
+    text_config.num_hidden_layers = kept
     return config
 
 
 def _count_layers(model: PreTrainedModel, config: Any) -> int:  # noqa: ANN401
     """Return how many of a model's first layers have one of each kind."""
     count: int = config.num_hidden_layers
-    found = [own for own in model.modules() if isinstance(own, nn.ModuleList) and len(own) == count]
+    layer_lists = [
+        module
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and len(module) == count
+    ]
     lists = [value for value in vars(config).values() if _is_list(value, count)]
     kinds = [
         (
             *(repr(values[number]) for values in lists),
-            *(_kind(layers[number]) for layers in found),
+            *(_kind(layers[number]) for layers in layer_lists),
         )
         for number in range(count)
     ]
@@ -84,8 +88,8 @@ def _is_list(value: object, count: int) -> TypeGuard[list[Any] | tuple[Any, ...]
 
 def _kind(layer: nn.Module) -> tuple[object, ...]:
     """Return the types of a layer's modules and the shapes of its weights."""
-    modules = tuple((path, type(own).__name__) for path, own in layer.named_modules())
-    return modules, tuple((name, tuple(own.shape)) for name, own in layer.named_parameters())
+    modules = tuple((path, type(part).__name__) for path, part in layer.named_modules())
+    return modules, tuple((name, tuple(part.shape)) for name, part in layer.named_parameters())
 
 
 @torch.no_grad()

@@ -37,24 +37,24 @@ def widened(model: nn.Module) -> Iterator[None]:
         model: The model, whose weights stay as they are.
     """
     small = is_small(model)
-    found = [
-        (kept, name, own)
-        for kept, name, own in chain.from_iterable(map(own_tensors, model.modules()))
-        if own.dtype in NARROW
+    narrow = [
+        (kept, name, tensor)
+        for kept, name, tensor in chain.from_iterable(map(own_tensors, model.modules()))
+        if tensor.dtype in NARROW
     ]
     made: dict[Tensor, Tensor] = {}  # tied weights stay tied
     try:
-        for kept, name, own in found:
-            if own not in made:
-                wide = in_float32(own).make() if small else in_float32(own)
-                is_parameter = isinstance(own, nn.Parameter)
-                made[own] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
-            kept[name] = made[own]
+        for kept, name, tensor in narrow:
+            if tensor not in made:
+                wide = in_float32(tensor).make() if small else in_float32(tensor)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                made[tensor] = nn.Parameter(wide, requires_grad=False) if is_parameter else wide
+            kept[name] = made[tensor]
         yield
     finally:
-        for kept, name, own in found:
-            if kept.get(name) is made.get(own):
-                kept[name] = own
+        for kept, name, tensor in narrow:
+            if kept.get(name) is made.get(tensor):
+                kept[name] = tensor
 
 
 def _weights(model: nn.Module) -> Iterator[Tensor]:

@@ -151,16 +151,16 @@ def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:
     if not modules:
         return []
     use_implementation(model)
-    found, left = [], set()
+    layers, left = [], set()
     for path, module in modules.items():
         activation = recognize(module) if calls_implementation(module) else None
         if activation is None:
             left.add(type(module).__name__)
         else:
-            found.append(ExpertLayer(path, module, activation))
+            layers.append(ExpertLayer(path, module, activation))
     if left:
         log.info("experts are not recognized: they run as transformers has them", classes=left)
-    return found
+    return layers
 
 
 def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -168,7 +168,7 @@ def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
 
     They are called with hidden states, the numbers of each token's experts, and their weights.
     """
-    return {path: own for path, own in model.named_modules() if _holds_experts(own)}
+    return {path: module for path, module in model.named_modules() if _holds_experts(module)}
 
 
 def skip_experts(model: PreTrainedModel) -> None:
@@ -183,7 +183,8 @@ def _holds_experts(module: nn.Module) -> bool:
         return False
     weights = [getattr(module, name, None) for name in (_up_name(module), "down_proj")]
     return all(
-        isinstance(own, Tensor) and own.dim() == 3 and own.dtype in DTYPES for own in weights
+        isinstance(weight, Tensor) and weight.dim() == 3 and weight.dtype in DTYPES
+        for weight in weights
     )
 
 
@@ -199,16 +200,16 @@ def recognize(module: Any) -> Activation | None:  # noqa: ANN401 - one of transf
     gated = bool(module.has_gate)
     projected = _numbers()
     # In the layer's own order, if gates and up projections alternate.
-    given = projected if not gated else _pairs(projected)
-    own = given
+    inputs = projected if not gated else _pairs(projected)
+    arranged = inputs
     if gated and not module.is_concatenated:
-        own = torch.stack(given.chunk(2, -1), -1).flatten(-2)
+        arranged = torch.stack(inputs.chunk(2, -1), -1).flatten(-2)
     try:
-        expected = module._apply_gate(own) if gated else module.act_fn(own)  # noqa: SLF001
+        expected = module._apply_gate(arranged) if gated else module.act_fn(arranged)  # noqa: SLF001
     except Exception:  # noqa: BLE001 - whatever a model's code raises
         return None
     for activation in _candidates(module, gated=gated):
-        computed = activation(given)
+        computed = activation(inputs)
         if computed.shape == expected.shape and torch.allclose(
             computed, expected, rtol=1e-4, atol=1e-5
         ):

@@ -30,9 +30,9 @@ def _forward(
     """
     replacement: nn.Module | None = getattr(module, REPLACEMENT, None)
     if replacement is None:
-        own: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
-        return own
-    out: Tensor = replacement(hidden_states, top_k_index, top_k_weights)
+        out: Tensor = grouped_mm_experts_forward(module, hidden_states, top_k_index, top_k_weights)
+    else:
+        out = replacement(hidden_states, top_k_index, top_k_weights)
     return out
 
 

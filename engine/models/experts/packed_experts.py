@@ -32,13 +32,19 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's experts; see `interface.py`."""
-        own = self._activation
+        activation = self._activation
         up, down = self._product("up"), self._product("down")
         dtype = torch.float32 if up.panels.dtype == torch.float32 else torch.bfloat16
         out: Tensor = torch.ops.octavo.packed_experts(
             *(hidden_states.to(dtype), top_k_index, top_k_weights.float()),
             *(up.panels, up.bias, down.panels, down.bias),
-            *(own.number, int(own.gated), own.alpha, own.limit, own.offset),
+            *(
+                activation.number,
+                int(activation.gated),
+                activation.alpha,
+                activation.limit,
+                activation.offset,
+            ),
             *(up.factors, up.scales, down.factors, down.scales),
         )
         return out.to(hidden_states.dtype)
@@ -47,7 +53,7 @@ class PackedExperts(nn.Module):
     def num_weights(self) -> int:
         """The number of weights, with the padding of panels."""
         products = self._product("up"), self._product("down")
-        return sum(own.bias.numel() * count_inputs(own.panels) for own in products)
+        return sum(product.bias.numel() * count_inputs(product.panels) for product in products)
 
     @property
     def is_int4(self) -> bool:

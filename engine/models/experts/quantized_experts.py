@@ -42,12 +42,18 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's experts; see `interface.py`."""
-        own = self._activation
+        activation = self._activation
         out: Tensor = torch.ops.octavo.quantized_experts(
             *(hidden_states, top_k_index, top_k_weights.float()),
             *(*self._tensors("up"), self._layouts["up"], self.up_bias),
             *(*self._tensors("down"), self._layouts["down"], self.down_bias),
-            *(own.number, int(own.gated), own.alpha, own.limit, own.offset),
+            *(
+                activation.number,
+                int(activation.gated),
+                activation.alpha,
+                activation.limit,
+                activation.offset,
+            ),
         )
         return out
 

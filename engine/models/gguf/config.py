@@ -136,16 +136,16 @@ def _set_longrope(rope: Rope, config: Any, fields: Mapping[str, Any]) -> None:  
 
 def _read_llama3(factors: Any, theta: float) -> Rope:  # noqa: ANN401
     """Return the `rope_parameters` of which llama.cpp made these factors."""
-    given = np.asarray(factors, np.float64)
-    factor = float(given.max())
-    if factor == given.min() == 1:
+    values = np.asarray(factors, np.float64)
+    factor = float(values.max())
+    if factor == values.min() == 1:
         return {}
     turns = LLAMA3["original_max_position_embeddings"] / (
-        2 * np.pi * theta ** (np.arange(len(given)) / len(given))
+        2 * np.pi * theta ** (np.arange(len(values)) / len(values))
     )
     low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
     smooth = np.clip((turns - low) / (high - low), 0, 1)
-    if not np.allclose(1 / ((1 - smooth) / factor + smooth), given, rtol=1e-4):
+    if not np.allclose(1 / ((1 - smooth) / factor + smooth), values, rtol=1e-4):
         raise UnsupportedModelError(
             "its factors of rotary frequencies (rope_freqs.weight) are not those of Llama 3.1"
         )
@@ -166,11 +166,15 @@ def _read_scaling(config: Any, fields: Mapping[str, Any]) -> Rope:  # noqa: ANN4
             " yarn or longrope scaling"
         )
     original = fields.get("rope.scaling.original_context_length", config.max_position_embeddings)
-    found = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+    parameters = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": original,
+    }
     for name in ("beta_fast", "beta_slow"):
         if f"rope.scaling.yarn_{name}" in fields:
-            found[name] = fields[f"rope.scaling.yarn_{name}"]
+            parameters[name] = fields[f"rope.scaling.yarn_{name}"]
     for name in ("attn_factor", "yarn_attn_factor", "yarn_ext_factor"):
         if fields.get(f"rope.scaling.{name}", 1.0) != 1:
             raise UnsupportedModelError(f"Octavo does not read its field rope.scaling.{name}")
-    return found
+    return parameters

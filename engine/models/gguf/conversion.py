@@ -189,7 +189,7 @@ def _write_floats(
         numbers = weight.numbers()
         keeps = places and numbers.dim() < LEAST_DIMENSIONS
         held[weight.name] = numbers if keeps else numbers.to(dtype)
-        if sum(own.nbytes for own in held.values()) > SHARD_BYTES:
+        if sum(tensor.nbytes for tensor in held.values()) > SHARD_BYTES:
             write()
     if held or not shards:
         write()
@@ -212,16 +212,16 @@ def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
     """
     gguf: Any = import_module("gguf")
     with _one_at_a_time:
-        given = gguf.GGUFReader, gguf.get_tensor_name_map
+        originals = gguf.GGUFReader, gguf.get_tensor_name_map
 
         def read(path: str, *options: Any) -> Any:  # noqa: ANN401
-            return reader if source.samefile(path) else given[0](path, *options)
+            return reader if source.samefile(path) else originals[0](path, *options)
 
-        gguf.GGUFReader, gguf.get_tensor_name_map = read, cache(given[1])
+        gguf.GGUFReader, gguf.get_tensor_name_map = read, cache(originals[1])
         try:
             yield
         finally:
-            gguf.GGUFReader, gguf.get_tensor_name_map = given
+            gguf.GGUFReader, gguf.get_tensor_name_map = originals
 
 
 def _reads_itself(architecture: str) -> bool:
@@ -258,9 +258,9 @@ def _make_model(source: Path, reader: Any, architecture: str, dtype: Any) -> Any
 def _check_complete(source: Path, model: Any, weights: Iterable[Weight]) -> None:  # noqa: ANN401
     """Refuse a file that lacks weights, which would be random."""
     held = {weight.name for weight in weights}
-    own = dict(model.named_parameters(remove_duplicate=False))
-    tied = {id(weight) for name, weight in own.items() if name in held}
-    left = sorted(name for name, weight in own.items() if id(weight) not in tied)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    tied = {id(weight) for name, weight in parameters.items() if name in held}
+    left = sorted(name for name, weight in parameters.items() if id(weight) not in tied)
     if left:
         raise ModelError(f"{source} lacks {len(left)} of the model's weights, as {left[0]}")
 

@@ -48,11 +48,11 @@ class _Names:
     """
 
     def __init__(self, architecture: str, config: Mapping[str, Any], model: Any) -> None:  # noqa: ANN401
-        from transformers import modeling_gguf_pytorch_utils as own  # noqa: PLC0415
+        from transformers import modeling_gguf_pytorch_utils as gguf_utils  # noqa: PLC0415
 
-        kinds: Mapping[str, Any] = own.TENSOR_PROCESSORS
-        self._processor = kinds.get(architecture, own.TensorProcessor)(config=dict(config))
-        self._names = own.get_gguf_hf_weights_map(model, self._processor)
+        kinds: Mapping[str, Any] = gguf_utils.TENSOR_PROCESSORS
+        self._processor = kinds.get(architecture, gguf_utils.TensorProcessor)(config=dict(config))
+        self._names = gguf_utils.get_gguf_hf_weights_map(model, self._processor)
 
     def process(self, name: str, numbers: Any, made: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
         """Return the weights that a tensor is, or is a part of, by name.
@@ -63,11 +63,11 @@ class _Names:
             made: What other tensors made of the weights.
         """
         parsed = {"tensors": dict(made)}
-        found = self._processor.process(
+        processed = self._processor.process(
             weights=numbers, name=name, tensor_key_mapping=self._names, parsed_parameters=parsed
         )
-        if found.name in self._names:
-            return {self._names[found.name]: found.weights}
+        if processed.name in self._names:
+            return {self._names[processed.name]: processed.weights}
         return parsed["tensors"]
 
     def numbers(self, name: str, tensors: Iterable[Any]) -> Any:  # noqa: ANN401 - a torch tensor
@@ -83,9 +83,13 @@ class _Names:
         for tensor in tensors:
             exact = gguf.dequantize(tensor.data, tensor.tensor_type)
             made |= self.process(tensor.name, exact, made)
-        found = made[name]
-        own: Any = found if isinstance(found, torch.Tensor) else torch.from_numpy(np.array(found))
-        return own.float().contiguous()
+        processed = made[name]
+        float_tensor: Any = (
+            processed
+            if isinstance(processed, torch.Tensor)
+            else torch.from_numpy(np.array(processed))
+        )
+        return float_tensor.float().contiguous()
 
 
 def find_weights(
@@ -103,20 +107,22 @@ def find_weights(
         model: A model of its class on the meta device.
     """
     names = _Names(architecture, config, model)
-    found: list[Weight] = []
+    weights: list[Weight] = []
     others: dict[str, list[Any]] = defaultdict(list)
     for tensor in tensors:
         made = _moved_rows(names, tensor)
         if made is not None:
             name, order = made
             make = partial(names.numbers, name, (tensor,))
-            found.append(Weight(name, (tensor,), True, order, make))
+            weights.append(Weight(name, (tensor,), True, order, make))
             continue
         for name in names.process(tensor.name, _sample(tensor), {}):
             others[name].append(tensor)
-    for name, own in others.items():
-        found.append(Weight(name, tuple(own), False, None, partial(names.numbers, name, own)))
-    return found
+    for name, sources in others.items():
+        weights.append(
+            Weight(name, tuple(sources), False, None, partial(names.numbers, name, sources))
+        )
+    return weights
 
 
 def _sample(tensor: Any) -> Any:  # noqa: ANN401
@@ -130,13 +136,13 @@ def _moved_rows(names: _Names, tensor: Any) -> tuple[str, Any | None] | None:  #
     if len(shape) != LEAST_DIMENSIONS:
         return None
     numbers = np.arange(shape[0], dtype=np.float64)
-    given = np.stack([numbers, numbers + 0.5], 1)
+    marked = np.stack([numbers, numbers + 0.5], 1)
     try:
-        made = names.process(tensor.name, given, {})
+        made = names.process(tensor.name, marked, {})
     except ValueError:  # it counts on the number of columns
         return None
     (name, rows), *others = made.items() if made else [("", None)]
-    if others or not isinstance(rows, np.ndarray) or rows.shape != given.shape:
+    if others or not isinstance(rows, np.ndarray) or rows.shape != marked.shape:
         return None
     order = rows[:, 0]
     if not np.array_equal(rows[:, 1], order + 0.5) or not np.array_equal(np.sort(order), numbers):

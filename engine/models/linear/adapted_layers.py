@@ -127,10 +127,10 @@ def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Te
             adapt, negative if they do not.
     """
 
-    def run(*given: Any) -> Tensor:  # noqa: ANN401 - as the kernel
-        adapters, number = current_adapters(), given[place]
+    def run(*arguments: Any) -> Tensor:  # noqa: ANN401 - as the kernel
+        adapters, number = current_adapters(), arguments[place]
         added = None if adapters is None or number < 0 else adapters.of_layer(number)
-        return kernel(*given[:place], *given[place + 1 :], low_rank=added)
+        return kernel(*arguments[:place], *arguments[place + 1 :], low_rank=added)
 
     return run
 

@@ -42,7 +42,9 @@ def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
     plain = plain_linears(model)
     inputs: dict[nn.Module, Tensor] = {}  # keeps the tensors alive, so that their ids differ
     hooks = [
-        layer.register_forward_pre_hook(lambda layer, given: inputs.update({layer: given[0]}))
+        layer.register_forward_pre_hook(
+            lambda layer, arguments: inputs.update({layer: arguments[0]})
+        )
         for layer in plain
     ]
     token = torch.zeros((1, 1), dtype=torch.int64, device=model.device)

@@ -245,8 +245,8 @@ def define_operator(
     _library.define(schema)  # type: ignore[no-untyped-call]
     if kernel is not None:
         before, adapted, _ = schema.partition(ADAPTED)
-        own = with_adapters(kernel, before.count(",")) if adapted else kernel
-        _library.impl(name, own, "CPU")  # type: ignore[no-untyped-call]
+        implementation = with_adapters(kernel, before.count(",")) if adapted else kernel
+        _library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]
     register_fake(
         f"octavo::{name}",
         lambda x, outputs, *_, **__: x.new_empty(x.shape[0], outputs, dtype=dtype),

@@ -22,7 +22,7 @@ def plain_linears(model: nn.Module) -> set[nn.Module]:
     Subclasses of `nn.Linear` are judged by what the first layer of each class computes.
     """
     is_plain: dict[type, bool] = {nn.Linear: True}
-    found: set[nn.Module] = set()
+    layers: set[nn.Module] = set()
     for layer in model.modules():
         if not isinstance(layer, nn.Linear):
             continue
@@ -30,8 +30,8 @@ def plain_linears(model: nn.Module) -> set[nn.Module]:
         if kind not in is_plain:
             is_plain[kind] = kind.forward is nn.Linear.forward or _is_product(layer)
         if is_plain[kind]:
-            found.add(layer)
-    return found
+            layers.add(layer)
+    return layers
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
@@ -67,8 +67,8 @@ def check_quantizable(model: PreTrainedModel, path: str, quantization: str) -> N
     Raises:
         ModelError: The message names the method, or the layers' class.
     """
-    if own := getattr(model.config, "quantization_config", None):
-        raise already_quantized(path, _method(own), quantization)
+    if settings := getattr(model.config, "quantization_config", None):
+        raise already_quantized(path, _method(settings), quantization)
     plain = plain_linears(model)
     for layer in model.modules():
         if isinstance(layer, nn.Linear) and layer not in plain and _looks_like_product(layer):
@@ -88,24 +88,28 @@ def _hint(quantization: str) -> str:
     return f"--quantization {quantization} is for models in bfloat16, float16 or float32"
 
 
-def _method(own: object) -> str:
-    found = own.get("quant_method") if isinstance(own, dict) else getattr(own, "quant_method", "?")
-    return str(getattr(found, "value", found))
+def _method(settings: object) -> str:
+    method = (
+        settings.get("quant_method")
+        if isinstance(settings, dict)
+        else getattr(settings, "quant_method", "?")
+    )
+    return str(getattr(method, "value", method))
 
 
 def _is_product(layer: nn.Linear) -> bool:
-    found, expected = _outputs(layer)
+    computed, expected = _outputs(layer)
     return (
-        isinstance(found, Tensor)
-        and found.shape == expected.shape
-        and torch.allclose(found, expected, rtol=1e-4, atol=1e-4)
+        isinstance(computed, Tensor)
+        and computed.shape == expected.shape
+        and torch.allclose(computed, expected, rtol=1e-4, atol=1e-4)
     )
 
 
 def _looks_like_product(layer: nn.Linear) -> bool:
     """Return whether a layer maps inputs to one tensor of outputs; routers do not."""
-    found, expected = _outputs(layer)
-    return isinstance(found, Tensor) and found.shape == expected.shape
+    computed, expected = _outputs(layer)
+    return isinstance(computed, Tensor) and computed.shape == expected.shape
 
 
 @torch.inference_mode()

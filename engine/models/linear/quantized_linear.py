@@ -113,8 +113,8 @@ def weight_of(
     """Return the weight that `layout_of` and its tensors describe."""
     inputs, group, numbers, zero_point, second, scales = layout
     kind = SCALE_TYPES[scales - 1] if scales else None
-    own = (Numbers(numbers), zero_point, Second(second), kind)
-    return QuantizedWeight(codes, scale, inputs, group, *own, more, outer)
+    properties = (Numbers(numbers), zero_point, Second(second), kind)
+    return QuantizedWeight(codes, scale, inputs, group, *properties, more, outer)
 
 
 def _quantized_linear(  # noqa: PLR0917 - as the operator

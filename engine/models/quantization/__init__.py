@@ -22,10 +22,10 @@ SCHEMES = {
 
 def schemes_for(device: "torch.device") -> list[str]:
     """Return the names of the schemes that a device has kernels for."""
-    found = ((name, find_scheme(name)) for name in SCHEMES)
+    schemes = ((name, find_scheme(name)) for name in SCHEMES)
     return [
         name
-        for name, scheme in found
+        for name, scheme in schemes
         if scheme is not None and (device.type != "cpu" or scheme.on_cpus)
     ]
 

@@ -111,8 +111,8 @@ class Scheme(ABC):
         while groups:
             group = groups.pop()  # frees it once it is replaced
             first = group[0]
-            own = inputs.linears.get(first.path)
-            convert = partial(self.convert, inputs=own, is_head=first.layer is head)
+            layer_inputs = inputs.linears.get(first.path)
+            convert = partial(self.convert, inputs=layer_inputs, is_head=first.layer is head)
             replace(model, group, convert, gates=has_quantized_kernels(first.layer))
         for layer in experts:
             rows = inputs.experts.get(layer.path)  # none if the model does not call the layer
@@ -129,8 +129,8 @@ class Scheme(ABC):
         """
 
         def rounded(weight: Tensor, is_head: bool) -> GpuWeight | None:
-            own = self.round_head_for_gpu if is_head else self.round_for_gpu
-            return own(weight)
+            round_weight = self.round_head_for_gpu if is_head else self.round_for_gpu
+            return round_weight(weight)
 
         quantize_on_gpu(model, device, rounded)
 
@@ -147,8 +147,10 @@ def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
     left: Counter[str] = Counter()
     for module in model.modules():
         if module is not head and not isinstance(module, nn.Embedding):
-            own = module.parameters(recurse=False)
-            left[type(module).__name__] += sum(weight.numel() for weight in own if weight.dim() > 1)
+            parameters = module.parameters(recurse=False)
+            left[type(module).__name__] += sum(
+                weight.numel() for weight in parameters if weight.dim() > 1
+            )
     quantized = sum(buffer.numel() for buffer in model.buffers() if buffer.dtype == torch.int8)
     quantized += sum(
         module.num_weights

@@ -56,8 +56,8 @@ class ExpertInputs:
 
     def of(self, expert: int) -> Tensor:
         """Return the rows of an expert in float32; some of all rows if they are too few."""
-        own = self.rows[(self.expert_ids == expert).any(1)]
-        return (own if len(own) >= MIN_ROWS else self.rows[1 : 1 + SAMPLES]).float()
+        rows = self.rows[(self.expert_ids == expert).any(1)]
+        return (rows if len(rows) >= MIN_ROWS else self.rows[1 : 1 + SAMPLES]).float()
 
     def busiest(self, experts: int, most: int) -> list[int]:
         """Return at most `most` of the layer's experts, those with the most rows."""
@@ -97,25 +97,25 @@ def calibrate(
         linears: The names of linear layers.
         experts: Those of layers of experts.
     """
-    found = Calibration({}, {})
+    calibration = Calibration({}, {})
     if not linears and not experts:
-        return found
+        return calibration
     tokens = calibration_tokens(path, shape)
     hooks = [
-        *_record_linears(model, linears, found.linears),
-        *_record_experts(model, experts, found.experts),
+        *_record_linears(model, linears, calibration.linears),
+        *_record_experts(model, experts, calibration.experts),
     ]
     run_alone(model, shape, tokens)
     for hook in hooks:
         hook.remove()
-    return found
+    return calibration
 
 
 def _record_experts(
-    model: PreTrainedModel, names: Collection[str], found: dict[str, ExpertInputs]
+    model: PreTrainedModel, names: Collection[str], recorded: dict[str, ExpertInputs]
 ) -> list[RemovableHandle]:
     def record(name: str, rows: Tensor, expert_ids: Tensor) -> None:
-        found[name] = ExpertInputs(rows.clone(), expert_ids.clone())
+        recorded[name] = ExpertInputs(rows.clone(), expert_ids.clone())
 
     return [
         model.get_submodule(name).register_forward_pre_hook(
@@ -126,17 +126,17 @@ def _record_experts(
 
 
 def _record_linears(
-    model: PreTrainedModel, names: Collection[str], found: dict[str, Inputs]
+    model: PreTrainedModel, names: Collection[str], recorded: dict[str, Inputs]
 ) -> list[RemovableHandle]:
 
     def record(name: str, x: Tensor) -> None:
         rows = x.reshape(-1, x.shape[-1])
         absmax = rows.float().abs().amax(0)
-        if name in found:  # a shared layer
-            absmax = torch.maximum(absmax, found[name].absmax)
+        if name in recorded:  # a shared layer
+            absmax = torch.maximum(absmax, recorded[name].absmax)
         # Skip the first token: it draws all attention, and its activations are unlike the others.
         samples = rows[1 :: max(1, len(rows) // SAMPLES)]
-        found[name] = Inputs(absmax.clone(), samples.float().clone())
+        recorded[name] = Inputs(absmax.clone(), samples.float().clone())
 
     return [
         model.get_submodule(name).register_forward_pre_hook(
@@ -184,9 +184,9 @@ def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list
             use_cache=False,
         )
     return [
-        LayerCache(layer.keys[own], None if layer.values is None else layer.values[own])
+        LayerCache(layer.keys[table], None if layer.values is None else layer.values[table])
         for layer in step.layers
-        for own in step.groups[layer.group].block_tables
+        for table in step.groups[layer.group].block_tables
     ]
 
 

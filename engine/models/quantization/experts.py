@@ -44,14 +44,14 @@ def experts_to_int8(layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts:
     def shared(_: int, alpha: float) -> Tensor:
         return smooth(absmax, widest, alpha)
 
-    def own(expert: int, alpha: float) -> Tensor:
+    def expert_factors(expert: int, alpha: float) -> Tensor:
         rows = _between(layer, inputs, expert)
         return smooth(rows.abs().amax(0), widest_weights(layer.down(expert)), alpha)
 
     alpha = _best_alpha(judges, layer.up, inputs.of, shared)
     up = _pack(layer, "up", shared(0, alpha)[None])
-    alpha = _best_alpha(judges, layer.down, partial(_between, layer, inputs), own)
-    down = _pack(layer, "down", stacked(layer.count, lambda expert: own(expert, alpha)))
+    alpha = _best_alpha(judges, layer.down, partial(_between, layer, inputs), expert_factors)
+    down = _pack(layer, "down", stacked(layer.count, lambda expert: expert_factors(expert, alpha)))
     return PackedExperts(layer.activation, up, down)
 
 
@@ -83,9 +83,11 @@ def _best_alpha(
 
     def error(alpha: float) -> float:
         return fmean(
-            output_error(own, inputs(one), round_weights(own, factors(one, alpha)))
+            output_error(
+                expert_weight, inputs(one), round_weights(expert_weight, factors(one, alpha))
+            )
             for one in experts
-            for own in (weight(one).float(),)
+            for expert_weight in (weight(one).float(),)
         )
 
     return min(ALPHAS, key=error)
@@ -103,8 +105,8 @@ def _pack(layer: ExpertLayer, name: str, factors: Tensor) -> PackedProduct:
     pack, weight = kernels.pack, layer.up if name == "up" else layer.down
     panels, scales = [], []
     for expert in range(layer.count):
-        own = factors[expert if len(factors) > 1 else 0]
-        whole, scale, sums, _ = round_weights(weight(expert), own)
+        expert_factors = factors[expert if len(factors) > 1 else 0]
+        whole, scale, sums, _ = round_weights(weight(expert), expert_factors)
         panels.append(pack(arranged(layer, name, whole)))
         scales.append(torch.stack([padded(layer, name, scale), padded(layer, name, sums)]))
     bias = layer.up_bias if name == "up" else layer.down_bias

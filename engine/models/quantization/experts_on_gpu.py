@@ -28,7 +28,11 @@ def round_experts(
         round_weight: Rounds a weight, `[outputs, inputs]`.
     """
     ups, downs = (
-        [own.weight for number in range(layer.count) if (own := round_weight(weight(number)))]
+        [
+            rounded.weight
+            for number in range(layer.count)
+            if (rounded := round_weight(weight(number)))
+        ]
         for weight in (layer.up, layer.down)
     )
     return _make(layer, ups, downs, device) if len(ups) == len(downs) == layer.count else None
@@ -48,8 +52,8 @@ def pack_experts(
     downs: list[QuantizedWeight] = []
     count = 0
     for first, second in stored_experts(checkpoint, layer):
-        parts = [_unordered(own) for own in (*first, second)]
-        known = [own for own in parts if own is not None]
+        parts = [_unordered(part) for part in (*first, second)]
+        known = [part for part in parts if part is not None]
         if len(known) < len(parts):
             return None
         ups += known[:-1]
@@ -62,8 +66,8 @@ def _unordered(stored: StoredWeight) -> QuantizedWeight | None:
     """Return an expert's weight as the kernels take it; None if its inputs would be permuted."""
     if isinstance(stored, ScaledE2m1):
         return make_e2m1(stored.codes[0], stored.exponents[0])
-    own = stored_weight(stored)
-    return None if own is None or own.order is not None else own.weight
+    weight = stored_weight(stored)
+    return None if weight is None or weight.order is not None else weight.weight
 
 
 def _make(

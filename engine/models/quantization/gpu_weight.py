@@ -121,13 +121,15 @@ def _integers(stored: Integers) -> GpuWeight | None:
 
 
 def _blocks(stored: Blocks) -> GpuWeight:
-    own, fields = stored.format, stored.fields()
+    block_format, fields = stored.format, stored.fields()
     codes = fields.codes.flatten(1)
-    nibbles = own.bits == 4
-    zero_point = 0 if own.has_min or own.bits == 8 else 1 << (own.bits - 1)
+    nibbles = block_format.bits == 4
+    zero_point = (
+        0 if block_format.has_min or block_format.bits == 8 else 1 << (block_format.bits - 1)
+    )
     scale, offset, outer = fields.scale, fields.least, None
     if fields.scales is not None:
-        small = fields.scales.view(torch.int8) if own.bits == 6 else fields.scales
+        small = fields.scales.view(torch.int8) if block_format.bits == 6 else fields.scales
         least = None if fields.least is None else -fields.least
         outer = (fields.scale, least)
         scale = small.flatten(1)
@@ -135,7 +137,7 @@ def _blocks(stored: Blocks) -> GpuWeight:
     made = make_weight(
         codes if nibbles else codes.view(torch.int8),
         scale,
-        group=own.group,
+        group=block_format.group,
         numbers=Numbers.NIBBLES if nibbles else Numbers.BYTES,
         zero_point=zero_point,
         offset=offset,

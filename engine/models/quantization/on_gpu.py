@@ -49,10 +49,12 @@ def quantize_on_gpu(
     while groups:
         group = groups.pop()  # frees it once it is replaced
         is_head = group[0].layer is head
-        weights = [round_weight(present(own.layer.weight.detach()), is_head) for own in group]
-        found = [one for one in weights if one is not None]
-        if len(found) == len(group):
-            share(group, _make(group, found, device, is_head=is_head))
+        weights = [
+            round_weight(present(located.layer.weight.detach()), is_head) for located in group
+        ]
+        rounded = [one for one in weights if one is not None]
+        if len(rounded) == len(group):
+            share(group, _make(group, rounded, device, is_head=is_head))
     for layer in find_experts(model):
         with held(layer.module):
             if made := round_experts(layer, device, lambda weight: round_weight(weight, False)):
@@ -78,8 +80,8 @@ def pack_checkpoint_on_gpu(
     groups = group_linears_by_input(model)
     while groups:
         whole = groups.pop()
-        found = [stored_weight(checkpoint.find(own.layer.weight)) for own in whole]
-        for group, weights in split_alike(whole, found):
+        stored = [stored_weight(checkpoint.find(each.layer.weight)) for each in whole]
+        for group, weights in split_alike(whole, stored):
             made = _make(group, weights, device, is_head=group[0].layer is head)
             if isinstance(made, Fp8Linear):
                 tolerance = FP8_TOLERANCE
@@ -100,7 +102,7 @@ def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
     embeddings: nn.Module = model.get_input_embeddings()
     if head is None or getattr(embeddings, "weight", None) is not getattr(head, "weight", head):
         return {}
-    path = next(path for path, own in model.named_modules() if own is embeddings)
+    path = next(path for path, module in model.named_modules() if module is embeddings)
     return {head: path}
 
 
@@ -112,10 +114,10 @@ def _make(
     layers = [located.layer for located in group]
     bias, dtype = bias_of(layers), layers[0].weight.dtype
     outputs, inputs = sum(layer.out_features for layer in layers), layers[0].in_features
-    fp8 = [own.as_fp8 for own in weights if own.as_fp8 is not None]
+    fp8 = [rounded.as_fp8 for rounded in weights if rounded.as_fp8 is not None]
     takes_fp8 = fp8 and not is_head and not outputs % FP8_MULTIPLE and not inputs % FP8_MULTIPLE
     if takes_fp8 and ops.has_fp8_products(device, dtype):
         codes = torch.cat([codes.view(torch.uint8) for codes, _ in fp8]).view(fp8[0][0].dtype)
         return Fp8Linear(codes, torch.cat([scale for _, scale in fp8])[None], bias).to(device)
-    weight = join([own.weight for own in weights])
+    weight = join([rounded.weight for rounded in weights])
     return QuantizedLinear(weight, bias, wide=is_head, order=first.order).to(device)

@@ -73,8 +73,8 @@ def output_error(weight: Tensor, samples: Tensor, quantized: QuantizedWeights) -
     """Return the mean error of the outputs' rows, relative to each row's norm."""
     exact = samples @ weight.T
     rows, step, zero = round_rows(samples * quantized.factors)
-    found = (rows - zero) * step @ (quantized.weight * quantized.scale[:, None]).T
-    return float(((found - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(EPSILON)).mean())
+    computed = (rows - zero) * step @ (quantized.weight * quantized.scale[:, None]).T
+    return float(((computed - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(EPSILON)).mean())
 
 
 def round_rows(rows: Tensor, most: int = 255) -> tuple[Tensor, Tensor, Tensor]:

@@ -125,10 +125,10 @@ def _take_parts(model: nn.Module) -> None:
     for module in model.modules():
         for name, weight in module._parameters.items():  # noqa: SLF001
             if isinstance(weight, DTensor):
-                own = made.setdefault(
+                parameter = made.setdefault(
                     id(weight), nn.Parameter(weight.to_local().detach(), requires_grad=False)
                 )
-                module._parameters[name] = own  # noqa: SLF001
+                module._parameters[name] = parameter  # noqa: SLF001
 
 
 def _split_heads(model: nn.Module, plan: ShardingPlan, world: World) -> None:

@@ -112,15 +112,15 @@ def _styles(model: PreTrainedModel, kind: str) -> dict[str, str]:
     Raises:
         UnsupportedModelError: There is none.
     """
-    given = OWN_PLANS.get(kind) or model.tp_plan
-    if not given or set(given.values()) <= {HEAD, VOCABULARY}:
+    tp_plan = OWN_PLANS.get(kind) or model.tp_plan
+    if not tp_plan or set(tp_plan.values()) <= {HEAD, VOCABULARY}:
         raise UnsupportedModelError(
             f"models of the type {kind!r} cannot be split over ranks: transformers has no tp_plan"
             " for them. Use --tensor-parallel-size 1"
         )
-    styles = {name: SAME.get(style, style) for name, style in given.items()}
+    styles = {name: SAME.get(style, style) for name, style in tp_plan.items()}
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
-        names = [path for path, own in model.named_modules() if own is module]
+        names = [path for path, candidate in model.named_modules() if candidate is module]
         styles |= dict.fromkeys(names, VOCABULARY)
     return styles
 

@@ -32,22 +32,22 @@ class RankForward:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Return logits `[num_rows, vocab_size]`; on ranks other than 0 without columns."""
-        own = self._forward(token_ids, positions, logit_rows)
+        columns = self._forward(token_ids, positions, logit_rows)
         if self._everywhere:
-            return self._world.gather_columns_everywhere(own, self._vocab_size)
-        whole = self._world.gather_columns(own, self._vocab_size)
-        return own.new_empty((len(own), 0)) if whole is None else whole
+            return self._world.gather_columns_everywhere(columns, self._vocab_size)
+        whole = self._world.gather_columns(columns, self._vocab_size)
+        return columns.new_empty((len(columns), 0)) if whole is None else whole
 
     def most_likely(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> list[int]:
         """Return each row's most likely token, the first on a tie; on rank 0 only."""
-        own = self._forward(token_ids, positions, logit_rows)
-        best = argmax(own)
-        values = own.gather(1, best[:, None]).double()
+        columns = self._forward(token_ids, positions, logit_rows)
+        best = argmax(columns)
+        values = columns.gather(1, best[:, None]).double()
         pairs = torch.cat([values, best[:, None].double()], 1)
-        found = self._world.gather_columns(pairs, 2 * self._world.size)
-        if found is None:
+        gathered = self._world.gather_columns(pairs, 2 * self._world.size)
+        if gathered is None:
             return []
-        by_rank = found.view(len(own), self._world.size, 2)
+        by_rank = gathered.view(len(columns), self._world.size, 2)
         winner = by_rank[:, :, 0].argmax(1, keepdim=True)  # the first on a tie
         tokens = by_rank[:, :, 1].gather(1, winner) + winner * self._world.part(self._vocab_size)
         chosen: list[int] = tokens[:, 0].long().tolist()

@@ -62,10 +62,10 @@ class VocabularyEmbedding(nn.Module):
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map `[...]` token ids to `[..., hidden]`."""
-        own = token_ids - self.first
-        is_here = (own >= 0) & (own < len(self.weight))
-        found: Tensor = self.embedding(torch.where(is_here, own, 0))
-        return sum_over_ranks(found * is_here[..., None])
+        local_ids = token_ids - self.first
+        is_here = (local_ids >= 0) & (local_ids < len(self.weight))
+        rows: Tensor = self.embedding(torch.where(is_here, local_ids, 0))
+        return sum_over_ranks(rows * is_here[..., None])
 
 
 def sum_experts(experts: nn.Module, world: World) -> None:

@@ -57,9 +57,9 @@ def whole_reference(
     model.train(mode=False)
     prepare(model)
     routing = ModuleRouting(model)
-    own = reference(model, shape, routing, CPU)
+    whole = reference(model, shape, routing, CPU)
     if is_narrow(model) and not is_small(model):
-        own = with_rounding(own, model, routing, CPU, passes=1)  # it reads the files
-    flat = [tensor for choice in own.choices for tensor in choice]
-    world.share([own.tokens, own.logits, own.rounding, *flat])
-    return own
+        whole = with_rounding(whole, model, routing, CPU, passes=1)  # it reads the files
+    flat = [tensor for choice in whole.choices for tensor in choice]
+    world.share([whole.tokens, whole.logits, whole.rounding, *flat])
+    return whole

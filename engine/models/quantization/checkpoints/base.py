@@ -130,10 +130,10 @@ class ScaledE2m1:
         """Return the weights in float32, `[experts, inputs, outputs]`, as gpt-oss has them."""
         experts, outputs, inputs = self.codes.shape
         values = torch.empty(experts, inputs, outputs)
-        for own, codes, exponents in zip(values, self.codes, self.exponents, strict=True):
+        for out, codes, exponents in zip(values, self.codes, self.exponents, strict=True):
             numbers = torch.tensor(E2M1)[codes.int()].reshape(*exponents.shape, -1)
             powers = exponents.int()[..., None] - E8M0_BIAS
-            own.copy_(torch.ldexp(numbers, powers).flatten(-2).t())
+            out.copy_(torch.ldexp(numbers, powers).flatten(-2).t())
         return values
 
 
@@ -320,14 +320,14 @@ def groups_of(layer: str, inputs: int, size: int) -> int:
 
 
 def group_of_inputs(
-    layer: str, part: str, given: Tensor | None, inputs: int, groups: int
+    layer: str, part: str, stored: Tensor | None, inputs: int, groups: int
 ) -> Tensor:
     """Return the group of each input, `[inputs]` int64.
 
     Args:
         layer: The layer's name.
         part: The part that says it.
-        given: That part, `[inputs]` int32; None: the groups are in order.
+        stored: That part, `[inputs]` int32; None: the groups are in order.
         inputs: The number of inputs.
         groups: The number of groups, all of one size.
 
@@ -335,14 +335,14 @@ def group_of_inputs(
         WeightError: The part does not say groups of that size.
     """
     size = inputs // groups
-    if given is None:
+    if stored is None:
         return torch.arange(inputs) // size
-    own = given.long()
-    inside = int(own.min()) >= 0 and int(own.max()) < groups
+    group_ids = stored.long()
+    inside = int(group_ids.min()) >= 0 and int(group_ids.max()) < groups
     need(inside, layer, f"has a {part} of groups outside of 0 to {groups - 1}")
-    whole = bool((own.bincount(minlength=groups) == size).all())
+    whole = bool((group_ids.bincount(minlength=groups) == size).all())
     need(whole, layer, f"has a {part} with groups of other sizes than {size}")
-    return own
+    return group_ids
 
 
 def is_left(layer: str, names: Iterable[str]) -> bool:

@@ -45,7 +45,7 @@ class BlockWeights:
         self, others: "Sequence[BlockWeights]", join: Callable[[list[Tensor]], Tensor]
     ) -> "BlockWeights":
         """Return these weights and others as one."""
-        return replace(self, rows=join([own.rows for own in (self, *others)]))
+        return replace(self, rows=join([weights.rows for weights in (self, *others)]))
 
     def fits(self, other: object) -> bool:
         """Return whether the weights of two layers of the same input can be joined."""
@@ -96,8 +96,8 @@ class PackedBlocksLinear(PackedLayer):
 
     def multiply(self, rows: Tensor) -> Tensor:
         """Map `[rows, in_features]` to `[rows, outputs]`."""
-        own = rows if self.order is None else rows.index_select(1, self.order)
-        arguments = (own, self.outputs, self.blocks, self.bias, self.number)
+        ordered = rows if self.order is None else rows.index_select(1, self.order)
+        arguments = (ordered, self.outputs, self.blocks, self.bias, self.number)
         out: Tensor = (
             torch.ops.octavo.packed_linear_blocks_wide(*arguments)
             if self.wide

@@ -208,10 +208,10 @@ class CompressedTensors(Format):
         return next(iter(exact + every), None)
 
     def _scheme_of(self, layer: str) -> WeightScheme:
-        found = self._find(layer)
-        need(found is not None, layer, "is in no config group")
-        assert found is not None
-        return found
+        scheme = self._find(layer)
+        need(scheme is not None, layer, "is in no config group")
+        assert scheme is not None
+        return scheme
 
 
 def _targets(name: str, group: Any) -> list[str]:  # noqa: ANN401 - of JSON

@@ -20,8 +20,8 @@ def pack_e2m1(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> PackedExpe
         layer: The layer.
         experts: All of its experts.
     """
-    ups = [own for first, _ in experts for own in first if isinstance(own, ScaledE2m1)]
-    downs = [own for _, own in experts if isinstance(own, ScaledE2m1)]
+    ups = [weight for first, _ in experts for weight in first if isinstance(weight, ScaledE2m1)]
+    downs = [weight for _, weight in experts if isinstance(weight, ScaledE2m1)]
     if len(ups) < layer.count or len(downs) < layer.count:
         return None
     return PackedExperts(
@@ -38,7 +38,7 @@ def _product(
         assert kernels is not None
         codes = weights[number].codes[0]
         codes = codes.reshape(len(codes), -1, GROUP)
-        parts = (arranged(layer, name, own) for own in (codes, weights[number].exponents[0]))
+        parts = (arranged(layer, name, values) for values in (codes, weights[number].exponents[0]))
         return kernels.pack_e2m1(*parts)
 
     return PackedProduct(

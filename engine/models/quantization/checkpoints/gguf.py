@@ -91,19 +91,21 @@ class Gguf(Format):
     @property
     def description(self) -> str:
         """The format and its settings, for people."""
-        return f"GGUF, {', '.join(sorted({own.name for own in self._kinds.values()}))}"
+        return f"GGUF, {', '.join(sorted({kind.name for kind in self._kinds.values()}))}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
         """Return the bits per weight that kernels store, rounded up."""
-        own = self._kinds.get(layer)
-        return None if own is None else -(-own.unit_bytes * 8 // own.unit)
+        block_format = self._kinds.get(layer)
+        return (
+            None if block_format is None else -(-block_format.unit_bytes * 8 // block_format.unit)
+        )
 
     def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
         """Return the bits per weight that a GPU's kernels store."""
-        own = self._kinds.get(layer)
-        if own is None:
+        block_format = self._kinds.get(layer)
+        if block_format is None:
             return None
-        return (4 if own.bits == 4 else 8) + (1 if own.group == BLOCK else 2)
+        return (4 if block_format.bits == 4 else 8) + (1 if block_format.group == BLOCK else 2)
 
     def covers(self, layer: str) -> bool:
         """Return whether a layer is quantized."""
@@ -113,34 +115,42 @@ class Gguf(Format):
         """Check the tensor of a layer's weight, and return its shape, `(outputs, inputs)`."""
         need_parts(layer, parts, ("blocks",))
         need(layer in self._kinds, layer, "has a type that the config does not say")
-        own, header = self._kinds[layer], parts["blocks"]
+        block_format, header = self._kinds[layer], parts["blocks"]
         need(len(header.shape) == 2, layer, f"has blocks of shape {list(header.shape)}")
         need_header(layer, "blocks", header, ["U8"], header.shape)
         outputs, size = header.shape
-        whole = size > 0 and size % own.unit_bytes == 0
+        whole = size > 0 and size % block_format.unit_bytes == 0
         if "order" in parts:
             need_header(layer, "order", parts["order"], ["I32"], (outputs,))
-        need(whole, layer, f"has {size} bytes an output, which {own.name} does not divide")
-        return outputs, size // own.unit_bytes * own.unit
+        need(whole, layer, f"has {size} bytes an output, which {block_format.name} does not divide")
+        return outputs, size // block_format.unit_bytes * block_format.unit
 
     def read(self, layer: str, parts: Mapping[str, Tensor]) -> Blocks:
         """Return a weight."""
-        own, rows = self._kinds[layer], parts["blocks"]
+        block_format, rows = self._kinds[layer], parts["blocks"]
         if layer not in self._finite:
-            scale = SCALE_OF_Q6_K if own.bits == 6 else 0
-            need(_are_finite(rows, scale, own), layer, "has numbers in scales that are not finite")
-            if own.has_min:
-                need(_are_finite(rows, 2, own), layer, "has numbers in minima that are not finite")
+            scale = SCALE_OF_Q6_K if block_format.bits == 6 else 0
+            need(
+                _are_finite(rows, scale, block_format),
+                layer,
+                "has numbers in scales that are not finite",
+            )
+            if block_format.has_min:
+                need(
+                    _are_finite(rows, 2, block_format),
+                    layer,
+                    "has numbers in minima that are not finite",
+                )
             self._finite.add(layer)
-        return Blocks(rows, own, parts["order"].long() if "order" in parts else None)
+        return Blocks(rows, block_format, parts["order"].long() if "order" in parts else None)
 
 
-def _are_finite(rows: Tensor, first: int, own: BlockFormat) -> bool:
+def _are_finite(rows: Tensor, first: int, block_format: BlockFormat) -> bool:
     """Return whether a float16 of each unit is a finite number, of which the first byte is given.
 
     It is not if all bits of its exponent are set; these are in its second byte.
     """
-    high = rows.reshape(len(rows), -1, own.unit_bytes)[..., first + 1]
+    high = rows.reshape(len(rows), -1, block_format.unit_bytes)[..., first + 1]
     return not bool(((high & EXPONENT) == EXPONENT).any())
 
 

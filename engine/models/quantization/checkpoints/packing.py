@@ -186,17 +186,19 @@ class _Packing:
             group = groups.pop()  # frees it once it is replaced
             if group[0].layer is head:
                 continue  # see pack_ends
-            found: list[Packable | None] = [self._find(located) for located in group]
-            if any(isinstance(one, BlockWeights) for one in found):
-                parts: list[tuple[list[LocatedLinear], list[Packable]]] = split_alike(group, found)
-                for alike, weights in parts:
-                    self._replace(alike, weights)
+            weights: list[Packable | None] = [self._find(located) for located in group]
+            if any(isinstance(one, BlockWeights) for one in weights):
+                parts: list[tuple[list[LocatedLinear], list[Packable]]] = split_alike(
+                    group, weights
+                )
+                for alike, packable in parts:
+                    self._replace(alike, packable)
                 continue
-            first = found[0]
-            own = [one for one in found if one is not None]
-            if first is None or len(own) < len(group) or not all(map(first.fits, own)):
+            first = weights[0]
+            known = [one for one in weights if one is not None]
+            if first is None or len(known) < len(group) or not all(map(first.fits, known)):
                 continue
-            self._replace(group, own)
+            self._replace(group, known)
             if isinstance(first, Bytes):
                 self.tolerance = INT8.tolerance
 
@@ -215,18 +217,18 @@ class _Packing:
             factor = 1.0 if type(layer) is nn.Linear else embedding_factor(layer)
             if factor is None:
                 continue
-            own = shared.get(weight) or self._find_blocks(weight)
-            if own is None:
+            blocks = shared.get(weight) or self._find_blocks(weight)
+            if blocks is None:
                 continue
-            own = BlockWeights(own.rows, own.format, own.pack(), wide=True)
+            blocks = BlockWeights(blocks.rows, blocks.format, blocks.pack(), wide=True)
             if weight not in shared:
                 self.packed += weight.numel()
-            shared[weight] = own
+            shared[weight] = blocks
             parent, _, name = paths[layer].rpartition(".")
-            setattr(self._model.get_submodule(parent), name, _end(layer, weight, own, factor))
+            setattr(self._model.get_submodule(parent), name, _end(layer, weight, blocks, factor))
 
-    def _replace(self, group: list[LocatedLinear], own: Sequence[Packable]) -> None:
-        self._found = {located.layer: one for located, one in zip(group, own, strict=True)}
+    def _replace(self, group: list[LocatedLinear], weights: Sequence[Packable]) -> None:
+        self._found = {located.layer: one for located, one in zip(group, weights, strict=True)}
         replace(self._model, group, self._convert, self._join)
         self.packed += sum(located.layer.weight.numel() for located in group)
         self._checkpoint.give_back()
@@ -252,8 +254,8 @@ class _Packing:
     def _find(self, located: LocatedLinear) -> Packable | None:
         """Return a layer's weights as kernels take them; None if they are not so in the file."""
         stored = self._checkpoint.find(located.layer.weight)
-        if (own := block_weights(stored, located.layer.weight.dtype)) is not None:
-            return own
+        if (blocks := block_weights(stored, located.layer.weight.dtype)) is not None:
+            return blocks
         if not has_quantized_kernels(located.layer):
             return None
         own_weights = for_kernels(stored)
@@ -288,12 +290,12 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
     return packing.tolerance
 
 
-def _end(layer: nn.Module, weight: nn.Parameter, own: BlockWeights, factor: float) -> nn.Module:
+def _end(layer: nn.Module, weight: nn.Parameter, blocks: BlockWeights, factor: float) -> nn.Module:
     """Return a packed layer for a head, or for embeddings, which are multiplied by a factor."""
     if isinstance(layer, nn.Linear):
-        return own.layer(layer)
-    number = own.format.number
-    return PackedBlocksEmbedding(weight.shape[1], weight.dtype, own.pack(), number, factor)
+        return blocks.layer(layer)
+    number = blocks.format.number
+    return PackedBlocksEmbedding(weight.shape[1], weight.dtype, blocks.pack(), number, factor)
 
 
 def _pack_nibbles(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> PackedExperts | None:

@@ -82,15 +82,15 @@ class QuantizedCheckpoint:
         shapes: Each quantized weight's shape, by its name in transformers.
     """
 
-    def __init__(self, directory: Path, own: Format) -> None:
-        self.format = own
+    def __init__(self, directory: Path, stored_format: Format) -> None:
+        self.format = stored_format
         self._directory = directory
         self._latest: list[StoredTensor] = []
         self._tensors = open_tensors(directory)
-        headers = {name: own.header for name, own in self._tensors.items()}
+        headers = {name: tensor.header for name, tensor in self._tensors.items()}
         self._parts = self._find_parts(headers)
         self.shapes = {
-            layer + own.weight_ending: self._check(layer, parts, headers)
+            layer + stored_format.weight_ending: self._check(layer, parts, headers)
             for layer, parts in self._parts.items()
         }
         held = {name for parts in self._parts.values() for name in parts.values()}
@@ -160,13 +160,13 @@ class QuantizedCheckpoint:
 
     def _find_parts(self, headers: Mapping[str, TensorHeader]) -> dict[str, dict[str, str]]:
         """Return the names of each quantized layer's tensors by part."""
-        found: dict[str, dict[str, str]] = defaultdict(dict)
+        parts_by_layer: dict[str, dict[str, str]] = defaultdict(dict)
         for name in headers:
             for layer, part in self._split(name):
-                found[layer][part] = name
+                parts_by_layer[layer][part] = name
         return {
             layer: parts
-            for layer, parts in found.items()
+            for layer, parts in parts_by_layer.items()
             if self.format.is_quantized({part: headers[name] for part, name in parts.items()})
         }
 
@@ -179,9 +179,9 @@ class QuantizedCheckpoint:
     def _check(
         self, layer: str, parts: Mapping[str, str], headers: Mapping[str, TensorHeader]
     ) -> tuple[int, ...]:
-        own = {part: headers[name] for part, name in parts.items()}
+        part_headers = {part: headers[name] for part, name in parts.items()}
         try:
-            return self.format.check(layer, own)
+            return self.format.check(layer, part_headers)
         except WeightError as error:
             raise ModelError(f"{self._directory}: {error}") from None
 
@@ -212,9 +212,9 @@ def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
         OSError: A file cannot be read.
     """
     directory = Path(path)
-    if not directory.is_dir() or (own := find_format(directory)) is None:
+    if not directory.is_dir() or (stored_format := find_format(directory)) is None:
         return None
-    return QuantizedCheckpoint(directory, own)
+    return QuantizedCheckpoint(directory, stored_format)
 
 
 def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
@@ -227,7 +227,7 @@ def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
     """
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if quantized:
-        for part in {id(own): own for own in (config, config.get_text_config())}.values():
+        for part in {id(each): each for each in (config, config.get_text_config())}.values():
             for key in KEYS:
                 if hasattr(part, key):
                     delattr(part, key)
@@ -283,10 +283,10 @@ def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
         directory: The model's.
         empty: Whether only their shapes are needed.
     """
-    found = open_tensors(directory).items()
+    tensors = open_tensors(directory).items()
     if empty:
-        return {name: torch.empty(own.header.shape, device="meta") for name, own in found}
-    return _lazy(dict(found))
+        return {name: torch.empty(tensor.header.shape, device="meta") for name, tensor in tensors}
+    return _lazy(dict(tensors))
 
 
 def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
@@ -296,24 +296,24 @@ def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """
     latest: deque[StoredTensor] = deque()
 
-    def read(own: StoredTensor) -> Tensor:
-        latest.append(own)
+    def read(tensor: StoredTensor) -> Tensor:
+        latest.append(tensor)
         if len(latest) > JOINED:
             latest.popleft().give_back()
-        return own[...]
+        return tensor[...]
 
-    def rows(own: StoredTensor, start: int, end: int) -> Tensor:
-        whole = read(own) if end == own.place.shape[0] else own[...]
+    def rows(tensor: StoredTensor, start: int, end: int) -> Tensor:
+        whole = read(tensor) if end == tensor.place.shape[0] else tensor[...]
         return whole[start:end]
 
     weights: dict[str, Any] = {}
-    for name, own in tensors.items():
-        dtype, shape = TYPES.get(own.place.dtype), own.place.shape
+    for name, tensor in tensors.items():
+        dtype, shape = TYPES.get(tensor.place.dtype), tensor.place.shape
         if dtype is None or math.prod(shape) < SMALL:
-            weights[name] = own
+            weights[name] = tensor
         else:
             weights[name] = LazyWeight(
-                name, shape, dtype, partial(read, own), rows=partial(rows, own)
+                name, shape, dtype, partial(read, tensor), rows=partial(rows, tensor)
             )
     return weights
 

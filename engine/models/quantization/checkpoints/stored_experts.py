@@ -29,10 +29,10 @@ def stored_experts(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Itera
         layer: The layer, whose weights are the dequantized ones.
     """
     if layer.activation.gated:
-        for number, found in enumerate(_read(checkpoint, layer)):
-            if number == layer.count or not _same(layer, number, *found):
+        for number, expert in enumerate(_read(checkpoint, layer)):
+            if number == layer.count or not _same(layer, number, *expert):
                 return
-            yield found
+            yield expert
 
 
 def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
@@ -41,8 +41,8 @@ def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[Store
         up, down = map(checkpoint.read, whole)
         if isinstance(up, ScaledE2m1) and isinstance(down, ScaledE2m1):
             for number in range(len(up.codes)):
-                own = up.expert(number)
-                first = (layer.gates_first(part, 1) for part in (own.codes, own.exponents))
+                weights = up.expert(number)
+                first = (layer.gates_first(part, 1) for part in (weights.codes, weights.exponents))
                 yield [ScaledE2m1(*first)], down.expert(number)
         return
     for gate, up_name, down_name in expert_names(checkpoint, layer.path):
@@ -51,17 +51,17 @@ def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[Store
 
 def _same(layer: ExpertLayer, number: int, ups: Sequence[StoredWeight], down: StoredWeight) -> bool:
     """Return whether an expert's weights are those of the layer."""
-    first = torch.cat([_dequantized(own) for own in ups]).to(layer.dtype)
+    first = torch.cat([_dequantized(weight) for weight in ups]).to(layer.dtype)
     second = _dequantized(down).to(layer.dtype)
     return torch.equal(first, layer.up(number).cpu()) and torch.equal(
         second, layer.down(number).cpu()
     )
 
 
-def _dequantized(own: StoredWeight) -> Tensor:
+def _dequantized(stored: StoredWeight) -> Tensor:
     """Return an expert's weights, `[outputs, inputs]` float32."""
-    found = own.dequantize()
-    return found[0].t() if isinstance(own, ScaledE2m1) else found
+    weight = stored.dequantize()
+    return weight[0].t() if isinstance(stored, ScaledE2m1) else weight
 
 
 def expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, str, str]]:
@@ -75,8 +75,10 @@ def expert_names(checkpoint: QuantizedCheckpoint, path: str) -> list[tuple[str, 
     if number is None:
         return []
     for names in NAMES:
-        own = re.compile(rf"(.*\.{number[1]}\.[^.]+(?:\.experts)?)\.0\.{names[0]}\.weight")
-        for prefix in {found[1] for name in checkpoint.shapes if (found := own.fullmatch(name))}:
+        pattern = re.compile(rf"(.*\.{number[1]}\.[^.]+(?:\.experts)?)\.0\.{names[0]}\.weight")
+        for prefix in {
+            match[1] for name in checkpoint.shapes if (match := pattern.fullmatch(name))
+        }:
             experts: list[tuple[str, str, str]] = []
             while f"{prefix}.{len(experts)}.{names[0]}.weight" in checkpoint.shapes:
                 gate, up, down = (f"{prefix}.{len(experts)}.{name}.weight" for name in names)

@@ -91,15 +91,17 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
         ModelError: A file is absent, damaged or has changed.
         OSError: A file cannot be opened.
     """
-    found: dict[str, StoredTensor] = {}
+    tensors: dict[str, StoredTensor] = {}
     for path in weight_files(directory):
         file = _mapped(path)
-        found |= {name: StoredTensor(file, place) for name, place in tensor_locations(path).items()}
+        tensors |= {
+            name: StoredTensor(file, place) for name, place in tensor_locations(path).items()
+        }
     places = TensorLocations.read(directory)
     maps = [_mapped(Path(path)) for path, _ in places.files]
     for name, (number, place) in places.tensors.items():
-        found[name] = StoredTensor(maps[number], place)
-    return found
+        tensors[name] = StoredTensor(maps[number], place)
+    return tensors
 
 
 def _mapped(path: Path) -> mmap.mmap:
