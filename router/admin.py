@@ -1,8 +1,5 @@
 """AdminService: engines and adapters that come and go while the router runs."""
 
-from typing import Any
-
-import grpc.aio
 import structlog
 
 from octavo.common import rpc
@@ -14,8 +11,6 @@ from octavo.router.settings import is_address
 from octavo.v1 import admin_pb2, admin_pb2_grpc
 
 log = structlog.get_logger(__name__)
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
@@ -32,7 +27,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListEngines(  # noqa: N802 - the contract's name
         self,
         request: admin_pb2.ListEnginesRequest,  # noqa: ARG002 - it is empty
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.ListEnginesResponse:
         """List every engine with its state."""
         return admin_pb2.ListEnginesResponse(engines=map(_status, self._pool.links))
@@ -40,7 +35,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def AddEngine(  # noqa: N802
         self,
         request: admin_pb2.AddEngineRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.AddEngineResponse:
         """Add an engine, or let a drained one take requests again."""
         if not is_address(request.address):
@@ -54,7 +49,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DrainEngine(  # noqa: N802
         self,
         request: admin_pb2.DrainEngineRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.DrainEngineResponse:
         """Give an engine no new requests."""
         link = self._pool.drain(request.address)
@@ -64,7 +59,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def RemoveEngine(  # noqa: N802
         self,
         request: admin_pb2.RemoveEngineRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.RemoveEngineResponse:
         """Remove an engine; its requests migrate to others."""
         await self._pool.remove(request.address)
@@ -72,7 +67,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.RemoveEngineResponse()
 
     async def LoadAdapter(  # noqa: N802
-        self, request: admin_pb2.LoadAdapterRequest, context: Context
+        self, request: admin_pb2.LoadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Load an adapter on one engine, or on all."""
         check_adapter_name(request.name)
@@ -83,7 +78,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         return admin_pb2.LoadAdapterResponse(adapter=self._adapters.status(request.name))
 
     async def UnloadAdapter(  # noqa: N802
-        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+        self, request: admin_pb2.UnloadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.UnloadAdapterResponse:
         """Unload an adapter from one engine, or from all."""
         await self._adapters.unload(request.name, request.address, context.time_remaining())
@@ -93,7 +88,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListAdapters(  # noqa: N802
         self,
         request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - it is empty
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters that connected engines have."""
         return admin_pb2.ListAdaptersResponse(adapters=self._adapters.loaded())

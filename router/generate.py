@@ -33,7 +33,7 @@ from octavo.router.requests.schema_checker import SchemaChecker
 from octavo.router.requests.state import RequestState
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import check_model, check_priority
-from octavo.router.tenants.quota import Accounts, Usage
+from octavo.router.tenants.quota import Accounts, RequestUsage
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text.tokenization import Tokenizers
 from octavo.router.tracing import RequestSpan
@@ -268,7 +268,7 @@ class Generator:
     async def _prepare(
         self,
         message: generation_pb2.GenerateRequest,
-        usage: Usage,
+        usage: RequestUsage,
         *,
         request_id: str,
         model: str,

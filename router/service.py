@@ -5,16 +5,11 @@ A new RPC of the router is written here; what it does, if HTTP clients can ask f
 """
 
 from functools import partial
-from typing import Any
-
-import grpc.aio
 
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.tenants.auth import caller
 from octavo.v1 import generation_pb2, generation_pb2_grpc
-
-Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
@@ -24,7 +19,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self._generator = generator
 
     async def Generate(  # type: ignore[override]  # noqa: N802 - it writes, and yields nothing
-        self, request: generation_pb2.GenerateRequest, context: Context
+        self, request: generation_pb2.GenerateRequest, context: rpc.Context
     ) -> None:
         """Generate outputs and stream them."""
         await self._generator.generate(
@@ -39,7 +34,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(  # noqa: N802
         self,
         request: generation_pb2.TokenizeRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> generation_pb2.TokenizeResponse:
         """Turn text or a chat into tokens."""
         return await self._generator.tokenize(request, caller())
@@ -47,7 +42,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Detokenize(  # noqa: N802
         self,
         request: generation_pb2.DetokenizeRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> generation_pb2.DetokenizeResponse:
         """Turn tokens into text."""
         return await self._generator.detokenize(request, caller())
@@ -55,7 +50,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def ListModels(  # noqa: N802
         self,
         request: generation_pb2.ListModelsRequest,  # noqa: ARG002
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> generation_pb2.ListModelsResponse:
         """List the models that the caller may use."""
         return self._generator.list_models(caller())

@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
-from octavo.cli.output import Pieces, err, failures, out, report
+from octavo.cli.output import OutputPrinter, err, failures, out, report
 from octavo.client import Client, Delta, Error, GenerateOptions, Message, Model
 
 HELP = """[bold]/help[/]           list the commands
@@ -124,7 +124,7 @@ def _command(line: str, conversation: Conversation) -> bool:
 def _answer(client: Client, conversation: Conversation, options: GenerateOptions) -> None:
     """Stream and keep the answer; on failure, remove the question."""
     parts: list[Delta] = []
-    shown = Pieces()
+    shown = OutputPrinter()
     try:
         with client.generate(conversation.prompt(), **options) as stream:
             for delta in stream:

@@ -10,7 +10,7 @@ import typer
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.generation import with_options
-from octavo.cli.output import Pieces, err, failures, out
+from octavo.cli.output import OutputPrinter, err, failures, out
 from octavo.client import Delta, GenerateOptions, Message, Stream
 from octavo.client.prompts import Prompt
 from octavo.common.stopping import INTERRUPTED
@@ -59,7 +59,7 @@ def _prompt(text: str, chat: bool, system: str | None) -> Prompt:
 def show(stream: Stream, *, several: bool = False) -> None:
     """Print the answer as it streams, or several outputs at the end; then a summary."""
     started, first, texts = time.monotonic(), None, dict[int, list[str]]()
-    shown = Pieces()
+    shown = OutputPrinter()
     try:
         for event in stream.events():
             if isinstance(event, Delta):

@@ -18,7 +18,7 @@ out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)
 
 
-class Pieces:
+class OutputPrinter:
     """Prints the pieces of one output as they come: text to stdout, reasoning dimmed to stderr."""
 
     def __init__(self) -> None:

@@ -232,7 +232,7 @@ def wait_for_loop(
         running.cancel()
 
 
-class Workers:
+class ThreadPool:
     """A pool of at most `count` threads, named after `name`; dead threads are replaced."""
 
     def __init__(self, count: int, name: str) -> None:

@@ -15,8 +15,6 @@ from octavo.common import rpc
 RETRY_SECONDS = 1.0
 """Suggested delay before a refused call is retried; when others end is unknown."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
-
 
 def limit_calls(most: int) -> list[grpc.aio.ServerInterceptor]:
     """Return the interceptors that limit each address to `most` calls; none for 0."""
@@ -43,11 +41,11 @@ class PeerLimit(grpc.aio.ServerInterceptor):
             return handler
         function = rpc.behaviour(handler)
 
-        async def call(request: Any, context: Context) -> Any:  # noqa: ANN401
+        async def call(request: Any, context: rpc.Context) -> Any:  # noqa: ANN401
             with self._counted(context):
                 return await function(request, context)
 
-        async def iterate(request: Any, context: Context) -> AsyncIterator[Any]:  # noqa: ANN401
+        async def iterate(request: Any, context: rpc.Context) -> AsyncIterator[Any]:  # noqa: ANN401
             with self._counted(context):
                 async for response in function(request, context):
                     yield response
@@ -59,7 +57,7 @@ class PeerLimit(grpc.aio.ServerInterceptor):
         return handler
 
     @contextmanager
-    def _counted(self, context: Context) -> Iterator[None]:
+    def _counted(self, context: rpc.Context) -> Iterator[None]:
         address = _address(context.peer())
         if self._calls[address] >= self._most:
             raise rpc.exhausted(

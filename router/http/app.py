@@ -23,14 +23,14 @@ from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
 from octavo.router.http.answers import Answer, Vocabularies
-from octavo.router.http.bodies import Open
+from octavo.router.http.bodies import OpenBody
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.chat import ChatFormat
 from octavo.router.http.completions import CompletionFormat
 from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.event_stream import EventStream
 from octavo.router.http.page import page
-from octavo.router.http.peer_limit import PeerLimit
+from octavo.router.http.peer_limit import HttpPeerLimit
 from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.router.http.stats import RouterStats
 from octavo.router.settings import RouterSettings
@@ -38,7 +38,7 @@ from octavo.router.tenants.auth import Authenticator
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
 
-Endpoint = Callable[[Request], Awaitable[Response]]
+Handler = Callable[[Request], Awaitable[Response]]
 
 IGNORED = "X-Ignored-Arguments"
 """The header that names a body's members that are passed over."""
@@ -96,7 +96,7 @@ class Api:
                 )
             )
         if self._settings.max_calls_per_peer:
-            middleware.append(Middleware(PeerLimit, most=self._settings.max_calls_per_peer))
+            middleware.append(Middleware(HttpPeerLimit, most=self._settings.max_calls_per_peer))
         root = self._settings.http_root_path
         routes = self._routes()
         return Starlette(
@@ -258,7 +258,7 @@ class Api:
         }
 
 
-def _answered(endpoint: Endpoint) -> Endpoint:
+def _answered(endpoint: Handler) -> Handler:
     """Return an endpoint that answers with the errors that `endpoint` raises."""
 
     @functools.wraps(endpoint)
@@ -277,7 +277,7 @@ def _answered(endpoint: Endpoint) -> Endpoint:
     return call
 
 
-def _ignored(body: Open) -> dict[str, str]:
+def _ignored(body: OpenBody) -> dict[str, str]:
     """Return the header that names the arguments which are passed over, if there are any."""
     names = body.ignored()
     return {IGNORED: ", ".join(names)} if names else {}

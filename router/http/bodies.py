@@ -19,7 +19,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
 
-class Open(BaseModel):
+class OpenBody(BaseModel):
     """A JSON object that may have unknown members, which are ignored.
 
     Clients label what they send (`cache_control`, `provider_specific_fields`), and keep what other

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.flow_control import HIGH_WATER_LIMIT
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from octavo.router.http import body
-from octavo.router.http.connection_limits import OpenConnections, Pace
+from octavo.router.http.connection_limits import AnonymousPace, OpenConnections
 from octavo.router.http.errors import ApiError
 from octavo.router.http.headers import REQUEST_ID, new_id, own_id
 
@@ -63,7 +63,7 @@ class Shared:
     """
 
     connections: OpenConnections
-    pace: Pace
+    pace: AnonymousPace
     max_header_bytes: int
     max_body_bytes: int
 

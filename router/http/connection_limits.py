@@ -16,7 +16,7 @@ MAX_ADDRESSES = 1024
 """Addresses whose requests are counted; beyond, those with nothing owed are forgotten."""
 
 
-class Connection(Protocol):
+class LimitedConnection(Protocol):
     """The part of a connection that `OpenConnections` uses."""
 
     address: str
@@ -42,12 +42,12 @@ class OpenConnections:
     def __init__(self, most: int, most_per_peer: int) -> None:
         self._most = most
         self._most_per_peer = most_per_peer
-        self._open: dict[str, set[Connection]] = {}
+        self._open: dict[str, set[LimitedConnection]] = {}
         self._count = 0
-        self._unknown: dict[str, OrderedDict[Connection, None]] = {}
-        self._idle: OrderedDict[Connection, None] = OrderedDict()
+        self._unknown: dict[str, OrderedDict[LimitedConnection, None]] = {}
+        self._idle: OrderedDict[LimitedConnection, None] = OrderedDict()
 
-    def enter(self, connection: Connection) -> bool:
+    def enter(self, connection: LimitedConnection) -> bool:
         """Count a connection and make room for it; return whether it may stay."""
         peers = self._open.get(connection.address, set())
         if self._most_per_peer and len(peers) >= self._most_per_peer:
@@ -65,7 +65,7 @@ class OpenConnections:
         self.wait(connection)
         return True
 
-    def wait(self, connection: Connection) -> None:
+    def wait(self, connection: LimitedConnection) -> None:
         """Record that a connection's client has to send something next."""
         self.work(connection)
         if connection.known:
@@ -73,7 +73,7 @@ class OpenConnections:
         else:
             self._unknown.setdefault(connection.address, OrderedDict())[connection] = None
 
-    def work(self, connection: Connection) -> None:
+    def work(self, connection: LimitedConnection) -> None:
         """Record that a connection has a whole request, which is worked on."""
         self._idle.pop(connection, None)
         waiting = self._unknown.get(connection.address)
@@ -82,7 +82,7 @@ class OpenConnections:
             if not waiting:
                 del self._unknown[connection.address]
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: LimitedConnection) -> None:
         """Forget a connection that is closed."""
         self.work(connection)
         peers = self._open.get(connection.address, set())
@@ -92,7 +92,7 @@ class OpenConnections:
             if not peers:
                 del self._open[connection.address]
 
-    def _evict(self, candidates: Iterable[Connection]) -> bool:
+    def _evict(self, candidates: Iterable[LimitedConnection]) -> bool:
         victim = next(iter(candidates), None)
         if victim is None:
             return False
@@ -101,7 +101,7 @@ class OpenConnections:
         return True
 
 
-class Pace:
+class AnonymousPace:
     """The rate at which an address may send requests without a valid key.
 
     Args:

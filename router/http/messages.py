@@ -6,7 +6,7 @@ from pydantic import BeforeValidator, Field
 from pydantic_core import PydanticCustomError
 
 from octavo.client import Message, ToolCall
-from octavo.router.http.bodies import Open
+from octavo.router.http.bodies import OpenBody
 from octavo.router.http.errors import WRONG_TYPE
 from octavo.router.http.no_ops import Never, only
 
@@ -22,7 +22,7 @@ def _parts(content: object) -> object:
     raise PydanticCustomError(WRONG_TYPE, "must be a string or a list of parts")
 
 
-class TextPart(Open):
+class TextPart(OpenBody):
     """A piece of a message; of the kinds there are, text is served."""
 
     type: Annotated[str, only("text")]
@@ -36,14 +36,14 @@ class TextPart(Open):
     file: Never = None
 
 
-class FunctionCall(Open):
+class FunctionCall(OpenBody):
     """What is called, with the arguments as JSON in a string."""
 
     name: str
     arguments: str
 
 
-class MessageCall(Open):
+class MessageCall(OpenBody):
     """A call of a tool, as an assistant's message has it."""
 
     type: Annotated[str, only("function")] = "function"
@@ -56,7 +56,7 @@ class MessageCall(Open):
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
-class ChatMessage(Open):
+class ChatMessage(OpenBody):
     """One message. An answer's message may be sent back as it was received."""
 
     role: str

@@ -9,7 +9,7 @@ from pydantic import BeforeValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
 from octavo.client import GenerateOptions
-from octavo.router.http.bodies import Open, Strict
+from octavo.router.http.bodies import OpenBody, Strict
 from octavo.router.http.errors import WRONG_TYPE, ApiError
 from octavo.router.http.no_ops import Never, only
 
@@ -26,7 +26,7 @@ def _schema(value: object) -> object:
 SchemaText: TypeAlias = Annotated[str | None, BeforeValidator(_schema)]
 
 
-class JsonSchema(Open):
+class JsonSchema(OpenBody):
     """A named JSON Schema. Unless it is `strict`, what cannot be enforced of it is left out."""
 
     name: str
@@ -35,7 +35,7 @@ class JsonSchema(Open):
     strict: bool | None = None
 
 
-class ResponseFormat(Open):
+class ResponseFormat(OpenBody):
     """The form that outputs must have, as in OpenAI's API."""
 
     type: Annotated[str, only("text", "json_object", "json_schema")]
@@ -93,7 +93,7 @@ class Form:
     strict: bool = False
 
 
-class FormArguments(Open):
+class FormArguments(OpenBody):
     """The form that outputs must have."""
 
     response_format: ResponseFormat | None = None

@@ -8,7 +8,7 @@ from octavo.common.peer_limit import RETRY_SECONDS
 from octavo.router.http.errors import ApiError
 
 
-class PeerLimit:
+class HttpPeerLimit:
     """Refuses an address's POSTs beyond so many in progress; they are in progress till their end.
 
     Args:

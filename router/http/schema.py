@@ -21,7 +21,7 @@ from pydantic_core import PydanticCustomError
 from octavo.client import GenerateOptions, Prompt
 from octavo.common.sampling_parameters import PARAMETERS, TYPES, ChatOptions
 from octavo.router.http import no_ops
-from octavo.router.http.bodies import Open
+from octavo.router.http.bodies import OpenBody
 from octavo.router.http.errors import WRONG_TYPE, ApiError
 from octavo.router.http.messages import ChatMessage
 from octavo.router.http.no_ops import only
@@ -62,7 +62,7 @@ def _is_tokens(value: object) -> bool:
     return isinstance(value, list) and all(type(part) is int for part in value)
 
 
-class StreamOptions(Open):
+class StreamOptions(OpenBody):
     """Options of a stream.
 
     Attributes:
@@ -89,31 +89,31 @@ def _declared(names: Iterable[str]) -> dict[str, Any]:
 
 
 if TYPE_CHECKING:
-    Declared = Open
-    DeclaredChatOptions = Open
-    DeclaredChat = Open
-    DeclaredCompletion = Open
+    Declared = OpenBody
+    DeclaredChatOptions = OpenBody
+    DeclaredChat = OpenBody
+    DeclaredCompletion = OpenBody
 else:
     # One member for each parameter that HTTP has; those that need more are declared below.
     Declared = create_model(
-        "Declared", __base__=Open, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
+        "Declared", __base__=OpenBody, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
     )
     DeclaredChatOptions = create_model(
         "DeclaredChatOptions",
-        __base__=Open,
+        __base__=OpenBody,
         **_declared(CHAT_NAMES),
         **no_ops.members(no_ops.LAYOUT),
     )
-    DeclaredChat = create_model("DeclaredChat", __base__=Open, **no_ops.members(no_ops.CHAT))
+    DeclaredChat = create_model("DeclaredChat", __base__=OpenBody, **no_ops.members(no_ops.CHAT))
     DeclaredCompletion = create_model(
         "DeclaredCompletion",
-        __base__=Open,
+        __base__=OpenBody,
         **dict.fromkeys(CHAT_NAMES, (no_ops.Never, None)),
         **no_ops.members(no_ops.COMPLETION),
     )
 
 
-class SpecialTokens(Open):
+class SpecialTokens(OpenBody):
     """Whether texts show special tokens, by Octavo's name and by vLLM's."""
 
     keep_special_tokens: bool | None = None
@@ -252,7 +252,7 @@ Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 """How much a model reasons, for templates that ask."""
 
 
-class Reasoning(Open):
+class Reasoning(OpenBody):
     """OpenRouter's and Responses' form of `reasoning_effort`."""
 
     effort: Effort | None = None

@@ -18,7 +18,7 @@ from octavo.common.descriptors import Reserve, none_left
 from octavo.common.tls import server_context
 from octavo.router.http import connection, unix_socket
 from octavo.router.http.connection import CROWDED, Connection, Shared
-from octavo.router.http.connection_limits import OpenConnections, Pace
+from octavo.router.http.connection_limits import AnonymousPace, OpenConnections
 from octavo.router.settings import RouterSettings, http_listener
 
 log = structlog.get_logger(__name__)
@@ -59,7 +59,7 @@ class HttpServer:
         self._server = _Server(self._config)
         self._shared = Shared(
             OpenConnections(settings.max_connections, settings.max_connections_per_peer),
-            Pace(),
+            AnonymousPace(),
             settings.max_metadata_bytes,
             settings.max_message_bytes,
         )

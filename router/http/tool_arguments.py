@@ -6,11 +6,11 @@ from pydantic import Discriminator, Tag
 
 from octavo.client import Tool
 from octavo.common.sampling_parameters import ChatOptions
-from octavo.router.http.bodies import Open
+from octavo.router.http.bodies import OpenBody
 from octavo.router.http.no_ops import Never, only
 
 
-class Function(Open):
+class Function(OpenBody):
     """What a tool is for the model."""
 
     name: str
@@ -20,7 +20,7 @@ class Function(Open):
     input_schema: Never = None  # Anthropic's name of `parameters`
 
 
-class FunctionTool(Open):
+class FunctionTool(OpenBody):
     """A tool; of the kinds there are, functions are served."""
 
     type: Annotated[str, only("function")]
@@ -38,13 +38,13 @@ class FunctionTool(Open):
         )
 
 
-class FunctionName(Open):
+class FunctionName(OpenBody):
     """The name of a tool's function."""
 
     name: str
 
 
-class NamedTool(Open):
+class NamedTool(OpenBody):
     """A tool that must be called."""
 
     type: Annotated[str, only("function")]
@@ -65,7 +65,7 @@ ToolChoice: TypeAlias = Annotated[
 """A rule, or the tool that must be called."""
 
 
-class ToolArguments(Open):
+class ToolArguments(OpenBody):
     """The tools of a chat."""
 
     tools: list[FunctionTool] | None = None

@@ -7,7 +7,7 @@ from typing import Any
 
 from octavo.router.requests.lenient_schema import MAX_PLACES, LenientSchema, exact, lenient
 from octavo.router.requests.offered_tools import closed, must_call, offered_tools
-from octavo.router.requests.parsers.formats import Tool
+from octavo.router.requests.parsers.formats import OfferedTool
 from octavo.v1 import generation_pb2
 
 
@@ -42,7 +42,7 @@ class HeldSchemas:
     """
 
     content: Mapping[str, Any] | None
-    tools: Sequence[Tool]
+    tools: Sequence[OfferedTool]
     checks: SchemaChecks | None
 
 
@@ -58,7 +58,7 @@ def held_schemas(message: generation_pb2.GenerateRequest) -> HeldSchemas:
     for i, tool in enumerate(offered_tools(chat)):
         if not forced:
             schema = exact(tool.schema) if tool.strict else tool.schema
-            tools.append(Tool(tool.name, schema, strict=tool.strict))
+            tools.append(OfferedTool(tool.name, schema, strict=tool.strict))
         elif named in {"", tool.name}:
             # Where a tool must be called, its arguments are always those of its schema.
             whole = closed(tool.schema)
@@ -66,7 +66,7 @@ def held_schemas(message: generation_pb2.GenerateRequest) -> HeldSchemas:
             if reduced.unenforced:
                 checks.arguments[tool.name] = chat.tools[i].parameters
                 checks.add(f"chat.tools[{i}].parameters", chat.tools[i].parameters, reduced)
-            tools.append(Tool(tool.name, reduced.schema, strict=True))
+            tools.append(OfferedTool(tool.name, reduced.schema, strict=True))
     return HeldSchemas(content, tools, checks.result())
 
 

@@ -4,7 +4,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from octavo.router.requests.parsers.formats import Tool
+from octavo.router.requests.parsers.formats import OfferedTool
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
 
@@ -20,11 +20,11 @@ _COMBINING = (
 )
 
 
-def offered_tools(chat: generation_pb2.ChatPrompt) -> list[Tool]:
+def offered_tools(chat: generation_pb2.ChatPrompt) -> list[OfferedTool]:
     """Return the tools that a valid chat's outputs may call."""
     if _mode(chat) == ToolChoiceMode.TOOL_CHOICE_MODE_NONE:
         return []
-    return [Tool(one.name, arguments_schema(one), strict=one.strict) for one in chat.tools]
+    return [OfferedTool(one.name, arguments_schema(one), strict=one.strict) for one in chat.tools]
 
 
 def arguments_schema(tool: generation_pb2.Tool) -> Mapping[str, Any]:

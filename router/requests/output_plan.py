@@ -13,7 +13,12 @@ from octavo.router.requests.held_schemas import SchemaChecks, held_schemas
 from octavo.router.requests.offered_tools import must_call, offered_tools
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
 from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
-from octavo.router.requests.parsers.formats import Context, ReasoningFormat, Tool, ToolFormat
+from octavo.router.requests.parsers.formats import (
+    OfferedTool,
+    OutputContext,
+    ReasoningFormat,
+    ToolFormat,
+)
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.response_template import NAME as RESPONSE_TEMPLATE
 from octavo.router.text.lark import Lark, either, sequence
@@ -42,7 +47,7 @@ class OutputPlan:
             counts however it is spelt.
     """
 
-    context: Context
+    context: OutputContext
     tools: ToolFormat | None = None
     reasoning: ReasoningFormat | None = None
     answers: bool = False
@@ -146,10 +151,10 @@ class OutputFormats:
         if message.WhichOneof("prompt") != "chat":
             if bounded:
                 raise _unbounded("only outputs of chats have reasoning")
-            return OutputPlan(Context(model), constraint=constraint, checks=schemas.checks)
+            return OutputPlan(OutputContext(model), constraint=constraint, checks=schemas.checks)
         chat = message.chat
         tools = offered_tools(chat)
-        context = Context(model, tail, chat.continue_final_message, tools)
+        context = OutputContext(model, tail, chat.continue_final_message, tools)
         reasoning = self.reasoning(model)
         if bounded and reasoning is None:
             raise _unbounded("the model marks no reasoning, or the router has no parser for it")
@@ -200,13 +205,13 @@ class _OutputGrammar:
     def __init__(
         self,
         chat: generation_pb2.ChatPrompt,
-        context: Context,
+        context: OutputContext,
         form: ToolFormat | None,
         reasoning: ReasoningFormat | None,
         lark: Lark,
         *,
         constraint: OutputConstraint | None,
-        tools: Sequence[Tool],
+        tools: Sequence[OfferedTool],
     ) -> None:
         self._chat = chat
         self._constraint = constraint

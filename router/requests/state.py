@@ -13,7 +13,7 @@ from octavo.router.requests.errors import EngineLostError
 from octavo.router.requests.output import STOP_STRING, Output
 from octavo.router.requests.pacing import EARLY, Pacer
 from octavo.router.requests.request import Request
-from octavo.router.tenants.quota import Usage
+from octavo.router.tenants.quota import RequestUsage
 from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
@@ -48,7 +48,7 @@ class RequestState:
         request: Request,
         pieces: Pieces,
         *,
-        usage: Usage,
+        usage: RequestUsage,
         metrics: ModelMetrics,
         pacer: Pacer,
         max_unread_tokens: int,

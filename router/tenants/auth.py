@@ -5,7 +5,6 @@ from collections.abc import Collection, Iterable, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import grpc
 import grpc.aio
@@ -35,7 +34,6 @@ NOT_ONE_TENANTS_CERTIFICATE = (
 CERTIFICATE_NAMES = {"peer_uri": "uri", "peer_dns": "dns", "x509_common_name": "cn"}
 """gRPC's names for those in a client's certificate, and the tenants' file's."""
 
-Context = grpc.aio.ServicerContext[Any, Any]
 
 _caller: ContextVar[Tenant] = ContextVar("caller", default=ANONYMOUS)
 
@@ -129,7 +127,7 @@ class Authenticator:
             raise rpc.RpcError(grpc.StatusCode.UNAUTHENTICATED, why)
         return tenant
 
-    def check(self, method: str, context: Context) -> None:
+    def check(self, method: str, context: rpc.Context) -> None:
         """Authenticate a gRPC call; `caller` returns its tenant from then on.
 
         Raises:
@@ -142,7 +140,7 @@ class Authenticator:
         peer = context.peer()
         _caller.set(self.authenticate(authorization, names, peer=peer, method=method))
 
-    def check_admin(self, method: str, context: Context) -> None:
+    def check_admin(self, method: str, context: rpc.Context) -> None:
         """Authenticate a call of AdminService, as `check` does.
 
         Raises:
@@ -202,14 +200,14 @@ def check_priority(tenant: Tenant, priority: int) -> None:
         )
 
 
-def _authorization(context: Context) -> str | None:
+def _authorization(context: rpc.Context) -> str | None:
     """Return the call's authorization; several make a wrong one."""
     metadata = context.invocation_metadata() or ()
     values = [str(value) for name, value in metadata if name == "authorization"]
     return " ".join(values) if values else None
 
 
-def _certificate(context: Context) -> list[str]:
+def _certificate(context: rpc.Context) -> list[str]:
     """Return the names in the client's certificate, which gRPC has verified."""
     return [
         f"{kind}:{value.decode(errors='replace')}"

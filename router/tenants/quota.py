@@ -89,7 +89,7 @@ class Account:
         self._tokens = self._sized(self._tokens, tokens and tokens / 60, tokens or 0.0)
 
     @contextmanager
-    def request(self) -> Iterator["Usage"]:
+    def request(self) -> Iterator["RequestUsage"]:
         """Count a request from its beginning to its end; yield the counter of its tokens.
 
         Raises:
@@ -101,7 +101,7 @@ class Account:
         self.check_tokens(MIN_TOKENS)  # before the work of counting them
         self.call()
         self._running += 1
-        usage = Usage(self)
+        usage = RequestUsage(self)
         try:
             yield usage
         finally:
@@ -169,7 +169,7 @@ class Account:
         )
 
 
-class Usage:
+class RequestUsage:
     """The tokens of one request: reserved when it is admitted, settled when it ends.
 
     Args:

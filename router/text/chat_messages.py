@@ -38,7 +38,7 @@ To call one, answer with its name and arguments as a JSON object between these t
 """System message about tools, for templates that have no place for them; in Hermes' format."""
 
 
-class Arguments(enum.Enum):
+class ArgumentsForm(enum.Enum):
     """How a template gets the arguments of calls."""
 
     OBJECTS = enum.auto()
@@ -50,7 +50,7 @@ class Arguments(enum.Enum):
 
 
 @dataclass(frozen=True, slots=True)
-class Form:
+class ChatForm:
     """One of the forms in which a template may take a chat.
 
     Attributes:
@@ -59,7 +59,7 @@ class Form:
             gpt-oss's template takes only one of both.
     """
 
-    arguments: Arguments = Arguments.OBJECTS
+    arguments: ArgumentsForm = ArgumentsForm.OBJECTS
     joined: bool = False
 
 
@@ -78,23 +78,23 @@ class TemplateInput:
     template: str | None = None
 
 
-def forms(chat: generation_pb2.ChatPrompt) -> Iterator[Form]:
+def forms(chat: generation_pb2.ChatPrompt) -> Iterator[ChatForm]:
     """Yield the forms in which a template may take a valid chat, the usual one first."""
     calling = [message for message in chat.messages if message.tool_calls]
-    arguments = [Arguments.OBJECTS, *([Arguments.TEXTS] if calling else [])]
+    arguments = [ArgumentsForm.OBJECTS, *([ArgumentsForm.TEXTS] if calling else [])]
     if any(_object(call) is None for message in calling for call in message.tool_calls):
-        arguments.append(Arguments.ONLY_OBJECTS)
+        arguments.append(ArgumentsForm.ONLY_OBJECTS)
     both = any(message.reasoning and text_of(message) for message in calling)
     joined = (False, True) if both else (False,)
     for of_reasoning, of_arguments in itertools.product(joined, arguments):
-        yield Form(of_arguments, of_reasoning)
+        yield ChatForm(of_arguments, of_reasoning)
 
 
 def template_input(
     chat: generation_pb2.ChatPrompt,
     model: ModelText,
     change: Change = str,
-    form: Form = Form(),
+    form: ChatForm = ChatForm(),
 ) -> TemplateInput:
     """Return a valid chat as a model's template takes it.
 
@@ -134,7 +134,7 @@ def _message(
     names: Mapping[str, str],
     model: ModelText,
     change: Change,
-    form: Form,
+    form: ChatForm,
 ) -> dict[str, Any]:
     role, text, reasoning = message.role, text_of(message), message.reasoning
     if form.joined and message.tool_calls and reasoning and text:
@@ -158,11 +158,13 @@ def _message(
     return laid_out
 
 
-def _call(call: generation_pb2.ToolCall, change: Change, arguments: Arguments) -> dict[str, Any]:
+def _call(
+    call: generation_pb2.ToolCall, change: Change, arguments: ArgumentsForm
+) -> dict[str, Any]:
     text = call.arguments or "{}"
-    call_arguments: object = text if arguments is Arguments.TEXTS else _object(call)
+    call_arguments: object = text if arguments is ArgumentsForm.TEXTS else _object(call)
     if call_arguments is None:
-        call_arguments = text if arguments is Arguments.OBJECTS else {"arguments": text}
+        call_arguments = text if arguments is ArgumentsForm.OBJECTS else {"arguments": text}
     function = {"name": change(call.name), "arguments": changed(call_arguments, change)}
     return {"id": change(call.id), "type": "function", "function": function}
 

@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from octavo.common import rpc
-from octavo.router.text.chat_messages import Form, forms, template_input, text_of
+from octavo.router.text.chat_messages import ChatForm, forms, template_input, text_of
 from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
 from octavo.router.text.control_tokens import Change, private_characters
 from octavo.router.text.model_text import ModelText
@@ -85,7 +85,7 @@ class ChatRenderer:
     def _fill(self, chat: generation_pb2.ChatPrompt, change: Change, *, opens: bool) -> str:
         variables = {**self._variables, **template_variables(chat, change)}
 
-        def fill(form: Form) -> str:
+        def fill(form: ChatForm) -> str:
             taken = template_input(chat, self._model, change, form)
             text: str = self._tokenizer.apply_chat_template(
                 taken.messages,

@@ -10,7 +10,7 @@ import structlog
 from transformers import PreTrainedTokenizerBase
 
 from octavo.common import background, limits, rpc
-from octavo.common.background import Workers
+from octavo.common.background import ThreadPool
 from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.tokenizer import load_tokenizer
@@ -214,7 +214,7 @@ class Tokenizers:
         self._allow_special_tokens = allow_special_tokens
         self._template = template
         # One more than there are turns: a tokenizer is loaded while others are used.
-        self._threads = Workers(THREADS + 1, "tokenizer")
+        self._threads = ThreadPool(THREADS + 1, "tokenizer")
         self._turns = Turns(THREADS, LONG, MAX_WAITING)
         self._loaded: dict[str, Tokenizer] = {}
         self._lock = asyncio.Lock()

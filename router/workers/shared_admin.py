@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import grpc
 import grpc.aio
@@ -20,7 +20,6 @@ from octavo.v1 import admin_pb2, admin_pb2_grpc
 log = structlog.get_logger(__name__)
 
 R = TypeVar("R")
-Context = grpc.aio.ServicerContext[Any, Any]
 
 CALL_SECONDS = 5.0
 """Timeout in seconds of a call that needs no engine."""
@@ -57,7 +56,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListEngines(  # noqa: N802 - the contract's name
         self,
         request: admin_pb2.ListEnginesRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.ListEnginesResponse:
         """List every engine with its state."""
         lists = await self._all(lambda m: m.admin.ListEngines(request, timeout=CALL_SECONDS))
@@ -66,7 +65,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def AddEngine(  # noqa: N802
         self,
         request: admin_pb2.AddEngineRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.AddEngineResponse:
         """Add an engine, or let a drained one take requests again."""
         async with self._changing:
@@ -81,7 +80,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DrainEngine(  # noqa: N802
         self,
         request: admin_pb2.DrainEngineRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.DrainEngineResponse:
         """Give an engine no new requests."""
         async with self._changing:
@@ -96,7 +95,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def RemoveEngine(  # noqa: N802
         self,
         request: admin_pb2.RemoveEngineRequest,
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.RemoveEngineResponse:
         """Remove an engine; its requests migrate to others."""
         async with self._changing:
@@ -111,7 +110,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     # Engines hold the adapters: one worker asks them to load one, and they tell the other workers.
 
     async def LoadAdapter(  # noqa: N802
-        self, request: admin_pb2.LoadAdapterRequest, context: Context
+        self, request: admin_pb2.LoadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Load an adapter on one engine, or on all."""
         timeout = context.time_remaining()
@@ -120,7 +119,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         return response
 
     async def UnloadAdapter(  # noqa: N802
-        self, request: admin_pb2.UnloadAdapterRequest, context: Context
+        self, request: admin_pb2.UnloadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.UnloadAdapterResponse:
         """Unload an adapter from one engine, or from all."""
         timeout = context.time_remaining()
@@ -133,7 +132,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListAdapters(  # noqa: N802
         self,
         request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - it is empty
-        context: Context,  # noqa: ARG002
+        context: rpc.Context,  # noqa: ARG002
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters that connected engines have."""
         return await self._one(_list_adapters)

@@ -12,6 +12,7 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from octavo.common import rpc
 from octavo.common.connections import DEFAULT_LIMITS
 from octavo.common.rpc import create_server
 
@@ -68,10 +69,10 @@ async def call(channel: grpc.aio.Channel, method: str, request: object, timeout:
     return await made(request, timeout=timeout)
 
 
-def _served(method: Method) -> Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Awaitable[Any]]:
+def _served(method: Method) -> Callable[[Any, rpc.Context], Awaitable[Any]]:
     async def serve(
         request: Any,  # noqa: ANN401
-        context: grpc.aio.ServicerContext[Any, Any],  # noqa: ARG001
+        context: rpc.Context,  # noqa: ARG001
     ) -> Any:  # noqa: ANN401
         return await method(request)
 

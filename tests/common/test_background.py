@@ -16,7 +16,7 @@ from octavo.common import background
 from octavo.common.background import (
     BackgroundError,
     OneThread,
-    Workers,
+    ThreadPool,
     call_in_thread,
     end,
     first_to_end,
@@ -195,7 +195,7 @@ async def test_one_thread_makes_all_calls():
 
 async def test_worker_threads_that_die_are_replaced(log, monkeypatch):
     monkeypatch.setattr(background, "LOOK_SECONDS", 0.05)
-    workers = Workers(1, "worker")
+    workers = ThreadPool(1, "worker")
     assert await workers.run(max, 1, 2) == 2
     (thread,) = workers._threads
     ctypes.pythonapi.PyThreadState_SetAsyncExc(

@@ -10,7 +10,7 @@ from octavo.client import Usage
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TokenMessage:
     """A message with tokens.
 
     Attributes:
@@ -46,7 +46,7 @@ class Endpoint(Protocol):
 
     def stream(
         self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
-    ) -> AsyncIterator[Piece | Usage]:
+    ) -> AsyncIterator[TokenMessage | Usage]:
         """Send a request; yield its messages with tokens, then how many tokens it had.
 
         Args:

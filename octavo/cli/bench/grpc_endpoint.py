@@ -5,7 +5,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from octavo.cli.bench.endpoint import Piece, RequestError
+from octavo.cli.bench.endpoint import RequestError, TokenMessage
 from octavo.cli.bench.workload import BenchRequest, ServedModel
 from octavo.cli.connection import Server
 from octavo.cli.output import fail
@@ -73,7 +73,7 @@ class GrpcEndpoint:
 
     async def stream(
         self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
-    ) -> AsyncIterator[Piece | Usage]:
+    ) -> AsyncIterator[TokenMessage | Usage]:
         """Send a request; yield its messages with tokens, then each output's usage.
 
         Raises:
@@ -91,7 +91,7 @@ class GrpcEndpoint:
             stream = self._client.generate(request.prompt, timeout=timeout, **options)
             async for event in stream.events():
                 if isinstance(event, Delta) and event.token_ids:
-                    yield Piece(len(event.token_ids))
+                    yield TokenMessage(len(event.token_ids))
                 elif isinstance(event, Finished):
                     yield event.usage
         except Error as error:

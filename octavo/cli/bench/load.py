@@ -8,7 +8,7 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 
-from octavo.cli.bench.endpoint import Endpoint, Piece, RequestError
+from octavo.cli.bench.endpoint import Endpoint, RequestError, TokenMessage
 from octavo.cli.bench.metrics import OK, Record
 from octavo.cli.bench.workload import BenchRequest
 from octavo.client import Usage
@@ -81,7 +81,7 @@ class Load:
             async for event in self._endpoint.stream(
                 request, model=self._model, salt=self._salt, timeout=self._timeout
             ):
-                if isinstance(event, Piece):
+                if isinstance(event, TokenMessage):
                     times.append(round(self.seconds, 6))
                     if event.tokens is not None:
                         tokens.append(event.tokens)

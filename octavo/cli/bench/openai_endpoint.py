@@ -9,7 +9,7 @@ from typing import Any
 
 import httpx2
 
-from octavo.cli.bench.endpoint import Piece, RequestError
+from octavo.cli.bench.endpoint import RequestError, TokenMessage
 from octavo.cli.bench.settings import openai_base_url
 from octavo.cli.bench.workload import FIRST_TOKEN, BenchRequest, ServedModel
 from octavo.cli.output import fail
@@ -108,7 +108,7 @@ class OpenAIEndpoint:
 
     async def stream(
         self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
-    ) -> AsyncIterator[Piece | Usage]:
+    ) -> AsyncIterator[TokenMessage | Usage]:
         """Send a request; yield each message with text, then the usage that the server counted.
 
         Args:
@@ -132,7 +132,7 @@ class OpenAIEndpoint:
         except TimeoutError:
             raise RequestError(DEADLINE_EXCEEDED, f"no answer within {timeout:g} s") from None
 
-    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[Piece | Usage]:
+    async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[TokenMessage | Usage]:
         """Yield what comes of one request."""
         opened, ended, usage = False, False, None
         try:
@@ -147,7 +147,7 @@ class OpenAIEndpoint:
                         break
                     chunk = _parse(event.data)
                     if _has_text(chunk):
-                        yield Piece(None)
+                        yield TokenMessage(None)
                     usage = _usage(chunk) or usage
         except httpx2.HTTPError as error:
             code = STREAM_BROKEN if opened else CONNECTION_FAILED

@@ -16,6 +16,7 @@ from octavo.common.rpc.errors import (
 )
 from octavo.common.rpc.handlers import (
     UNEXPECTED,
+    Context,
     Guard,
     RpcInterceptor,
     abort,
@@ -37,6 +38,7 @@ __all__ = [
     "CONTEXT_LENGTH_EXCEEDED",
     "LIVENESS",
     "UNEXPECTED",
+    "Context",
     "Guard",
     "HealthServicer",
     "RpcError",

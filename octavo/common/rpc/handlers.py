@@ -20,7 +20,11 @@ UNEXPECTED = "an unexpected error; the server's log has the details"
 """The message of an exception that is not an `RpcError`."""
 
 
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) -> NoReturn:
+Context = grpc.aio.ServicerContext[Any, Any]
+"""The context of a call in its handler."""
+
+
+async def abort(context: Context, error: RpcError) -> NoReturn:
     """End the call with `error` and its details.
 
     Raises:
@@ -32,7 +36,7 @@ async def abort(context: grpc.aio.ServicerContext[Any, Any], error: RpcError) ->
     raise AssertionError("gRPC aborts by an exception")
 
 
-async def write(context: grpc.aio.ServicerContext[Any, Any], response: Message) -> None:
+async def write(context: Context, response: Message) -> None:
     """Send a response of a stream.
 
     Raises:
@@ -56,7 +60,7 @@ def _cancelled_if_over() -> Iterator[None]:
         raise asyncio.CancelledError from error
 
 
-Guard = Callable[[str, grpc.aio.ServicerContext[Any, Any]], None]
+Guard = Callable[[str, Context], None]
 
 
 class _Unparsable:
@@ -138,7 +142,7 @@ def _wrap(
             raise request.error
         return request
 
-    async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:  # noqa: ANN401
+    async def call(request: Any, context: Context) -> Any:  # noqa: ANN401
         try:
             guard(method, context)
             return await function(checked(request), context)
@@ -148,7 +152,7 @@ def _wrap(
 
     async def iterate(
         request: Any,  # noqa: ANN401
-        context: grpc.aio.ServicerContext[Any, Any],
+        context: Context,
     ) -> None:
         try:
             guard(method, context)
@@ -171,9 +175,7 @@ async def _parsed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
         yield request
 
 
-async def _answer(
-    context: grpc.aio.ServicerContext[Any, Any], error: Exception, method: str
-) -> NoReturn:
+async def _answer(context: Context, error: Exception, method: str) -> NoReturn:
     if isinstance(error, grpc.aio.AbortError):  # the handler has answered already
         raise error
     if isinstance(error, grpc.aio.InternalError):  # it could not: the call is over

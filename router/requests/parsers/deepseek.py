@@ -7,7 +7,12 @@ between `SEPARATOR` and `CALL_CLOSING`.
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, named_call
+from octavo.router.requests.parsers.formats import (
+    OfferedTool,
+    OutputContext,
+    ToolFormat,
+    named_call,
+)
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
@@ -31,13 +36,13 @@ class DeepSeek(ToolFormat):
         """Return whether the template has the marker."""
         return OPENING in model.template
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         call = partial(NamedCall, _name, (CALL_CLOSING, CLOSING))
         fenced = (f"\n{FENCE}{CALL_CLOSING}", f"{FENCE}{CALL_CLOSING}")
         return MarkedCalls({CALL_OPENING: call}, (*fenced, OPENING, CLOSING, CALL_CLOSING))
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         if f"{FENCE}json" in lark.template:
             opening = [CALL_OPENING, "function", SEPARATOR, f"{{name}}\n{FENCE}json\n"]

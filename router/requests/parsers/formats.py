@@ -11,7 +11,7 @@ from octavo.router.text.model_text import ModelText
 
 
 @dataclass(frozen=True, slots=True)
-class Tool:
+class OfferedTool:
     """A tool that an output may call.
 
     Attributes:
@@ -31,7 +31,7 @@ class Tool:
 
 
 @dataclass(frozen=True, slots=True)
-class Context:
+class OutputContext:
     """What an output goes on with.
 
     Attributes:
@@ -45,7 +45,7 @@ class Context:
     model: ModelText
     tail: str = ""
     continued: bool = False
-    tools: Sequence[Tool] = field(default_factory=tuple)
+    tools: Sequence[OfferedTool] = field(default_factory=tuple)
     held: frozenset[str] = frozenset()
 
     @property
@@ -74,10 +74,10 @@ class ToolFormat(ABC):
         """Return whether a model is of this family, by its chat template and its markers."""
 
     @abstractmethod
-    def parser(self, context: Context) -> Parser:
+    def parser(self, context: OutputContext) -> Parser:
         """Return a parser of one output."""
 
-    def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:  # noqa: ARG002
+    def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:  # noqa: ARG002
         """Return the beginnings of `forced` outputs; empty: their parser needs none."""
         return (self.trigger,) if self.trigger else ()
 
@@ -86,8 +86,8 @@ class ToolFormat(ABC):
         """The form of calls where they are constrained."""
         return self
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the trigger, with arguments valid by `Tool.allowed`.
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
+        """Return the grammar of calls behind the trigger, with arguments valid by their schemas.
 
         Args:
             lark: The grammar to add rules to.
@@ -99,14 +99,14 @@ class ToolFormat(ABC):
         """
         raise NotImplementedError
 
-    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of an output that must call tools."""
         call = self._call(lark, tools, parallel=parallel)
         if self.between is None or not parallel:
             return call
         return sequence(call, f"({sequence(lark.text(self.between), call)})*")
 
-    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of an output that may call tools, with any text around the calls."""
         section = self.section(lark, tools, parallel=parallel)
         call = sequence(lark.until(self.trigger, *self.openers), section)
@@ -115,7 +115,7 @@ class ToolFormat(ABC):
             return either(call, rest)
         return sequence(f"({call})*", rest)
 
-    def _call(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def _call(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         section = self.section(lark, tools, parallel=parallel)
         return lark.rule("call", sequence(lark.marker(self.trigger), section))
 
@@ -134,7 +134,7 @@ class ReasoningFormat(ABC):
         """Return whether a model is of this family, by its chat template and its markers."""
 
     @abstractmethod
-    def parser(self, context: Context, then: Parser | None) -> Parser:
+    def parser(self, context: OutputContext, then: Parser | None) -> Parser:
         """Return a parser of one output.
 
         Args:
@@ -143,7 +143,7 @@ class ReasoningFormat(ABC):
         """
 
     @abstractmethod
-    def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
+    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
         """Return the grammar of an output up to its answer; empty if the answer begins at once.
 
         Args:
@@ -155,17 +155,21 @@ class ReasoningFormat(ABC):
             ValueError: Reasoning cannot be bounded, as its end is no token; the message says so.
         """
 
-    def answer(self, lark: Lark, context: Context, form: str) -> str:  # noqa: ARG002
+    def answer(self, lark: Lark, context: OutputContext, form: str) -> str:  # noqa: ARG002
         """Return the grammar of an answer of a form, behind the lead."""
         return form
 
-    def rest(self, lark: Lark, context: Context) -> str:  # noqa: ARG002
+    def rest(self, lark: Lark, context: OutputContext) -> str:  # noqa: ARG002
         """Return the grammar of any answer behind the lead."""
         return f"{lark.tokens_but()}*"
 
 
 def json_call(
-    lark: Lark, tools: Sequence[Tool], opening: str = "", closing: str = "", key: str = "arguments"
+    lark: Lark,
+    tools: Sequence[OfferedTool],
+    opening: str = "",
+    closing: str = "",
+    key: str = "arguments",
 ) -> str:
     """Return the grammar of a call that is a JSON object, with text around it."""
     return either(
@@ -183,13 +187,13 @@ def json_call(
     )
 
 
-def json_section(lark: Lark, tools: Sequence[Tool], closing: str) -> str:
+def json_section(lark: Lark, tools: Sequence[OfferedTool], closing: str) -> str:
     """Return the grammar of a JSON object on a line of its own, and a closing marker."""
     newline = lark.text("\n")
     return sequence(newline, json_call(lark, tools), newline, lark.marker(closing))
 
 
-def json_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+def json_list(lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
     """Return the grammar of a JSON list of calls."""
     call = json_call(lark, tools)
     more = f"({sequence(lark.text(', '), call)})*" if parallel else ""
@@ -197,7 +201,7 @@ def json_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
 
 
 def named_call(
-    lark: Lark, tools: Sequence[Tool], opening: Sequence[str], closing: Sequence[str]
+    lark: Lark, tools: Sequence[OfferedTool], opening: Sequence[str], closing: Sequence[str]
 ) -> str:
     """Return the grammar of a call that is a name and then a JSON object.
 

@@ -14,9 +14,9 @@ from octavo.router.requests.parsers.channels import (
     Channels,
 )
 from octavo.router.requests.parsers.formats import (
-    Context,
+    OfferedTool,
+    OutputContext,
     ReasoningFormat,
-    Tool,
     ToolFormat,
     named_call,
 )
@@ -27,11 +27,11 @@ from octavo.router.text.model_text import ModelText
 NAME = "gpt_oss"
 
 
-def _parser(context: Context) -> Parser:
+def _parser(context: OutputContext) -> Parser:
     return Channels(_begun(context))
 
 
-def _begun(context: Context) -> str:
+def _begun(context: OutputContext) -> str:
     """Return the prompt's part of the message that the output goes on with."""
     return context.tail.rpartition(START)[2] if START in context.tail else "assistant"
 
@@ -45,16 +45,16 @@ class GptOssTools(ToolFormat):
         """Return whether there are channels."""
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
-    def parser(self, context: Context) -> Parser:
+    def parser(self, context: OutputContext) -> Parser:
         """Return a parser of one output."""
         return _parser(context)
 
-    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
+    def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:  # noqa: ARG002
         """Return the grammar of a call: an output has one."""
         opening = [CHANNEL, "commentary to=functions.{name} ", CONSTRAIN, "json", MESSAGE]
         return named_call(lark, tools, opening, [])
 
-    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of a call, or a message in the final channel."""
         call = self.forced(lark, tools, parallel=parallel)
         return either(call, sequence(_final(lark), lark.without(*Channels.markers)))
@@ -69,11 +69,11 @@ class GptOssReasoning(ReasoningFormat):
         """Return whether there are channels."""
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
-    def parser(self, context: Context, then: Parser | None) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext, then: Parser | None) -> Parser:  # noqa: ARG002
         """Return a parser of one output, calls included."""
         return _parser(context)
 
-    def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
+    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
         """Return the grammar of an output up to the header of its answer."""
         if MESSAGE in _begun(context):
             return ""
@@ -88,11 +88,11 @@ class GptOssReasoning(ReasoningFormat):
             return f"({sequence(analysis, f'{word}*', turn)})*"
         return f"({sequence(analysis, f'{word}{{0,{limit}}}', turn)})?" if limit else ""
 
-    def answer(self, lark: Lark, context: Context, form: str) -> str:
+    def answer(self, lark: Lark, context: OutputContext, form: str) -> str:
         """Return the grammar of a final message of a form."""
         return form if MESSAGE in _begun(context) else sequence(_final(lark), form)
 
-    def rest(self, lark: Lark, context: Context) -> str:
+    def rest(self, lark: Lark, context: OutputContext) -> str:
         """Return the grammar of messages in other channels than the analysis."""
         if MESSAGE in _begun(context):
             return super().rest(lark, context)

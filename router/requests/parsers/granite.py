@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_list
+from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat, json_list
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -26,10 +26,10 @@ class Granite(ToolFormat):
         """Return whether the template has the marker."""
         return OPENING in model.template
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCalls, OTHER: JsonCalls})
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         return json_list(lark, tools, parallel=parallel)

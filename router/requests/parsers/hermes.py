@@ -7,7 +7,12 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_section
+from octavo.router.requests.parsers.formats import (
+    OfferedTool,
+    OutputContext,
+    ToolFormat,
+    json_section,
+)
 from octavo.router.requests.parsers.json_call import JsonCall
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -31,10 +36,10 @@ class Hermes(ToolFormat):
         """
         return OPENING in model.template or not model.has_tools
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCall}, (CLOSING,))
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:  # noqa: ARG002
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:  # noqa: ARG002
         """Return the grammar of a call behind the marker."""
         return json_section(lark, tools, CLOSING)

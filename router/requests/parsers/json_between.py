@@ -8,7 +8,13 @@ InternLM:        <|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|a
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_call, json_list
+from octavo.router.requests.parsers.formats import (
+    OfferedTool,
+    OutputContext,
+    ToolFormat,
+    json_call,
+    json_list,
+)
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -50,11 +56,11 @@ class JsonBetween(ToolFormat):
         """Return whether the template has the marker."""
         return self.trigger in model.template
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({self.trigger: JsonCalls}, (self._closing,))
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         calls = (
             json_list(lark, tools, parallel=parallel)

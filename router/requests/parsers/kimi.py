@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat
+from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
@@ -32,12 +32,12 @@ class Kimi(ToolFormat):
         """Return whether the template has the marker."""
         return OPENING in model.template
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         call = partial(NamedCall, _name, (CALL_CLOSING, CLOSING))
         return MarkedCalls({CALL_OPENING: call}, (OPENING, CLOSING, CALL_CLOSING, ARGUMENTS))
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         number = lark.rule("NUMBER", "/[0-9]{1,3}/")
         opening = lark.marker(CALL_OPENING)

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_call
+from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat, json_call
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -26,21 +26,21 @@ class Llama3(ToolFormat):
         """Return whether the template asks for such objects."""
         return PYTHON_TAG in model.template or '"parameters": dictionary' in model.template
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         calls = partial(JsonCalls, SEPARATOR)
         return MarkedCalls({PYTHON_TAG: calls}, bare={"{": partial(calls, bare=True)})
 
-    def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+    def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:
         """Return the beginnings of calls: an answer may be an object too, with a name in it."""
         return tuple(f'{{"name": "{tool.name}", "parameters": ' for tool in tools)
 
-    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of an output that must call tools."""
         call = json_call(lark, tools, key="parameters")
         return sequence(call, f"({lark.text(f'{SEPARATOR} ')} {call})*") if parallel else call
 
-    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls, or a text that does not begin as they do."""
         calls = self.forced(lark, tools, parallel=parallel)
         return either(calls, lark.without(PYTHON_TAG, first="{"))

@@ -7,8 +7,8 @@
 from collections.abc import Sequence
 
 from octavo.router.requests.parsers.formats import (
-    Context,
-    Tool,
+    OfferedTool,
+    OutputContext,
     ToolFormat,
     json_list,
     named_call,
@@ -33,11 +33,11 @@ class Mistral(ToolFormat):
         """Return whether the template has the marker."""
         return OPENING in model.template
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: _ListOrName}, (ARGUMENTS, CALL_ID))
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         if lark.token(ARGUMENTS) is None:
             return json_list(lark, tools, parallel=parallel)

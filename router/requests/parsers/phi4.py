@@ -5,7 +5,7 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_list
+from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat, json_list
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -28,11 +28,11 @@ class Phi4(ToolFormat):
         """Return whether there are both markers."""
         return model.mentions(OPENING) and model.mentions(CLOSING)
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCalls, f"{WORD}[": _listed}, (CLOSING,))
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         return sequence(json_list(lark, tools, parallel=parallel), lark.marker(CLOSING))
 

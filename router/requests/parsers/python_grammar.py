@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import Tool
+from octavo.router.requests.parsers.formats import OfferedTool
 from octavo.router.requests.parsers.tool_schema import (
     ANNOTATIONS,
     Argument,
@@ -18,14 +18,14 @@ _NAME = re.compile(r"[^\W\d][\w-]*")
 _WORDS = {"boolean": ("True", "False"), "null": ("None",)}
 
 
-def python_list(lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+def python_list(lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
     """Return the grammar of a list of calls."""
     call = either(*(_call(lark, tool) for tool in tools))
     more = f"({lark.text(', ')} {call})*" if parallel else ""
     return sequence(lark.text("["), call, more, lark.text("]"))
 
 
-def _call(lark: Lark, tool: Tool) -> str:
+def _call(lark: Lark, tool: OfferedTool) -> str:
     """Return the grammar of a call.
 
     Where names cannot say what the schema does, the arguments are a mapping: f(**{"a": 1}).

@@ -6,7 +6,7 @@
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat
+from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.python_call import PythonCalls
@@ -27,24 +27,24 @@ class Pythonic(ToolFormat):
         """Return whether the template or the vocabulary has a marker."""
         return model.mentions(*MARKERS)
 
-    def parser(self, context: Context) -> Parser:  # noqa: ARG002
+    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         opens = dict.fromkeys(MARKERS, PythonCalls)
         bare = {"[": partial(PythonCalls, bare=True)}
         return MarkedCalls(opens, tuple(MARKERS.values()), bare)
 
-    def starts(self, tools: Sequence[Tool]) -> tuple[str, ...]:
+    def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:
         """Return the beginnings of calls: an answer may be a list too."""
         return LFM2, *(f"[{tool.name}(" for tool in tools)
 
-    def forced(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of an output that must call tools."""
         calls = python_list(lark, tools, parallel=parallel)
         if not _marks(lark):
             return calls
         return sequence(lark.marker(LFM2), calls, lark.marker(MARKERS[LFM2]))
 
-    def offered(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls, perhaps behind text, or a text that has none."""
         text = lark.without(*MARKERS, first="[")
         calls = self.forced(lark, tools, parallel=parallel)

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from octavo.router.requests.parsers.formats import Context, ReasoningFormat, ToolFormat
+from octavo.router.requests.parsers.formats import OutputContext, ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.hermes import Hermes
 from octavo.router.requests.parsers.parser import Parser, Piece, PieceKind
 from octavo.router.requests.parsers.think import Think
@@ -27,7 +27,7 @@ class ResponseReader(Parser):
         context: The prompt's end; its model has a `response_template`.
     """
 
-    def __init__(self, context: Context) -> None:
+    def __init__(self, context: OutputContext) -> None:
         assert context.model.response_template is not None
         tools: list[dict[str, Any] | Callable[..., Any]] = [
             {"function": {"name": name, "parameters": schema}}
@@ -113,7 +113,7 @@ class ResponseTemplateTools(ToolFormat):
         """Return whether there is a template."""
         return model.response_template is not None
 
-    def parser(self, context: Context) -> Parser:
+    def parser(self, context: OutputContext) -> Parser:
         """Return a parser of one output."""
         return ResponseReader(context)
 
@@ -127,14 +127,14 @@ class ResponseTemplateReasoning(ReasoningFormat):
         """Return whether there is a template."""
         return model.response_template is not None
 
-    def parser(self, context: Context, then: Parser | None) -> Parser:
+    def parser(self, context: OutputContext, then: Parser | None) -> Parser:
         """Return a parser of one output, calls included if the template describes them."""
         if then is None or isinstance(then, ResponseReader):
             return ResponseReader(context)
         think = _think(context.model)
         return then if think is None else think.parser(context, then)
 
-    def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
+    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
         """Return the grammar of reasoning, if the template has fixed markers of it."""
         think = _think(context.model)
         if think is not None:

@@ -4,7 +4,12 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from octavo.router.requests.parsers.formats import Context, Tool, ToolFormat, json_section
+from octavo.router.requests.parsers.formats import (
+    OfferedTool,
+    OutputContext,
+    ToolFormat,
+    json_section,
+)
 from octavo.router.requests.parsers.json_call import JsonOr
 from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -45,7 +50,7 @@ class TaggedFormat(ToolFormat):
             self.begin or self.trigger
         ) in model.template and self.tags.key_open in model.template
 
-    def parser(self, context: Context) -> Parser:
+    def parser(self, context: OutputContext) -> Parser:
         """Return a parser of one output."""
         call = partial(TaggedCall, self.tags, context.schemas, context.held)
         opens: dict[str, Callable[[], Call]] = {self.trigger: partial(JsonOr, call)}
@@ -53,7 +58,7 @@ class TaggedFormat(ToolFormat):
             opens = {self.begin: call, self.trigger: JsonOr}
         return MarkedCalls(opens, (self.closing, *self.ignored), shown=self.shown)
 
-    def section(self, lark: Lark, tools: Sequence[Tool], *, parallel: bool) -> str:
+    def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
         """Return the grammar of calls behind the marker."""
         grammar = TaggedGrammar(lark, self.tags, self.written(lark))
         tagged = {tool.name: grammar.call(tool) for tool in tools}

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.router.requests.parsers.formats import Tool
+from octavo.router.requests.parsers.formats import OfferedTool
 from octavo.router.requests.parsers.tagged_call import Tags
 from octavo.router.requests.parsers.tool_schema import (
     Argument,
@@ -86,7 +86,7 @@ class TaggedGrammar:
         self._head, self._rest = lark.head(layout.close)
         self._pads = layout.close != tags.value_close
 
-    def call(self, tool: Tool) -> str | None:
+    def call(self, tool: OfferedTool) -> str | None:
         """Return the grammar of a call of a tool, from `CallLayout.call` to `CallLayout.end`.
 
         None if the form cannot say what the tool's schema does.

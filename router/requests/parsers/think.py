@@ -1,6 +1,6 @@
 """Reasoning between two markers: <think>...</think>, [THINK]...[/THINK] and the like."""
 
-from octavo.router.requests.parsers.formats import Context, ReasoningFormat
+from octavo.router.requests.parsers.formats import OutputContext, ReasoningFormat
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.thinking import Thinking
 from octavo.router.text.lark import Lark, sequence
@@ -25,11 +25,11 @@ class Think(ReasoningFormat):
         """Return whether template or vocabulary has the marker of the end."""
         return model.mentions(self._closing)
 
-    def parser(self, context: Context, then: Parser | None) -> Parser:
+    def parser(self, context: OutputContext, then: Parser | None) -> Parser:
         """Return a parser of one output."""
         return Thinking(self._opening, self._closing, then, opened=self._opened(context))
 
-    def lead(self, lark: Lark, context: Context, limit: int | None) -> str:
+    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
         """Return the grammar of reasoning, which the model may leave out unless it has begun."""
         opened = self._opened(context)
         if not opened and (self._closed(context) or limit == 0):
@@ -46,15 +46,15 @@ class Think(ReasoningFormat):
         reasoning = sequence(reasoning, r'("\n\n" | "\n")?')
         return reasoning if opened else f"({sequence(lark.marker(self._opening), reasoning)})?"
 
-    def rest(self, lark: Lark, context: Context) -> str:
+    def rest(self, lark: Lark, context: OutputContext) -> str:
         """Return the grammar of any answer, in which reasoning does not begin again."""
         word = lark.tokens_but(self._opening)
         return super().rest(lark, context) if word is None else f"{word}*"
 
-    def _opened(self, context: Context) -> bool:
+    def _opened(self, context: OutputContext) -> bool:
         if context.continued:
             return context.tail.rfind(self._opening) > context.tail.rfind(self._closing)
         return context.tail.rstrip().endswith(self._opening)
 
-    def _closed(self, context: Context) -> bool:
+    def _closed(self, context: OutputContext) -> bool:
         return context.continued or context.tail.rstrip().endswith(self._closing)

@@ -37,7 +37,7 @@ class Argument:
 
 
 @dataclass(frozen=True, slots=True)
-class Arguments:
+class ArgumentSchemas:
     """The arguments of a tool.
 
     Attributes:
@@ -66,7 +66,7 @@ class Values:
     free: bool = False
 
 
-def arguments_of(schema: Schema) -> Arguments | None:
+def arguments_of(schema: Schema) -> ArgumentSchemas | None:
     """Return the arguments that a tool's schema has.
 
     None if it has more rules than the arguments and the schema of each.
@@ -84,8 +84,8 @@ def arguments_of(schema: Schema) -> Arguments | None:
         if one is not False
     )
     if arguments or more is False:
-        return Arguments(arguments, None)
-    return Arguments(arguments, {} if more is True else more)
+        return ArgumentSchemas(arguments, None)
+    return ArgumentSchemas(arguments, {} if more is True else more)
 
 
 def _only_names_arguments(schema: Schema) -> bool:

@@ -5,8 +5,8 @@ from octavo.router.http.connection_limits import (
     MAX_HOLD_SECONDS,
     UNKNOWN_AT_ONCE,
     UNKNOWN_PER_SECOND,
+    AnonymousPace,
     OpenConnections,
-    Pace,
 )
 
 
@@ -70,7 +70,7 @@ def test_connections_per_address_are_limited():
 
 def test_unknown_callers_are_rate_limited():
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    pace = AnonymousPace(lambda: now[0])
     assert [pace.hold("a") for _ in range(int(UNKNOWN_AT_ONCE))] == [0.0] * int(UNKNOWN_AT_ONCE)
     assert 0 < pace.hold("a") <= 1 / UNKNOWN_PER_SECOND
     for _ in range(10_000):
@@ -82,7 +82,7 @@ def test_unknown_callers_are_rate_limited():
 
 def test_the_number_of_addresses_is_bounded():
     now = [0.0]
-    pace = Pace(lambda: now[0])
+    pace = AnonymousPace(lambda: now[0])
     for i in range(3 * MAX_ADDRESSES):
         pace.hold(str(i))
         now[0] += 0.01
