@@ -98,8 +98,7 @@ class Lark:
 
     def regex(self, expression: str) -> str:
         """Return a rule of the texts that match a regular expression."""
-        escaped = re.sub(r"\\.|/|\n", _slash, expression, flags=re.DOTALL)
-        return self.rule("TEXT", f"/{escaped}/")
+        return self.rule("TEXT", f"/{in_terminal(expression)}/")
 
     def include(self, grammar: str) -> str:
         """Add a whole grammar; return the name that its first rule gets."""
@@ -212,8 +211,12 @@ def rename(grammar: str, old: str, new: str) -> str:
     return "".join([*parts, grammar[at:]])
 
 
-def _slash(match: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
+def in_terminal(expression: str) -> str:
+    """Return a regular expression as terminals spell it: with slashes and line ends escaped."""
+    spelt = {"/": r"\/", "\n": r"\n"}
+    return re.sub(
+        r"\\.|/|\n", lambda match: spelt.get(match[0], match[0]), expression, flags=re.DOTALL
+    )
 
 
 def escaped(text: str) -> str:

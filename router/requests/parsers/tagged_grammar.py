@@ -17,7 +17,7 @@ from octavo.router.requests.parsers.tool_schema import (
     values_of,
     with_definitions,
 )
-from octavo.router.text.lark import ANY_TEXT, Lark, either, escaped, sequence
+from octavo.router.text.lark import ANY_TEXT, Lark, either, escaped, in_terminal, sequence
 
 _KEY = r'/[^\s<>"=]+/'
 _DATE = (
@@ -231,8 +231,7 @@ def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
     ends = plain.endswith("$")
     if "|" in plain and (begins or ends):
         return None  # an anchor may be of one alternative alone
-    body = pattern[begins : len(pattern) - ends]
-    body = re.sub(r"\\.|/|\n", _in_terminal, body, flags=re.DOTALL)
+    body = in_terminal(pattern[begins : len(pattern) - ends])
     return f"{'' if begins else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}"
 
 
@@ -255,10 +254,6 @@ def with_ascii_classes(pattern: str) -> str | None:
         else:
             return None
     return "".join(parts)
-
-
-def _in_terminal(match: re.Match[str]) -> str:
-    return {"/": r"\/", "\n": r"\n"}.get(match[0], match[0])
 
 
 def read_otherwise(types: frozenset[str]) -> list[str]:
