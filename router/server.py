@@ -319,9 +319,9 @@ async def serve(
         settings: Its settings.
         on_ready: Called with HOST:PORT when it listens.
         on_serving: Called, once, with the model that all of the settings' engines have.
-        engines_ready: Waited for before it connects to the engines, while it listens already; its
+        engines_ready: Future to wait for before it connects to the engines; it listens already. Its
             error ends the router.
-        tokenizer: Loaded at the start. Default: that of the settings, if any.
+        tokenizer: Tokenizer to load at the start. Default: that of the settings, if any.
 
     Raises:
         BackgroundError: A part that it cannot do without has stopped.

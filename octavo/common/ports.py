@@ -132,7 +132,7 @@ class Listener:
         )
 
     def _resolve(self) -> tuple[Any, ...]:
-        """Return one of the address' meanings, IPv4 before IPv6, as `socket.getaddrinfo` does."""
+        """Return one result of `socket.getaddrinfo` for the address, IPv4 before IPv6."""
         addresses = socket.getaddrinfo(self.bare_host, self.port, type=socket.SOCK_STREAM)
         return min(addresses, key=lambda meaning: meaning[0] != socket.AF_INET)
 

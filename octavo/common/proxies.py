@@ -6,7 +6,7 @@ import os
 NO_PROXY = ("grpc.enable_http_proxy", 0)
 """The channel argument that ignores the proxy of the environment."""
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Where gRPC looks for a proxy, in its order; in lower case alone."""
+"""Environment variables in which gRPC looks for a proxy, in its order; only in lower case."""
 
 
 def is_loopback(host: str) -> bool:

@@ -259,7 +259,7 @@ class Admission(Generic[E]):
             return
         if claim in queue.waiters:
             self._remove(queue, claim)
-        self.dispatch(claim.model)  # it may be the one that all waited behind
+        self.dispatch(claim.model)  # the others may have waited for it alone
 
     def _remove(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
         if claim.timer is not None:

@@ -196,7 +196,7 @@ class Answer:
                     used.output_tokens += response.finished.usage.output_tokens
 
     def _index(self, i: int, output: int) -> int:
-        """Return the number among all choices of an output of call `i`."""
+        """Return the index of an output of call `i` among all choices of the answer."""
         return i * self._request.choices + output
 
     def _shown(

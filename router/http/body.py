@@ -28,11 +28,11 @@ class ClientLeftError(Exception):
 async def parse(request: Request, model: type[M], max_bytes: int) -> M:
     """Return a request's JSON as `model`.
 
-    A body must be declared to be JSON: browsers ask before they send that from
+    A body must be declared to be JSON: browsers ask the server before they send that from
     another site's page, so that no page can have a local server work for it.
 
     Raises:
-        ApiError: It is not that, too long, or too slow in coming.
+        ApiError: It is no such JSON, too long, or too slow in coming.
         ClientLeftError: The client has gone.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()

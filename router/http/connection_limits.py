@@ -7,13 +7,13 @@ from typing import Protocol
 from octavo.router.tenants.quota import Bucket, Clock
 
 UNKNOWN_PER_SECOND = 20.0
-"""Requests of callers that are not known, a second and address, that are served without delay."""
+"""Requests per second without a valid key that one address may send without delay."""
 UNKNOWN_AT_ONCE = 100.0
-"""Such requests that are served without delay after a pause."""
+"""Such requests that an address may send at once after a pause."""
 MAX_HOLD_SECONDS = 0.25
-"""Longest delay: behind a proxy, callers who are known may share the connection."""
+"""Maximum delay: behind a proxy, callers with a key may share the connection."""
 MAX_ADDRESSES = 1024
-"""Addresses whose requests are counted; beyond, those with nothing owed are forgotten."""
+"""Maximum addresses whose requests are counted; those that need no delay are dropped first."""
 
 
 class LimitedConnection(Protocol):

@@ -257,7 +257,7 @@ class Output:
         return spelled.feed(text, marker)
 
     def _show(self, text: str) -> None:
-        """Show text, up to a stop string, which ends the output unless it is too early."""
+        """Show text up to a stop string, which ends an output that has its minimum of tokens."""
         if not text:
             return
         if self._parser is None:

@@ -13,7 +13,7 @@ COMPACT = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""JSON as chat templates write it: a model that is sure of nothing could go on with white space."""
+"""JSON as chat templates write it, without other white space: a model could write it for ever."""
 PREFIX = "octavo_"
 ANY_TEXT = "/(?s:.*)/"
 

@@ -22,7 +22,7 @@ from octavo.router.text.model_text import ModelText
 class TaggedFormat(ToolFormat):
     """A family whose calls are texts between tags.
 
-    A tool whose schema tags cannot follow is called by a JSON object between the same markers.
+    A tool whose schema does not fit tags is called by a JSON object between the same markers.
     If `between` is None, a section has any number of calls with tags, or one JSON object.
 
     Attributes:

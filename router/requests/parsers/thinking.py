@@ -75,7 +75,7 @@ class Thinking(Parser):
         return pieces
 
     def _begin(self) -> bool:
-        """Look for the opening marker; return whether it is known if it is there."""
+        """Look for the opening marker; return False if more text is needed to decide."""
         text = self._buffer.rest()
         start = text.lstrip()
         if start.startswith(self._opening):
