@@ -24,7 +24,7 @@ MAX_IDLE = 30 * DAY
 VERSIONS = 2
 """Kernels to keep: the current ones and those before."""
 GRACE = DAY
-"""What was used within this time is kept, as several versions may take turns."""
+"""Kernels and steps used within this time are kept, as several versions may take turns."""
 
 
 def prune() -> None:

@@ -11,7 +11,7 @@ from octavo.engine.scheduling.sequence import TokenLogprob
 
 
 class FailureCode(IntEnum):
-    """Why a request failed; the numbers are google.rpc.Code's."""
+    """The kind of error of a failed request; the numbers are google.rpc.Code's."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
@@ -106,7 +106,7 @@ class Load:
         cache: The KV cache's blocks.
         step_seconds: The last step's duration.
         draining: Whether new requests are refused.
-        step_running_seconds: How long the current step has run, in a load published while it
+        step_running_seconds: Seconds that the current step has run, in a load published while it
             runs; else 0.
         drafted_tokens: Tokens drafted since the start.
         accepted_tokens: Drafted tokens that were right.

@@ -35,7 +35,7 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """What one convolution or recurrence of a layer keeps of a sequence.
+    """The state of a sequence that one convolution or recurrence of a layer keeps.
 
     Attributes:
         rows: Number of rows.

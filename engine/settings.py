@@ -278,7 +278,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def listeners(self) -> list[Listener]:
-        """Where to listen; a default metrics port may be replaced, and is not among them."""
+        """Addresses to listen on; a default metrics port may be replaced, and is not among them."""
         listeners = [Listener(self.host, self.port)]
         if "metrics_port" in self.model_fields_set:
             listeners.append(metrics_listener(self.host, self.metrics_port))
@@ -297,7 +297,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def source(self) -> str:
-        """Where the model is: the value of --model, with its revision."""
+        """The model's source: the value of --model, with its revision."""
         return self.model if self.revision is None else f"{self.model}@{self.revision}"
 
     @property

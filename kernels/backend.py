@@ -24,9 +24,9 @@ class Backend(Protocol):
     `octavo.kernels.ops` documents each, and `octavo.kernels.states` those of layers with a state.
 
     Attributes:
-        path: What computes, of the ways that there are: "triton", "pytorch", or the instruction set
-            of the C++ kernels, as isa.cpp names it ("avx2", "avx512-bf16", "neon").
-        warning: What makes the kernels slow on this machine and what to do about it, or None.
+        path: Name of the kernels: "triton", "pytorch", or the instruction set of the C++ kernels,
+            as isa.cpp names it ("avx2", "avx512-bf16", "neon").
+        warning: Reason why the kernels are slow on this machine, and a remedy, or None.
     """
 
     path: str

@@ -36,7 +36,7 @@ def collapse(tensors: Iterable[torch.Tensor]) -> None:
     huge pages already takes no time.
 
     Args:
-        tensors: Those in oneDNN's own layout stay, as their address is unknown.
+        tensors: The tensors; those in oneDNN's own layout stay, as their address is unknown.
     """
     spans = sorted(_span(tensor) for tensor in tensors if not tensor.is_mkldnn)
     joined: list[tuple[int, int]] = []

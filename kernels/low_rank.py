@@ -79,7 +79,7 @@ class LowRankLayer(NamedTuple):
 
 
 class LowRankOfLayer(NamedTuple):
-    """What adapters add to a packed layer.
+    """The adapters of a packed layer.
 
     Attributes:
         batch: The layer's rows, and the adapters' matrices.

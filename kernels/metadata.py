@@ -82,7 +82,7 @@ class AttentionMetadata:
 
 
 class LayerCache(NamedTuple):
-    """Where the keys and values of one layer lie.
+    """The place of the keys and values of one layer.
 
     Attributes:
         keys: `[num_blocks, num_kv_heads, block_size, head_dim]`.
@@ -99,7 +99,7 @@ class LayerCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """Where the states of one convolution or recurrence of one layer lie.
+    """The place of the states of one convolution or recurrence of one layer.
 
     Attributes:
         state: `[num_blocks, rows_per_block, *row_shape]`.

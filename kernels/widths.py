@@ -10,7 +10,7 @@ def width_of_values(key_cache: Tensor, value_cache: Tensor | None, value_dim: in
         key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`.
         value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`; None if a key's first
             elements are its value.
-        value_dim: How many of them; None if there is a value cache.
+        value_dim: Number of a key's elements that are its value; None if there is a value cache.
 
     Raises:
         ValueError: `value_dim` does not fit the caches.

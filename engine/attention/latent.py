@@ -22,7 +22,7 @@ EXPANSION, PRODUCTS = "octavo_expansion", "octavo_products"
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """How a module makes keys and values from latents.
+    """The products by which a module makes keys and values from latents.
 
     Attributes:
         name: The module's linear layer that maps a latent to each head's key and value, one after

@@ -1,1 +1,1 @@
-"""What runs a model's step: on a CPU a trace without Python, on a GPU what Inductor compiles."""
+"""The functions that run a model's forward pass: traces on a CPU, Inductor's code on a GPU."""

@@ -26,10 +26,10 @@ def capture(forward: EagerForward, device: torch.device) -> ExportedProgram:
 
     Args:
         forward: The step.
-        device: Where it is.
+        device: The model's device.
 
     Raises:
-        Exception: What torch raises for a model that it cannot capture.
+        Exception: Torch cannot capture the model.
     """
     tokens, rows = (Dim(name, min=2, max=MAX_TOKENS) for name in ("tokens", "rows"))
     with attending(DryRun()):  # else modules with states call transformers' functions

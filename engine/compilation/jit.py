@@ -52,7 +52,7 @@ class JitForward:
 
     Args:
         forward: The step to compile.
-        device: Where it is.
+        device: The model's device.
 
     Raises:
         Exception: What torch raises if it cannot capture or compile the model, or compiles it for

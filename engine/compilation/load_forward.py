@@ -39,7 +39,7 @@ class LoadedForward:
         dtype: The type of activations.
         cache_dtype: The type of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
-        device: Where it runs.
+        device: The model's device.
         forward: Runs it.
         targets: The layers that adapters may adapt; None if it takes no adapters.
     """
@@ -209,7 +209,7 @@ def compiled_for_gpu(forward: EagerForward, device: torch.device, check: "SelfCh
 
     Args:
         forward: The step to compile.
-        device: Where it is.
+        device: The model's device.
         check: The self-check, which `forward` has passed.
     """
     from octavo.engine.compilation.jit import JitForward  # noqa: PLC0415 - for a GPU only

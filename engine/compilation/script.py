@@ -96,8 +96,8 @@ class _Lines:
 
     Attributes:
         lines: In order.
-        programs: Those that the lines run.
-        constants: Those that the lines name.
+        programs: Programs that the lines run.
+        constants: Constants that the lines name.
     """
 
     def __init__(self, traced: Trace) -> None:

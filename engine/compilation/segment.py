@@ -34,7 +34,7 @@ class Segment:
         Args:
             inputs: The nodes that it takes.
             calls: Its calls, in order.
-            outputs: Those whose results are used afterwards, in order.
+            outputs: Calls whose results are used afterwards, in order.
         """
         for node in inputs:
             self._numbers[node] = self._program.input()

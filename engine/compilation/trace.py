@@ -24,18 +24,18 @@ from octavo.engine.models.forward import EagerForward
 
 RUNS = (5, 3), (7, 3), (7, 4), (11, 6)
 """Tokens and rows of the runs: the second has other tokens than the first, the third other rows
-than the second, and the fourth tells whether numbers are linear in them. None has one token or row:
-where a dimension is 1, PyTorch may call other operators, which are right for no other number."""
+than the second, and the fourth shows whether numbers are linear in them. None has one token or
+row: for a dimension of 1, PyTorch may call other operators, which are right for no other size."""
 MANY = 1 << 16, 300
-"""Tokens and rows of a last run, without data, which takes no time to compute: it tells whether
+"""Tokens and rows of a last run, without data, which takes no time to compute. It shows whether
 models call other operators for many tokens, and whether a size has a bound."""
 UNREAD_BYTES = 1 << 37
-"""More than a tensor of the last run has, and less than a process may map."""
+"""Bytes: more than a tensor of the last run has, and less than a process may map."""
 INPUTS = "token_ids", "positions", "logit_rows"
 VALUES = "values"
 """A node's tensors in all runs, in its `meta`."""
 FOLDED_BYTES = 1 << 20
-"""What depends on weights alone is computed once if it has no more bytes."""
+"""Maximum bytes of a tensor that depends on weights alone and so is computed once."""
 OTHER_ARGUMENTS = "it passes other arguments for other numbers of tokens"
 MASKS = {torch.bool, torch.uint8}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
@@ -43,7 +43,7 @@ aten = torch.ops.aten
 
 
 class UntraceableError(Exception):
-    """What a step calls depends on more than its number of tokens and of rows."""
+    """The step's calls depend on more than its number of tokens and of rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ class Size:
     """A number that depends on a step's number of tokens and of rows.
 
     Attributes:
-        constant: What does not depend on them.
+        constant: The part that does not depend on them.
         tokens: Factor of the number of tokens.
         rows: Factor of the number of rows.
     """
@@ -67,7 +67,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """What a step calls.
+    """The calls of a step.
 
     Attributes:
         graph: Its inputs are placeholders. The constants are `get_attr` nodes. Arguments of calls
@@ -89,14 +89,14 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Notes all calls within.
+    """Records all calls within.
 
     Args:
-        known: Those of an earlier run. If they are given, no operator is run: what reads data has
-            the same result again, and all else returns tensors of the right sizes.
+        known: The calls of an earlier run. With them no operator is run: calls that read data
+            return the earlier result, and all others return tensors of the right sizes.
 
     Attributes:
-        calls: In order.
+        calls: The calls, in order.
     """
 
     def __init__(self, known: Sequence[_Call] = ()) -> None:
@@ -236,8 +236,8 @@ def trace(forward: EagerForward, vocab_size: int) -> Trace:
         The trace, right for one token and one row too.
 
     Raises:
-        UntraceableError: What it calls depends on more than its number of tokens and of rows.
-        Exception: What its model raises.
+        UntraceableError: Its calls depend on more than its number of tokens and of rows.
+        Exception: The model raises it.
     """
     inputs, calls, results = [], [], []
     for run, (tokens, rows) in enumerate(RUNS):
@@ -309,7 +309,7 @@ class _Builder:
         """Add the results of the runs, and check them by the calls of the last run.
 
         Raises:
-            UntraceableError: In the last run a tensor has another shape than the others tell.
+            UntraceableError: A tensor's shape in the last run does not follow from the other runs.
         """
         self._graph.output(self._merge(results))
         self._graph.eliminate_dead_code()
@@ -422,7 +422,7 @@ def storage_of(tensor: Tensor) -> int:
 
 
 def _check_shape(node: fx.Node, last: Tensor) -> None:
-    """Refuse a node whose tensor in the last run has another shape than the others tell."""
+    """Refuse a node whose tensor's shape in the last run does not follow from the other runs."""
     shapes = zip(*(value.shape for value in node.meta[VALUES]), strict=True)
     for sizes, actual in zip(shapes, last.shape, strict=True):
         size = merge_numbers(sizes)

@@ -32,9 +32,9 @@ class TracedForward:
         adapters: Whether it applies the current adapters.
 
     Raises:
-        UntraceableError: What the step calls depends on more than its number of tokens and rows.
+        UntraceableError: Its calls depend on more than its number of tokens and of rows.
         UnscriptableError: It calls what needs Python.
-        Exception: What PyTorch raises.
+        Exception: PyTorch raises it.
     """
 
     def __init__(

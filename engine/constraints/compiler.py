@@ -28,7 +28,7 @@ log = structlog.get_logger(__name__)
 LIGHT_SECONDS = 0.05
 """Processor time of a trial. A constraint that takes more is heavy."""
 REFUSED_BYTES = 1024
-"""What a refused constraint counts in the cache, besides its text."""
+"""Bytes that a refused constraint counts in the cache, besides its text."""
 
 
 class TokensMissingError(Exception):
@@ -38,7 +38,7 @@ class TokensMissingError(Exception):
 Outcome = list[Matcher] | ConstraintError | TokensMissingError
 """A request's matchers, one for each output, or why there are none."""
 _State: TypeAlias = LLMatcher | ConstraintError | TokensMissingError
-"""What came of a constraint."""
+"""The outcome of a constraint."""
 
 
 @dataclass(slots=True, eq=False)
@@ -46,9 +46,9 @@ class Preparation:
     """A request that waits for its matchers.
 
     Attributes:
-        constraint: What to compile.
+        constraint: The constraint to compile.
         outputs: The tokens that each output has already.
-        rule: When outputs may end.
+        rule: The rule for the ends of outputs.
         done: Called in another thread with the outcome.
         cancelled: Whether nobody waits for it any more; set by any thread.
     """
@@ -70,13 +70,13 @@ class _Compiled:
 
 @dataclass(slots=True)
 class CompileCounters:
-    """What was compiled since the start.
+    """Counts of the constraints compiled since the start.
 
     Attributes:
         compiled: Constraints compiled.
         refused: Constraints refused.
         cached: Requests whose constraint was compiled already, or being compiled.
-        seconds: How long each took since `take_seconds`, trial included.
+        seconds: Seconds that each took since `take_seconds`, trial included.
     """
 
     compiled: int = 0
@@ -97,7 +97,7 @@ class _Lane:
     Attributes:
         name: The thread's.
         heavy: Whether they are compiled at the lowest priority.
-        queue: What it compiles; None ends it.
+        queue: Constraints to compile; None ends the thread.
     """
 
     name: str
@@ -109,8 +109,8 @@ class ConstraintCompiler:
     """Threads of low priority that compile constraints, and the cache of those compiled.
 
     A constraint is tried in another process first (`sandbox.py`), so that one that takes too
-    long, takes too much memory or crashes the library is refused and harms nobody. Those that
-    take long wait for one another in a lane of their own, so the others do not wait for them.
+    long, takes too much memory or crashes the library is refused and harms no other request.
+    Slow constraints have a queue and a thread of their own, so that the others do not wait.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class ConstraintCompiler:
         Args:
             read_tokens: Returns the model's tokens, or raises ModelError or OSError.
             seconds: Processor time that compiling a constraint may take.
-            cache_bytes: Most memory of compiled constraints that no request uses.
+            cache_bytes: Maximum memory of compiled constraints that no request uses.
         """
         self._light = _Lane("constraints", heavy=False)
         self._heavy = _Lane("heavy-constraints", heavy=True)

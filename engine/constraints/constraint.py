@@ -1,4 +1,4 @@
-"""What a request constrains its outputs to."""
+"""The constraint of a request's outputs."""
 
 from dataclasses import dataclass
 from enum import Enum
@@ -19,7 +19,7 @@ class Constraint:
     """The form of a request's outputs; equal constraints share a compiled grammar.
 
     Attributes:
-        kind: How it is written.
+        kind: The notation that it is written in.
         texts: The schema, the expression or the grammar alone, or the choices; empty for any
             JSON object.
     """

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 WHITESPACE = r"[ \t\n\r]{1,8}"
 """Whitespace between two parts of a JSON document; there is none at its end. It is bounded, because
-many models, small ones above all, go on with it for ever once they have begun."""
+many models, small ones above all, never stop writing it."""
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
 """Characters that mean something in a regular expression."""
 DEFAULT_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": WHITESPACE}
@@ -24,11 +24,11 @@ FIXED_OPTIONS: "JsonCompileOptions" = {
     "coerce_one_of": False,
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""Whatever a schema says. Without `u`, as a name that is in `properties` could else be written in
-another way and have a value that its schema does not allow."""
+"""Options that no schema can change. `json_allowed_escapes` lacks `u`: else a name in `properties`
+could be written in another way and have a value that its schema does not allow."""
 EMBEDDED = "%json"
 MAX_ERROR = 1000
-"""Most characters of a message of the library."""
+"""Maximum characters of a message of the library."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -90,7 +90,7 @@ def schemas(constraint: Constraint) -> list[object]:
             try:
                 return [json.loads(constraint.texts[0])]
             except (ValueError, RecursionError):
-                return []  # llguidance says where it is wrong
+                return []  # llguidance reports where it is wrong
         case ConstraintKind.GRAMMAR:
             return [schema for schema, _, _ in _embedded(constraint.texts[0])]
         case _:
@@ -147,7 +147,7 @@ def _embedded(grammar: str) -> Iterator[tuple[object, int, int]]:
         try:
             schema, place = decoder.raw_decode(grammar, start)
         except (ValueError, RecursionError):
-            continue  # in a string or a comment, or llguidance says where it is wrong
+            continue  # in a string or a comment, or llguidance reports where it is wrong
         yield schema, start, place
 
 
@@ -157,7 +157,7 @@ def _literal(text: str) -> str:
 
 
 def shorten(message: str) -> str:
-    """Return a message of the library without what it says of its own state."""
+    """Return a message of the library without the state that it describes."""
     for mark in ("<state>", "<non-verbose/>"):
         message = message.partition(mark)[0]
     if "NoExtension" in message:

@@ -18,7 +18,8 @@ _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 _REFERENCES = re.compile(
     r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><(?!\[)[^<>\s]+>)', re.DOTALL
 )
-"""What may hold a name that is none in a Lark grammar, or a token's name."""
+"""Strings, comments and regular expressions of a Lark grammar, where names mean nothing; or a
+token's name."""
 
 
 def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:

@@ -39,9 +39,9 @@ class _Job(Generic[Owner]):
         guess: See `request`.
         awaited: Whether a step waits for it.
         thread: Ident and native id of the thread that does it, once it is begun.
-        standin: What another thread does that stands in for this one.
+        standin: The job of the thread that stands in for this one.
         began: The processor time that this thread had taken before.
-        abandoned: Whether it took too long, and its owner was told so.
+        abandoned: Whether it took too long, and was reported to its owner.
         replaced: Whether another thread stands in for its thread.
     """
 
@@ -69,7 +69,7 @@ class Wait:
     """A step's wait for masks.
 
     Attributes:
-        seconds: How long it took.
+        seconds: Seconds that it took.
         late: Masks that are not ready.
     """
 
@@ -83,7 +83,7 @@ class MaskFailure(Generic[Owner]):
 
     Attributes:
         owner: The owner of the output.
-        message: What is wrong with the constraint.
+        message: The fault of the constraint.
     """
 
     owner: Owner
@@ -132,7 +132,7 @@ class MaskThreads(Generic[Owner]):
             owner: The owner of the output, for `failures`.
             matcher: The matcher, which is ready.
             token_ids: The tokens after those that it has read.
-            guess: What to draft behind them.
+            guess: The tokens to draft behind them.
         """
         self._start()
         matcher.ready = False
@@ -151,7 +151,7 @@ class MaskThreads(Generic[Owner]):
         """Wait for the quick masks that were requested since the last call, and not for long.
 
         Returns:
-            How it went; None if no mask was requested.
+            The outcome; None if no mask was requested.
         """
         if not self._requested:
             return None

@@ -19,12 +19,12 @@ DRAFT_SECONDS = 0.001
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
-    """When the tokens that end an output are allowed, besides where the grammar does.
+    """The rule for tokens that end an output, besides the grammar.
 
     They are always allowed where the grammar has nothing else.
 
     Attributes:
-        min_tokens: Not before the output has this many tokens.
+        min_tokens: Minimum tokens of an output that ends.
         early: Tokens that `min_tokens` forbids.
         never: Tokens that the client does not want at all.
     """
@@ -50,8 +50,8 @@ class Matcher:
         draft: Tokens that may come next: those that the grammar forces, or the guess as far as the
             grammar allows it.
         draft_masks: The mask after each of these.
-        error: Why the grammar cannot go on, or None.
-        seconds: How long the mask took; after a slow one it decays.
+        error: The reason why the grammar cannot go on, or None.
+        seconds: Seconds that the mask took; after a slow one it decays.
     """
 
     def __init__(self, state: LLMatcher, words: int, rule: EndRule) -> None:
@@ -93,7 +93,7 @@ class Matcher:
 
         Args:
             token_ids: The tokens after those that were read.
-            guess: What to draft.
+            guess: The tokens to draft.
         """
         began = time.thread_time()
         try:

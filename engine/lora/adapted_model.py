@@ -102,8 +102,8 @@ class _Located:
 
     Attributes:
         target: The layer.
-        module: What computes it, perhaps with others.
-        half: Which half of a SwiGLU's panels are its: 0 or 1; None if it has whole panels.
+        module: The module that computes it, perhaps with others.
+        half: Its half of a SwiGLU's panels: 0 or 1; None if it has whole panels.
     """
 
     target: Target

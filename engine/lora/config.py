@@ -17,15 +17,15 @@ from octavo.common.models.files import read_json
 from octavo.engine.lora.errors import AdapterError
 
 MAX_RANK = 256
-"""The highest rank of an adapter's matrices."""
+"""Maximum rank of an adapter's matrices."""
 MAX_PATTERNS, MAX_PATTERN, MAX_REPEATS = 1024, 256, 3
-"""Patterns of a setting, and characters and repetitions of one: a regular expression that takes
-exponential time would stop the engine."""
+"""Maximum patterns of a setting, and characters and repetitions of a pattern: a regular expression
+that takes exponential time would stop the engine."""
 REPEATS = re.compile(r"[*+{]")
 SLOW = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
 """Repeated groups, references to groups, and groups with options."""
 MAX_BYTES, MAX_ALPHA = 1 << 20, 1_000_000
-"""Bytes of a config, and the highest alpha."""
+"""Maximum bytes of a config, and maximum alpha."""
 IGNORED = frozenset(
     {
         *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_version", "revision"),
@@ -34,7 +34,7 @@ IGNORED = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
     }
 )
-"""Settings without an effect on outputs: the tensors' names say which layers are adapted."""
+"""Settings without an effect on outputs: the tensors' names show which layers are adapted."""
 APPLIED = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
@@ -50,7 +50,7 @@ REASONS = {
     "layer_replication": "it repeats layers of the base model",
     "alora_invocation_tokens": "an activated LoRA applies to the tokens after its invocation alone",
 }
-"""Why settings are refused that are likely to be met."""
+"""Reasons for refusing settings that users are likely to try."""
 UNCHANGED_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of `init_lora_weights` that leave the base model's weights as they were."""
 
@@ -59,14 +59,14 @@ _Number = TypeVar("_Number", int, float)
 
 @dataclass(frozen=True, slots=True)
 class AdapterConfig:
-    """What an adapter's config says of its outputs.
+    """The settings of an adapter's config that change its outputs.
 
     Attributes:
         rank: Rank of layers that `ranks` does not name.
-        alpha: Likewise; the product of an adapter's matrices is scaled by alpha / rank.
+        alpha: Alpha of layers that `alphas` does not name; products are scaled by alpha / rank.
         rslora: Whether it is scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
         ranks: Ranks, by regular expressions of layers' names; the first that matches holds.
-        alphas: Alphas, likewise.
+        alphas: Alphas, by regular expressions of layers' names; the first that matches holds.
         base: The model that it was trained for; empty if unknown.
     """
 

@@ -32,7 +32,7 @@ class DeviceAdapters:
         copies: Copies to the device so far.
 
     Args:
-        device: Where the model is.
+        device: The model's device.
         limit: Bytes on the device, which the adapters of a batch must fit; None: nothing is copied,
             as the model is on a CPU.
         packed: The model's packed layers that adapters adapt.

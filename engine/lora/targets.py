@@ -1,4 +1,4 @@
-"""What an adapter's matrices are held to: the linear layers of the model that it may adapt."""
+"""The linear layers of a model that adapters may adapt, which an adapter's matrices must fit."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field

@@ -24,7 +24,7 @@ class TrialForward:
         forward: A step that applies adapters.
         targets: The model's layers that adapters may adapt.
         scales: The adapter's layers and their scales.
-        device: Where the model is.
+        device: The model's device.
 
     Raises:
         SelfCheckError: The adapter has a layer that adapters may not adapt.

@@ -1,4 +1,4 @@
-"""Where each layer's K and V, and its states, lie in the blocks of the cache.
+"""The places of each layer's K and V, and of its states, in the blocks of the cache.
 
 All blocks have one size, so that all layer groups share one pool and none has memory that another
 lacks. Layers of one shape make one group, or several of equal size, with 1 to 8 times the tokens
@@ -31,7 +31,7 @@ class Planner(Protocol):
 TYPICAL_TOKENS = 1024
 """Length of a sequence for which the layout holds the fewest bytes."""
 TABLE_COST = 0.01
-"""What one more group costs a step, as a share of the cache's memory."""
+"""Cost of one more group to a step, as a share of the cache's memory."""
 MOST_PIECES = 16
 ALIGNMENT = 64
 RATIOS = (1, 2, 4, 8)
@@ -39,12 +39,12 @@ RATIOS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """Where a layer's K and V lie.
+    """The place of a layer's K and V in blocks.
 
     Attributes:
         group: The layer's group.
         keys: The first element of the keys in a block.
-        values: The first element of the values; of no meaning if none are kept.
+        values: The first element of the values; meaningless if none are kept.
     """
 
     group: int
@@ -54,7 +54,7 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """Where a state lies.
+    """The place of a state in blocks.
 
     Attributes:
         group: The state's group.
@@ -159,7 +159,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """How the layers of a kind are put into blocks."""
+    """A way to put the layers of a kind into blocks."""
 
     kind: _Kind
     pieces: int
@@ -254,7 +254,7 @@ def _keeper(shape: ModelShape, layer: int) -> int:
 
 
 def _aligned(elements: int) -> int:
-    """Return at least so many elements that every block begins where vectors of any type may."""
+    """Return at least as many elements, so that every block is aligned for vectors of any type."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 

@@ -27,16 +27,16 @@ class CacheTensors:
     it.
 
     Attributes:
-        layout: Where each layer's K and V lie in a block.
+        layout: The place of each layer's K and V in a block.
         layers: Each layer's cache, a view of the device's tensor.
-        states: Each state's place in it, likewise.
+        states: Each state's place in a block.
 
     Args:
         layout: See above.
         num_blocks: On the device.
         num_swap_blocks: In swap space.
         dtype: Type of keys and values.
-        device: Where the cache is.
+        device: The cache's device.
         model_dtype: Type of the model; default `dtype`.
     """
 
@@ -149,7 +149,7 @@ def default_cache_gib(
     bytes, which are free but will be needed; at most 4 GiB.
 
     Args:
-        device: Where the cache is.
+        device: The cache's device.
         utilisation: See above.
         taken: See above.
         memory: The device's memory. Default: as it is now.

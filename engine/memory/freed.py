@@ -6,10 +6,10 @@ from contextlib import contextmanager, suppress
 
 MAPPED_BYTES = 1 << 20
 M_MMAP_THRESHOLD, MOST_MAPPED_BYTES = -3, 32 << 20
-"""The option of glibc's `mallopt`, and the most that it may be; see mallopt(3)."""
+"""The option of glibc's `mallopt`, and its maximum; see mallopt(3)."""
 M_TRIM_THRESHOLD, KEPT_BYTES = -1, 64 << 20
-"""Likewise, of what is kept at the heap's end: with less, each step of 48 rows of SmolLM2 gave
-memory back and had 1,200 to 2,000 page faults for it in the next; now 1 to 72."""
+"""The option for the free bytes that stay at the heap's end. With fewer, each step of 48 rows of
+SmolLM2 gave memory back and had 1,200 to 2,000 page faults for it in the next; now 1 to 72."""
 
 
 def return_freed() -> None:

@@ -61,9 +61,9 @@ from octavo.kernels.gpu import e4m3_dtype
 from octavo.kernels.ops import check_supported
 
 CONTEXT_NAMES = ("max_position_embeddings", "max_seq_len", "seq_length")
-"""What configs call the context."""
+"""Names of the context's length in configs."""
 DEFAULT_CONTEXTS = {"bloom": 2048}
-"""By model type: the context of models whose configs may not say it. Bloom was trained with 2,048
+"""Contexts by model type, of models whose configs may lack it. Bloom was trained with 2,048
 tokens (Le Scao et al. 2022, table 3)."""
 
 log = structlog.get_logger(__name__)
@@ -79,11 +79,11 @@ class LoadedModel:
         dtype: Type of its weights.
         cache_dtype: Type of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
-        device: Where the model is.
+        device: The model's device.
         check: The self-check of its steps.
-        trial: That with an adapter, if one was asked for; no step has passed it yet.
-        kept: Where what the self-check compares with is remembered, if it is; see `pass_check`.
-        variant: What the outcome of the check of a step depends on besides.
+        trial: The self-check with an adapter, if one was asked for; no step has passed it yet.
+        kept: The file of the results that the self-check compares with, if any; see `pass_check`.
+        variant: Further properties that the outcome of the check depends on.
     """
 
     model: PreTrainedModel
@@ -142,7 +142,7 @@ class EmptyModel:
         shape: See `LoadedModel`.
         dtype: See `LoadedModel`.
         cache_dtype: See `LoadedModel`.
-        device: Where it would run.
+        device: The device that it would run on.
         stored: The format of its checkpoint, if its weights are quantized.
     """
 
@@ -180,7 +180,7 @@ def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> t
     Args:
         name: Value of `EngineSettings.kv_cache_dtype`; devices have different types for fp8_e4m3.
         dtype: Type of the weights, which `auto` stands for.
-        device: Where the cache is.
+        device: The cache's device.
     """
     if name == "fp8_e4m3":
         return e4m3_dtype(device)
@@ -339,11 +339,11 @@ def _expect(  # noqa: PLR0917
 
     Args:
         model: The model with its own attention, or this rank's part of it.
-        source: Where it is from.
+        source: The place that it is from.
         shape: Its dimensions.
         routing: Its layers of experts.
         world: The ranks that hold it.
-        known: What it must compute, if that is remembered.
+        known: The results that it must compute, if they are remembered.
         adapters: Whether it is to take adapters.
     """
     forward: Forward = EagerForward(model)
@@ -410,7 +410,7 @@ class _Source:
         config: The model's.
         checkpoint: Its checkpoint if its weights are quantized.
         dtype: Type of its weights.
-        device: Where it runs.
+        device: The model's device.
         max_model_len: See `EngineSettings`.
         deferred: Whether large weights stay in the files until they are packed.
     """
@@ -586,7 +586,7 @@ def _check_twin(
 
     Args:
         model: The large model.
-        source: Where it is from.
+        source: The place that it is from.
         shape: Its dimensions.
         block_size: Tokens per block.
 
@@ -667,11 +667,11 @@ def _check_room(model: PreTrainedModel, source: _Source, quantization: str) -> N
 
     Args:
         model: The model; its weights are not read.
-        source: Where it is from.
+        source: The place that it is from.
         quantization: See `EngineSettings`.
 
     Raises:
-        ModelError: They do not; the message says what would.
+        ModelError: They do not; the message names what would.
     """
     free = memory_of(source.device).available
     if sum(weight.nbytes for weight in {*model.parameters(), *model.buffers()}) <= free:
@@ -705,13 +705,13 @@ def _inspect(model: PreTrainedModel, max_model_len: int | None) -> ModelShape:
 
 
 def _fix_context(model: PreTrainedModel, max_model_len: int | None) -> int | None:
-    """Fix a model's rotary frequencies; return its context, None if its config does not say it."""
+    """Fix a model's rotary frequencies; return its context, None if its config lacks it."""
     context = _context(model.config.get_text_config(decoder=True))
     return None if context is None else fix_rope(model, context, max_model_len)
 
 
 def _context(config: Any) -> int | None:  # noqa: ANN401 - has no such declared field
-    """Return the tokens of a model's context; None if its config does not say."""
+    """Return the tokens of a model's context; None if its config lacks them."""
     named = (getattr(config, name, None) for name in CONTEXT_NAMES)
     default = DEFAULT_CONTEXTS.get(config.model_type)
     return next((tokens for tokens in named if isinstance(tokens, int)), default)

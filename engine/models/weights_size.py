@@ -1,4 +1,4 @@
-"""How much memory a model's weights take, as they are and quantized."""
+"""The memory that a model's weights take, as they are and quantized."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -30,7 +30,7 @@ def weight_bytes(
     Args:
         model: The model as transformers makes it; its weights may be empty.
         quantization: Value of `EngineSettings.quantization`.
-        device: Where it would run.
+        device: The device that it would run on.
         stored: The format of its checkpoint, if its weights are quantized.
     """
     total = sum(weight.nbytes for weight in chain(model.parameters(), model.buffers()))

@@ -1,4 +1,4 @@
-"""Which rank this process is, by the variables that torchrun and other launchers set."""
+"""The rank of this process, by the variables that torchrun and other launchers set."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,9 +18,9 @@ class RankPlace:
 
     Attributes:
         rank: Its number; rank 0 has the scheduler and samples.
-        size: How many ranks there are.
+        size: Number of ranks.
         local_rank: Its number among the ranks of this machine.
-        local_size: How many ranks this machine has.
+        local_size: Number of ranks on this machine.
     """
 
     rank: int
@@ -29,7 +29,7 @@ class RankPlace:
     local_size: int
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that say so."""
+        """Return the environment variables that give a process this place."""
         numbers = self.rank, self.size, self.local_rank, self.local_size
         return dict(zip(NAMES, map(str, numbers), strict=True))
 

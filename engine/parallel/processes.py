@@ -19,9 +19,9 @@ from octavo.engine.parallel.world import STORE
 
 MODULE = "octavo.engine.startup.follower"
 STOP_SECONDS = 5.0
-"""How long ranks have to end after the message to stop, before they are killed."""
+"""Seconds that ranks have to end after the message to stop, before they are killed."""
 START_SECONDS = 5.0
-"""How long rank 0 has to find its own error, when another rank fails while starting."""
+"""Seconds that rank 0 has to find its own error, when another rank fails while starting."""
 LOOPBACK = "lo"
 
 log = structlog.get_logger(__name__)
@@ -31,7 +31,7 @@ class RankProcesses:
     """The other ranks, as child processes.
 
     Args:
-        size: How many ranks there are, this one included.
+        size: Number of ranks, this one included.
         settings: The engine's settings, as JSON.
         folder: A directory of this process' own.
     """
@@ -101,7 +101,7 @@ def started_ranks(
         settings: The engine's settings, as JSON.
 
     Yields:
-        Which rank this is, None if it is the only one; and the ranks that it started.
+        The place of this rank, None if it is the only one; and the ranks that it started.
 
     Raises:
         RankError: A launcher's variables do not fit the setting.

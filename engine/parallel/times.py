@@ -1,11 +1,11 @@
-"""Where a rank spends its time on others."""
+"""The time that a rank spends on others."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Times:
-    """Where a rank spent its time on others, in seconds.
+    """The time that a rank spent on others, in seconds.
 
     Attributes:
         broadcast: In messages of rank 0; on other ranks, most of it is waiting for work.

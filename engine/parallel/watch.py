@@ -4,7 +4,7 @@ Once a second all ranks meet in a collective of a group of its own. A rank whose
 does not come, and one that died breaks its connections. Either ends the others within the group's
 timeout, as their next step would never end. The engine's router then moves its requests.
 
-In the same collective a rank says that it was told to stop. Then rank 0 is told so too: it drains.
+In the same collective a rank reports a signal to stop. Rank 0 then acts as if it got it: it drains.
 """
 
 import os
@@ -22,7 +22,7 @@ from octavo.engine.parallel.world import World
 
 PERIOD_SECONDS = 1.0
 GRACE_SECONDS = 1.0
-"""How long a rank waits, when another has left, for the message that they all stop."""
+"""Seconds that a rank waits, when another has left, for the message that they all stop."""
 EXIT_CODE = 1
 
 log = structlog.get_logger(__name__)
@@ -33,12 +33,12 @@ class Watch:
 
     Args:
         world: The ranks.
-        told_to_stop: Returns whether this rank was, by a signal.
+        stop_requested: Returns whether this rank got a signal to stop.
     """
 
-    def __init__(self, world: World, told_to_stop: Callable[[], bool] = lambda: False) -> None:
+    def __init__(self, world: World, stop_requested: Callable[[], bool] = lambda: False) -> None:
         self._world = world
-        self._told_to_stop = told_to_stop
+        self._stop_requested = stop_requested
         self._closing = threading.Event()
         start_thread(self._run, "rank-watch")
 
@@ -53,7 +53,7 @@ class Watch:
             except Exception as error:  # noqa: BLE001 - gloo raises several types
                 if self._closing.wait(GRACE_SECONDS):
                     return
-                log.error(  # noqa: TRY400 - the traceback says nothing more
+                log.error(  # noqa: TRY400 - the traceback adds nothing
                     "another rank died, hangs or is cut off: the engine ends",
                     rank=self._world.rank,
                     error=str(error).splitlines()[0],
@@ -61,8 +61,8 @@ class Watch:
                 exit_at_once(EXIT_CODE)
 
     def _meet(self) -> None:
-        """Wait for all ranks; if one was told to stop, tell rank 0 as a signal would."""
-        told = torch.tensor([int(self._told_to_stop())])
-        dist.all_reduce(told, group=self._world.watch)
-        if int(told) and not self._world.rank:
+        """Wait for all ranks; if one got a signal to stop, send it to rank 0."""
+        requested = torch.tensor([int(self._stop_requested())])
+        dist.all_reduce(requested, group=self._world.watch)
+        if int(requested) and not self._world.rank:
             os.kill(os.getpid(), signal.SIGTERM)

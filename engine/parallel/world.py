@@ -1,7 +1,7 @@
-"""The process groups of an engine's ranks, and what they send each other.
+"""The process groups of an engine's ranks, and their messages.
 
-All of it is torch.distributed: gloo between CPUs, NCCL between GPUs. What rank 0 tells the others
-goes through a group of its own, always gloo, as it is arrays in the host's memory.
+All of it is torch.distributed: gloo between CPUs, NCCL between GPUs. Messages of rank 0 go
+through a group of their own, always gloo, as they are arrays in the host's memory.
 """
 
 import math
@@ -23,17 +23,18 @@ from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.times import Times
 
 STORE = "OCTAVO_RANK_STORE"
-"""The environment variable of the file by which ranks of one machine find each other. Without it,
-they do by MASTER_ADDR and MASTER_PORT, as a launcher sets them."""
+"""Environment variable: the file by which ranks of one machine find each other. Without it, they
+use MASTER_ADDR and MASTER_PORT, as a launcher sets them."""
 FIRST_NUMBERS = 2048
-"""Numbers of a message's first part; what is longer has a second part."""
+"""Numbers of a message's first part; a longer message has a second part."""
 FOREVER = timedelta(days=365)
-"""Ranks wait for rank 0's next message as long as it has nothing to do."""
+"""Timeout of waiting for rank 0's next message: it sends none as long as it has nothing to do."""
 POLLED_SECONDS = 0.002
-"""How long a rank looks again and again whether a collective has ended, before it sleeps: a core
-that sleeps wakes up later than most sums end."""
+"""Seconds that a rank polls whether a collective has ended, before it sleeps: a sleeping core wakes
+up later than most sums end."""
 GATHERED_BYTES = 1 << 20
-"""More than two ranks add up larger tensors in a ring, which sends less, but in more turns."""
+"""Bytes of a tensor above which more than two ranks add up in a ring, which sends less, in more
+turns."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
 """The types of tensors that ranks may share, by their number in a message."""
 
@@ -43,7 +44,7 @@ class World:
     """This rank and the groups that it shares with the others.
 
     Attributes:
-        place: Which rank this is.
+        place: The place of this rank.
         tensors: The group of what layers compute.
         control: The group of messages from rank 0.
         watch: The group by which ranks know that the others are alive.
@@ -58,7 +59,7 @@ class World:
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Number of ranks."""
         return self.place.size
 
     @property
@@ -207,9 +208,9 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float) -> Wor
     """Join the other ranks, once; wait until all have joined.
 
     Args:
-        place: Which rank this is.
-        device: Where the model runs; a GPU becomes the current one of this thread.
-        watch_seconds: How long a rank may be silent.
+        place: The place of this rank.
+        device: The model's device; a GPU becomes the current one of this thread.
+        watch_seconds: Seconds that a rank may be silent.
 
     Raises:
         RuntimeError: They cannot be reached.

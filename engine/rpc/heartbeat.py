@@ -34,7 +34,7 @@ async def watch(
 
     Args:
         core: The core to watch.
-        send: Called with the load, which says for how long the step has run.
+        send: Called with the load, which has the seconds that the step has run.
         device: "cpu", or a GPU's name.
         step_timeout: In seconds; 0 for none, None for the device's default.
     """

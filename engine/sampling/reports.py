@@ -1,4 +1,4 @@
-"""What a step reports of logits, on its way to the host."""
+"""Log-probabilities that a step reports, on their way to the host."""
 
 import math
 from collections.abc import Sequence as Rows

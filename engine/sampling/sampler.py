@@ -52,7 +52,7 @@ class SamplingRow(NamedTuple):
 
     @property
     def mask(self) -> np.ndarray | None:
-        """What its constraint allows next, as `Matcher.mask`; None without a constraint."""
+        """The mask of the tokens that its constraint allows next; None without a constraint."""
         matcher = self.sequence.matcher
         if matcher is None:
             return None
@@ -74,7 +74,7 @@ def sample(
 
     Args:
         logits: `[num_rows, vocab_size]`, as the model gave them; may be changed.
-        samples: What to sample, at least one token.
+        samples: The samples to take, at least one token.
         rows: Row of logits of each one.
         inputs: `[num_rows]` int64, the token that each row of logits follows; needed if
             `penalizes_placeholders(samples)`.
@@ -277,7 +277,7 @@ def _constrain(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
 
     Args:
         logits: `[n, vocab_size]`.
-        rows: What is sampled, by the row of these logits.
+        rows: The samples, by the row of these logits.
     """
     masks = {i: mask for i, row in rows.items() if (mask := row.mask) is not None}
     if masks:

@@ -14,7 +14,7 @@ BEFORE, AFTER = 32, 64
 LAPSE = 16
 """Maximum tokens since the last match. After more, only a new match gives a draft."""
 REPLACED = 4
-"""Most tokens to draft after a token that the source does not have near the place."""
+"""Maximum tokens to draft after a token that the source does not have near the place."""
 
 
 class Alignment:
@@ -46,7 +46,7 @@ class Alignment:
 
         Args:
             tokens: `[n]` int32, the sequence.
-            most: The most tokens to return.
+            most: Maximum tokens to return.
         """
         self.drafted = True
         if len(tokens) > self._until:

@@ -9,8 +9,8 @@ class Guess:
     """Tokens that a method proposes to draft for a sequence, and how many may be drafted.
 
     Attributes:
-        token_ids: What the method proposes; may be empty.
-        most: The most tokens to draft.
+        token_ids: The tokens that the method proposes; may be empty.
+        most: Maximum tokens to draft.
     """
 
     token_ids: Sequence[int] = ()

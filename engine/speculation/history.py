@@ -10,7 +10,7 @@ class History:
 
     Attributes:
         num_prompt: Tokens of the prompt, at the front.
-        salt: What is learnt from sequences of another salt must not show here.
+        salt: Only sequences with the same salt may see what is learnt from this one.
         alignment: The place that the sequence copies from.
     """
 

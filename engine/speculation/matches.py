@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from octavo.engine.speculation.alignment import Tokens
 
 LONGEST = 32
-"""Maximum tokens that are compared: a longer match says no more."""
+"""Maximum tokens that are compared: a longer match adds nothing."""
 FEW = 32
 """Places that are compared at most, the latest ones."""
 
@@ -17,7 +17,7 @@ class Matches(NamedTuple):
     """The places where the most of the last tokens occur before.
 
     Attributes:
-        length: How many of the last tokens are the same there, up to `LONGEST`; 0 if none are.
+        length: Number of last tokens that are the same there, up to `LONGEST`; 0 if none are.
         ends: `[n]` int64, one past each place, rising.
     """
 
@@ -47,7 +47,7 @@ def longest_of(tokens: Tokens, ends: NDArray[np.int64], tail: Tokens, length: in
         tokens: `[n]` int32, where to look.
         ends: `[m]` int64, one past each place, rising; the last `length` tokens are the same there.
         tail: `[k]` int32, the tokens to find.
-        length: How many of them are known to match.
+        length: Number of them that are known to match.
     """
     if not len(ends):
         return NOWHERE

@@ -1,4 +1,4 @@
-"""What every method of drafting has: `Method`, and `DraftState`, what is kept for a sequence."""
+"""The interface of methods of drafting, `Method`, and their state of a sequence, `DraftState`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from octavo.engine.speculation.history import History
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """What is known of one sequence.
+    """The state of drafting for one sequence.
 
     Attributes:
         history: Its tokens.
         acceptance: The estimated probability that a drafted token is right if those before it are.
-        aligned: Likewise of drafts that are made without a match; see `Alignment`.
+        aligned: The same probability for drafts without a match; see `Alignment`.
         pause: Tokens to sample before the next draft.
-        last_pause: How long the last pause was; 0 if the last draft paid.
+        last_pause: Length of the last pause; 0 if the last draft paid.
     """
 
     history: History

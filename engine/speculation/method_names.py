@@ -5,4 +5,4 @@ METHOD_TEXTS = {
     "suffix": "what most often followed them there or in earlier outputs",
     "draft": "what the model of --draft-model draws",
 }
-"""What each method drafts."""
+"""Description of each method's drafts."""

@@ -19,7 +19,7 @@ def make_speculation(name: str, num_tokens: int) -> Speculation | None:
 
     Args:
         name: `off`, `auto`, `draft` or a method's name.
-        num_tokens: The most tokens of a draft.
+        num_tokens: Maximum tokens of a draft.
     """
     if name == "off":
         return None

@@ -1,8 +1,8 @@
 """The rule of `--speculation auto`: draft where it is measured to pay.
 
 A step of more tokens takes longer. A drafted token pays if the tokens that it yields are worth more
-than the time that it adds to the step. Both are measured: how long steps of so many tokens take,
-and how often the drafts of this sequence were right.
+than the time that it adds to the step. Both are measured: how long steps of each number of tokens
+take, and how often the drafts of this sequence were right.
 """
 
 import numpy as np
@@ -13,25 +13,25 @@ from octavo.engine.speculation.method import DraftState
 PRIOR = 0.6
 """Acceptance that is assumed before anything was measured."""
 LEAST_ALIGNED = 0.2
-"""A new sequence's acceptance of drafts without a match, at least: so they are tried again."""
+"""Minimum acceptance of drafts without a match for a new sequence, so that they are tried again."""
 MEMORY = 0.8
 """Share of a sequence's earlier acceptance that remains after a drafted token of weight 1."""
 ENGINE_MEMORY = 0.99
-"""Likewise of that of all sequences, which a new one begins with."""
+"""The same share for the acceptance of all sequences, which a new one begins with."""
 STEP_MEMORY = 0.9
 """Share of the earlier measure of steps of one size that remains after a step."""
 LEAST_GAIN = 0.05
 """A draft must promise this many tokens of a sequence more than it costs."""
 LONGEST_PAUSE = 64
-"""Most tokens between two trials of a sequence whose drafts do not pay."""
+"""Maximum tokens between two trials of a sequence whose drafts do not pay."""
 LEVELS = 32
-"""Levels of acceptance that are told apart, from 0 to 1."""
+"""Number of levels of acceptance between 0 and 1."""
 MINUTE = 1e-9
-"""Seconds: no step is taken to be shorter."""
+"""Minimum duration of a step, in seconds."""
 
 
 class StepTimes:
-    """How long steps of so many tokens take, from those that were measured.
+    """Durations of steps by their number of tokens, from those that were measured.
 
     Sizes are kept apart up to a factor of 2; between them, time grows evenly. A step that is larger
     than all measured ones is taken to cost what the largest did, up to twice its size: so it is
@@ -70,14 +70,14 @@ class DraftPolicy:
 
     Attributes:
         acceptance: The share of drafted tokens that were right, over all sequences lately.
-        aligned: Likewise of drafts that are made without a match.
+        aligned: The same share for drafts without a match.
     """
 
     def __init__(self, longest: int) -> None:
         """Begin without a measure.
 
         Args:
-            longest: The most tokens of a draft.
+            longest: Maximum tokens of a draft.
         """
         self.acceptance = self.aligned = PRIOR
         # The tokens that drafts of 1, 2, ... tokens yield on average, for each level of acceptance.
@@ -94,7 +94,7 @@ class DraftPolicy:
         return DraftState(history, self.acceptance, max(self.aligned, LEAST_ALIGNED))
 
     def begin_step(self, decodes: int) -> bool:
-        """Begin a step of so many decoding sequences; return whether any draft can pay."""
+        """Begin a step of `decodes` decoding sequences; return whether any draft can pay."""
         self._decodes, self._tokens = decodes, decodes
         self._choose_lengths()
         return self._best[-1] > 0
@@ -123,14 +123,14 @@ class DraftPolicy:
         return self._best[int(state.aligned * LEVELS)]
 
     def drafted(self, count: int) -> None:
-        """Take note of a draft in this step: what comes after it costs more."""
+        """Record a draft in this step: further drafts cost more."""
         self._tokens += count
         self._choose_lengths()
 
     def observe_draft(self, state: DraftState, drafted: int, accepted: int) -> None:
-        """Take note of how many drafted tokens of a sequence were right.
+        """Record how many drafted tokens of a sequence were right.
 
-        Those behind the first wrong one tell nothing.
+        Tokens behind the first wrong one are not counted.
         """
         tried = min(accepted + 1, drafted)
         keep, keep_all = MEMORY**tried, ENGINE_MEMORY**tried
@@ -147,10 +147,10 @@ class DraftPolicy:
             _rest(state)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """Take note of how long a step of so many tokens took, without a prefill."""
+        """Record the duration of a step of `tokens` tokens without a prefill."""
         self._times.observe(tokens, seconds)
 
 
 def _rest(state: DraftState) -> None:
-    """Have a sequence draft nothing for a while, twice as long as the last time."""
+    """Pause a sequence's drafting for a while, twice as long as the last time."""
     state.pause = state.last_pause = min(max(2, 2 * state.last_pause), LONGEST_PAUSE)

@@ -10,7 +10,7 @@ class Speculation:
     """A method of drafting, and the rule for when to use it.
 
     Attributes:
-        num_tokens: The most tokens of a draft.
+        num_tokens: Maximum tokens of a draft.
     """
 
     def __init__(
@@ -20,7 +20,7 @@ class Speculation:
 
         Args:
             method: Drafts tokens; None where a model does.
-            num_tokens: The most tokens of a draft.
+            num_tokens: Maximum tokens of a draft.
             policy: Says where drafts pay; None: every sequence has one whenever the method has.
         """
         self.num_tokens = num_tokens
@@ -28,7 +28,7 @@ class Speculation:
         self._policy = policy
 
     def begin_step(self, decodes: int) -> bool:
-        """Return whether any draft can pay in a step of so many decoding sequences."""
+        """Return whether any draft can pay in a step of `decodes` decoding sequences."""
         return self._policy is None or self._policy.begin_step(decodes)
 
     def begin(self, num_prompt: int, salt: str) -> DraftState:
@@ -46,7 +46,7 @@ class Speculation:
         Args:
             state: The sequence's.
             token_ids: Its prompt and output, all known.
-            most: The most tokens to draft.
+            most: Maximum tokens to draft.
         """
         most = min(most, self.num_tokens)
         if self._policy is not None:

@@ -1,8 +1,8 @@
-"""Suffix look-up: what most often followed the same tokens, here or in earlier outputs.
+"""Suffix look-up: the tokens that most often followed the same tokens, here or in earlier outputs.
 
-As in SuffixDecoding (Oliaro et al., 2024): the longest end of a sequence that occurs before says
-what to draft, and how much, as a longer match is more often right. Suffix trees answer that in the
-paper. Here an index of the places of every three tokens in a row leads to the candidates, and array
+As in SuffixDecoding (Oliaro et al., 2024): the draft is what followed an earlier copy of the
+sequence's longest repeated end; the longer the match, the longer the draft. The paper uses suffix
+trees. Here an index of the places of every three tokens in a row leads to the candidates, and array
 operations compare them: it takes microseconds, and two numbers for each token that is kept. Where
 nothing matches, a sequence that copied before most likely goes on near the place it copied from.
 """
@@ -28,13 +28,13 @@ from octavo.engine.speculation.method import Method
 SHORTEST = 2
 """Minimum tokens that must be the same in the sequence itself."""
 INDEXED = 3
-"""Likewise in earlier outputs: these are found by so many tokens."""
+"""Minimum tokens that must be the same in earlier outputs, whose index has keys of this length."""
 DRAFTED_PER_MATCHED = 4
-"""Most tokens that are drafted for each token that is the same."""
+"""Maximum tokens that are drafted for each token that is the same."""
 LEAST_SHARE = 0.5
 """Share of the candidates that must go on with a token for it to be drafted."""
 KEPT_TOKENS = 1 << 18
-"""Most tokens of earlier outputs that are kept, of all salts together."""
+"""Maximum tokens of earlier outputs that are kept, of all salts together."""
 PART = KEPT_TOKENS // 4
 """Tokens after which a new part begins; the oldest part is dropped as a whole."""
 END = -1
@@ -127,7 +127,7 @@ def _most_frequent(tokens: Tokens, ends: NDArray[np.int64], most: int) -> list[i
     Args:
         tokens: `[n]` int32.
         ends: `[m]` int64, one past each place, rising.
-        most: The most tokens to return.
+        most: Maximum tokens to return.
     """
     # Of a few short lists, Python's own operations are faster than numpy's.
     paths = [tokens[end : end + most].tolist() for end in ends[::-1].tolist()]

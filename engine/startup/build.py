@@ -54,8 +54,8 @@ class Parts:
         max_num_batched_tokens: Maximum tokens computed in a step.
         device: The device's name.
         dtype: The weights' data type.
-        kernels: What computes, as `octavo.kernels.ops.kernel_path` names it.
-        warnings: What makes the engine slow and what to do about it.
+        kernels: The kernels' name from `octavo.kernels.ops.kernel_path`.
+        warnings: Reasons why the engine is slow, and remedies.
         defaults: The model's own defaults of what requests do not set.
         threads: The threads that compute on a CPU.
         read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
@@ -92,7 +92,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
 
     Args:
         settings: The engine's settings.
-        place: Which rank this is, of several; rank 0.
+        place: The place of this rank among several; rank 0.
 
     Raises:
         StartupError: The settings do not fit each other, the model or the machine.

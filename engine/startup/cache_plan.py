@@ -37,14 +37,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """What a cache's size depends on.
+    """The quantities that a cache's size depends on.
 
     Attributes:
         layout: The layout of its blocks.
         block_bytes: Bytes per block, all layers.
         max_num_seqs: Maximum sequences in the running batch.
         max_num_batched_tokens: Maximum tokens computed in a step.
-        speculation: What drafts tokens; None if nothing does.
+        speculation: The method that drafts tokens; None if nothing does.
     """
 
     layout: CacheLayout
@@ -66,7 +66,7 @@ class CacheSize:
     Attributes:
         num_blocks: Blocks on the device.
         num_swap_blocks: Blocks in swap space.
-        budget: What sequences need of the blocks.
+        budget: The blocks that sequences need.
         max_model_len: Maximum tokens of a sequence.
     """
 
@@ -95,7 +95,7 @@ def plan_cache(settings: EngineSettings, loaded: Loaded) -> CachePlan:
 def measure(settings: EngineSettings, loaded: Loaded, plan: CachePlan) -> int:
     """Return the bytes of a GPU's memory that the cache cannot have; 0 on a CPU.
 
-    The largest step runs once, with a cache of its own, which also tells before any request that
+    The largest step runs once, with a cache of its own. That also shows, before any request, that
     there is memory for it.
     """
     model = loaded.model
@@ -154,7 +154,7 @@ def count_pool(
         loaded: The model, or this rank's part.
         block_bytes: Bytes per block, or of this rank's part of one.
         taken: Bytes that the cache cannot use.
-        place: Which rank this is, of several.
+        place: The place of this rank among several.
         draft_bytes: Bytes on the device that each block needs in the draft model's cache.
 
     Raises:

@@ -1,4 +1,4 @@
-"""How many blocks the KV cache has, and how long a sequence may be."""
+"""The number of blocks of the KV cache, and the maximum length of a sequence."""
 
 import torch
 
@@ -46,7 +46,7 @@ def count_blocks(
 
     Args:
         settings: The engine's settings.
-        device: Where the cache is.
+        device: The cache's device.
         block_bytes: Bytes per block.
         num_swap_blocks: In swap space.
         taken: Bytes that the cache cannot use; see `default_cache_gib`.

@@ -66,7 +66,7 @@ class LoadedDraftModel:
 
         Args:
             num_blocks: Blocks of its cache.
-            max_num_batched_tokens: The most tokens that it computes at a time.
+            max_num_batched_tokens: Maximum tokens that it computes at a time.
         """
         loaded, layout = self._loaded, self._layout
         tensors = CacheTensors(

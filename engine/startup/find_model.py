@@ -1,4 +1,4 @@
-"""Finds a model's files, and says what they lack."""
+"""Finds a model's files, and checks that none is missing."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A rank other than 0: loads its part of the model and computes what rank 0 says."""
+"""A rank other than 0: loads its part of the model and computes what rank 0 sends."""
 
 import ctypes
 import os
@@ -49,7 +49,7 @@ def run(settings: EngineSettings) -> NoReturn:
         assert place is not None
         structlog.contextvars.bind_contextvars(rank=place.rank)
         follow(settings, place)
-    except (ModelError, StartupError, RankError, OSError) as error:  # rank 0 says so too
+    except (ModelError, StartupError, RankError, OSError) as error:  # rank 0 reports it too
         log.error("a rank cannot start", error=str(error))  # noqa: TRY400
         exit_at_once(1)
     except Exception:
@@ -59,7 +59,7 @@ def run(settings: EngineSettings) -> NoReturn:
 
 
 def follow(settings: EngineSettings, place: RankPlace) -> None:
-    """Do what rank 0 says until it stops the engine.
+    """Compute the steps that rank 0 sends until it stops the engine.
 
     Once the model is loaded, a signal to stop makes rank 0 drain first.
 

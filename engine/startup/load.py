@@ -24,11 +24,11 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """What an engine computes with.
+    """The parts that an engine computes with.
 
     Attributes:
         model: The model.
-        place: Which rank this is; None if there are no others.
+        place: The place of this rank; None if there are no others.
         leader: Tells the other ranks what to do; None if there are none.
         draft_model: The draft model; None if there is none.
         adapters: The adapters that requests may name; None if the engine takes none.
@@ -60,7 +60,7 @@ def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loade
     Args:
         settings: The engine's settings.
         path: The model's directory.
-        place: Which rank this is, of several.
+        place: The place of this rank among several.
 
     Raises:
         StartupError: The settings do not fit the model or the machine.

@@ -1,7 +1,7 @@
-"""What serving a model would take, from its config alone.
+"""The memory and the checks of serving a model, from its config alone.
 
-The checks, the layout of the cache and its size are those of a start, so an engine would do what a
-report says. Only what depends on the weights is left: their files, and the self-check.
+The checks, the cache's layout and its size come from the code of a start, so an engine would do as
+reported. Only steps that need the weights are left out: their files, and the self-check.
 """
 
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class GroupReport:
         layers: Calls of attention, or states, in the group.
         block_size: Tokens per block; None for states.
         token_bytes: Bytes per token, of those that are kept; None for states.
-        sequence_bytes: Most bytes of a sequence of the maximum length.
+        sequence_bytes: Maximum bytes of a sequence of the maximum length.
     """
 
     kind: str
@@ -52,13 +52,13 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True)
 class ModelReport:
-    """What serving a model would take. Sizes are in bytes.
+    """The needs of serving a model. Sizes are in bytes.
 
     Attributes:
         model: Its name, as it was given.
         model_type: Its type, by transformers' name.
         architecture: Its class.
-        device: That it would run on.
+        device: The device that it would run on.
         dtype: The type of its weights.
         quantization: The scheme of its linear layers and experts, or a quantized checkpoint's.
         cache_dtype: The type of the KV cache.
@@ -66,8 +66,8 @@ class ModelReport:
         weights: About what its weights take.
         weights_by_quantization: The same for each quantization that the device has.
         memory: Bytes of the device's memory, free before the model is loaded.
-        cache: What the KV cache takes.
-        block_bytes: What a block takes.
+        cache: Bytes of the KV cache.
+        block_bytes: Bytes of a block.
         blocks: The number of blocks.
         context: Tokens of the model's context.
         max_model_len: Tokens of the longest sequence that would be served.
@@ -191,7 +191,7 @@ def group_reports(
         layout: The cache's layout.
         block_bytes: Bytes per block.
         num_tokens: Tokens of the longest sequence.
-        step_tokens: The most tokens that a step computes.
+        step_tokens: Maximum tokens that a step computes.
     """
     places = [place.group for place in layout.places]
     places += [place.group for place in layout.states]

@@ -1,4 +1,4 @@
-"""How many threads compute on a CPU, and to which cores they are pinned.
+"""The number of threads that compute on a CPU, and the cores that they are pinned to.
 
 One thread computes for each physical core: hardware threads of a core share its arithmetic units.
 A step has hundreds of parallel loops, each of which waits for its slowest thread. So threads on
@@ -24,13 +24,13 @@ THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 AFFINITY_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 """Environment variables by which OpenMP pins threads itself."""
 MANY_CORES = 8
-"""From this many cores on, one is left to the event loop, the router and Linux. They take part of a
+"""Minimum cores for which one is left to the event loop, the router and Linux. They take part of a
 core, and whenever they take it from a computing thread, all others wait."""
 
 ROUNDED_UP = 0.25
 """A quota that lacks at most this of a whole core is taken for one more. With more threads than the
-quota holds, all wait for one that is throttled. Of steps of small layers, two threads made 0.97 of
-what one did under a quota of 1.5 cores, and 1.16 under 1.9."""
+quota holds, all wait for one that is throttled. In steps of small layers, two threads were 0.97
+times as fast as one under a quota of 1.5 cores, and 1.16 times under 1.9."""
 
 Places = tuple[tuple[int, ...], ...]
 """The CPUs that each thread runs on."""
@@ -41,8 +41,8 @@ class Threads:
     """The threads that compute.
 
     Attributes:
-        count: How many there are.
-        places: Where they are pinned; empty: they are not.
+        count: Number of threads.
+        places: The CPUs that each is pinned to; empty: they are not pinned.
         cpus: All CPUs that this process may use.
         nodes: The NUMA nodes that these are on.
     """
@@ -57,7 +57,7 @@ def set_threads(place: RankPlace | None = None) -> Threads:
     """Make PyTorch compute with the threads that suit this process' cores; return them.
 
     Args:
-        place: Which rank this is, of several that divide the machine's cores.
+        place: The place of this rank among several that divide the machine's cores.
     """
     nodes, quota = read_nodes(), resources.cpu_quota()
     if place is not None:
@@ -104,7 +104,7 @@ def _spare(cores: int, *, idle: bool) -> int:
     """Return how many cores are left to others than the computing threads.
 
     Args:
-        cores: How many cores may be used.
+        cores: Number of cores that may be used.
         idle: Whether there are slow cores or second hardware threads, which suffice for others.
     """
     return int(cores >= MANY_CORES and not idle)

@@ -292,7 +292,7 @@ class BlockKernels:
             bias: `[padded outputs]` float32.
             number: Number of the format.
             *fused: The last four positional arguments of `LinearKernels.linear`.
-            low_rank: What adapters add to the products, before gates and residuals.
+            low_rank: Products of adapters, added before gates and residuals.
 
         Returns:
             `[rows, outputs]`, of x's dtype.

@@ -24,7 +24,7 @@ LIBRARY = "kernels/cpu-{}.so"
 """Path in the cache, with the digest of `library_name`. The file's time is its last load, and
 processes that have it loaded lock it: by both `engine.cache_cleanup` finds unused ones."""
 PREBUILT = Path(__file__).resolve().parents[2] / "build" / "kernels"
-"""Where `make` has compiled a checkout's library, under the same name."""
+"""The folder of a library that `make` compiled for a checkout, under the same name."""
 
 
 def load_compiled() -> ctypes.CDLL:

@@ -86,7 +86,7 @@ def library_name(compiler: str, target: str, cpu: str) -> str:
     Args:
         compiler: The C++ compiler.
         target: Its flag for the CPU.
-        cpu: What identifies the CPU.
+        cpu: Text that identifies the CPU.
     """
     here = Path(__file__).parent
     sources = [(here / name).read_text() for name in SOURCES + HEADERS]
@@ -136,8 +136,8 @@ def run(command: Sequence[str]) -> None:
     except subprocess.TimeoutExpired as error:
         raise OSError(f"{command[0]} took more than {TIMEOUT} s") from error
     if done.returncode:
-        said = done.stderr.splitlines()
-        why = next((line for line in said if "error" in line), said[-1] if said else "")
+        lines = done.stderr.splitlines()
+        why = next((line for line in lines if "error" in line), lines[-1] if lines else "")
         raise OSError(
             f"{command[0]} failed: {why.strip()}\n{' '.join(command)}\n{done.stderr[-2000:]}"
         )

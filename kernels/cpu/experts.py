@@ -59,7 +59,7 @@ class _Routing(Structure):
 
 
 class _Forced(Structure):
-    """What one call computes in place of its own routing; the same as in experts.h."""
+    """The experts that one call computes in place of its own routing; the same as in experts.h."""
 
     _fields_ = (
         *(("experts", c_void_p), ("weights", c_void_p)),

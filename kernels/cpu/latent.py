@@ -22,12 +22,12 @@ class LatentProducts(Structure):
 
 
 class PackedLatents(NamedTuple):
-    """What makes keys and values from latents.
+    """The packed products that make keys and values from latents.
 
     Attributes:
         absorbing: `[num_heads, panels, words, ...]`: maps queries of keys to queries of latents.
-        keys: Likewise: maps latents to the first elements of keys.
-        values: Likewise: maps latents to values.
+        keys: `[num_heads, panels, words, ...]`: maps latents to the first elements of keys.
+        values: `[num_heads, panels, words, ...]`: maps latents to values.
         value_dim: Elements of a value.
         rotated: Elements of a key that are kept beside the latent.
     """

@@ -201,7 +201,7 @@ class LinearKernels:
                 Sennrich, 2019); None for no norm.
             epsilon: The norm's epsilon.
             residual: `[rows, outputs]` to add to outputs that are not gated.
-            low_rank: What adapters add to the products, before gates and residuals.
+            low_rank: Products of adapters, added before gates and residuals.
 
         Returns:
             `[rows, outputs]`, rounded once.
@@ -252,7 +252,7 @@ class LinearKernels:
             scales: `[padded outputs]` float32, factors of the weights.
             row_sums: `[padded outputs]` float32, the sum of each output's scaled weights.
             *fused: The last four positional arguments of `linear`.
-            low_rank: What adapters add to the products, before gates and residuals.
+            low_rank: Products of adapters, added before gates and residuals.
 
         Returns:
             `[rows, outputs]` bfloat16.

@@ -43,7 +43,7 @@ class _StepAdapters(Structure):
 
 
 class _Sums(Structure):
-    """What a packed layer adds to its outputs."""
+    """The sums of adapters that a packed layer adds to its outputs."""
 
     _fields_ = (
         *(("batch", POINTER(_Batch)), ("parts", POINTER(_Part))),
@@ -125,7 +125,7 @@ class LowRankKernels:
         Args:
             x: `[rows, inputs]` bfloat16 or float32, as the matrices; rows must be contiguous, and
                 may be apart.
-            low_rank: What adapters add to the packed layer.
+            low_rank: The adapters of the packed layer.
             layer: The packed layer's struct, with its norm.
 
         Raises:
@@ -147,7 +147,7 @@ class LowRankKernels:
 
 
 class LowRankSums:
-    """What a packed layer adds to its outputs.
+    """The sums of adapters that a packed layer adds to its outputs.
 
     Args:
         struct: The struct that the kernels of linear layers take; None if nothing is added.

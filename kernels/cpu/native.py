@@ -86,7 +86,7 @@ class _Batch(Structure):
 
 
 class _State(Structure):
-    """Where a state lies; the same as StateCache in operators.h."""
+    """The place of a state in the cache; the same as StateCache in operators.h."""
 
     _fields_ = (
         *(("state", c_void_p), ("block_stride", c_int64), ("row_size", c_int64)),
@@ -704,7 +704,7 @@ def _places_of(masks: Mapping[int, np.ndarray], num_rows: int) -> "Array[c_void_
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Where a tensor of `_rows` begins, and its strides."""
+    """Return the address of a tensor of `_rows`, and its strides."""
     token_stride, head_stride, _ = rows.stride()
     return rows.data_ptr(), token_stride, head_stride
 

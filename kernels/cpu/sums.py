@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 class RankSums:
-    """What adds up over ranks for the traced steps of this process.
+    """The function that adds up over ranks for the traced steps of this process.
 
     Args:
         library: The kernels.

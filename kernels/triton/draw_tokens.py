@@ -255,7 +255,7 @@ def _draw_tokens_kernel(  # noqa: PLR0917
 
 
 def warps_on(gpu: Gpu) -> int:
-    """Return the most warps of a program: rows are few, so each must keep a multiprocessor busy."""
+    """Return the maximum warps of a program: rows are few, so each must fill a multiprocessor."""
     return MAX_THREADS // gpu.warp_size
 
 

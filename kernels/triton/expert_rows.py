@@ -1,11 +1,11 @@
 """The rows of experts: sorted by expert, found by programs, and added up.
 
-Rows are sorted once. Products are of the rows of an expert; what they leave is added up row by row.
-That sum is not made by atomic additions, as a token's result must not depend on their order.
+Rows are sorted once. A product takes the rows of an expert; the results are added up row by row,
+without atomic additions, as a token's result must not depend on their order.
 
 Nothing here depends on the numbers of rows that experts have, which only the GPU knows: a grid has
-a program for every tile that there might be, as in MegaBlocks (Gale et al. 2022), and those of no
-expert end at once.
+a program for every tile that there might be, as in MegaBlocks (Gale et al. 2022), and programs
+without an expert end at once.
 """
 
 # Triton compiles its kernels' source, where types are its own.
@@ -34,7 +34,7 @@ def sort_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """Return how many tiles of rows of one expert there are at most.
+    """Return the maximum number of tiles, each of rows of one expert.
 
     Args:
         num_pairs: The pairs of a row and an expert.

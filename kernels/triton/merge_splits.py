@@ -1,9 +1,9 @@
 """Merges the results of the programs that split a sequence's keys.
 
 Each piece is attention over its own keys and the logarithm of its softmax's total. The result is
-the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). Sinks are part of no
+the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). Sinks belong to no
 piece: they join the totals here. A program merges some of the query rows of a tile's items, which
-lie together; it does nothing for others than the first, or if the keys were not split.
+lie together; for items after the first, and for keys that were not split, it does nothing.
 """
 
 # Triton compiles its kernels' source, where types are its own.

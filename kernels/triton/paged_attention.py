@@ -500,7 +500,7 @@ def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
 
 
 def small_tile(gpu: Gpu) -> int:
-    """Return the most rows times keys of a tile in which each (row, key) has its own sum.
+    """Return the maximum rows times keys of a tile in which each (row, key) has its own sum.
 
     An AMD GPU with warps of 32 threads has no registers for that, and its warps see whole rows.
     """

@@ -14,7 +14,7 @@ from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles, co
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """What tiles and pieces are chosen by, other than the batch."""
+    """The properties that tiles and pieces are chosen by, other than the batch."""
 
     heads: Heads
     num_kv_heads: int
@@ -109,7 +109,7 @@ def plan_room(
     )
     per_decode = -(-heads.group // attention.tiles("decode").rows)
     decode_items = max(sequences * per_decode, decode_pieces)
-    # Those of the sequence of no tokens, and at most one not full of each other.
+    # The tiles of the sequence without tokens, and at most one partial tile of each other sequence.
     full = -(-rows * heads.group // attention.tiles("chunk").rows)
     chunk_items = full + max(chunks, chunk_pieces)
     idle = np.zeros((decode_items + chunk_items, 4), np.int32)

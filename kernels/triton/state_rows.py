@@ -1,4 +1,4 @@
-"""Where a program of a layer with a state finds its sequence and the sequence's state."""
+"""The addresses of a program's sequence and of its state, in a layer with a state."""
 
 # Triton compiles its kernels' source, where types are its own.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -24,7 +24,7 @@ TUNED = Path(__file__).with_name("tuned.json")
 
 
 WIDE = 256
-"""Most elements of a key that is multiplied at once, if they are not a power of two."""
+"""Maximum elements of a key that is multiplied at once, if they are not a power of two."""
 
 
 @dataclass(frozen=True, slots=True)

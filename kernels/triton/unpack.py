@@ -67,7 +67,7 @@ def choose_unpacked_tiles(
     """
     program_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
     columns = 128 if program_rows < 64 else 64  # more of both need more registers than there are
-    # Two programs side by side. What is multiplied by registers is needed a stage longer.
+    # Two programs side by side. Operands that meet registers are needed a stage longer.
     each = weight.numbers.tile * program_rows * dtype.itemsize + columns * WORDS * WORD_BYTES
     room = gpu.shared_bytes // 2 - gpu.reserved_bytes - SCALES_BYTES
     stages = room // each + (not gpu.multiplies_in_place)

@@ -1,4 +1,4 @@
-"""What replacements of attention modules call."""
+"""Attention for the replacements of models' attention modules."""
 
 from typing import Any
 
@@ -45,7 +45,7 @@ def attend(
         query: `[1, num_heads, num_tokens, key_dim]`.
         key: `[1, num_kv_heads, num_tokens, key_dim]`.
         value: `[1, num_kv_heads, num_tokens, value_dim]`.
-        mask: What the model passed as mask.
+        mask: The mask that the model passed.
         scaling: Factor of the logits.
         alibi_slopes: `[num_heads]` float32: factors of the distances that are added to logits.
         local_window: A window that the mask does not have: a token attends to this many tokens,

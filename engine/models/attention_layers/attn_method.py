@@ -19,7 +19,7 @@ def _replacement(
 
     Args:
         scaling: The scale of a module's scores.
-        window: How many of the latest tokens a module attends to; None: all.
+        window: Number of latest tokens that a module attends to; None: all.
     """
 
     def attn(  # noqa: PLR0917 - as the method

@@ -67,7 +67,7 @@ HARMLESS = frozenset(
 
 @dataclass(slots=True)
 class _Probe:
-    """What the run of the model has shown so far."""
+    """The record of a run of the model, so far."""
 
     max_position: int
     masks: list[tuple[torch.Tensor, torch.Tensor, Mask | UnknownMaskError]] = field(
@@ -95,7 +95,7 @@ def probe(
     """Run a few tokens through a model.
 
     Returns:
-        What each call of attention does, and what each call that keeps a state keeps, in order.
+        The shapes of the calls of attention, and of the calls that keep a state, in order.
 
     Leaves the model with paged attention, whose windows and chunks are those of its masks, and with
     the expansions of latents that `absorb_expansions` is to absorb.
@@ -172,7 +172,7 @@ class _Calls(TorchFunctionMode):
     """Notes which rows of embeddings a model looks up, and refuses convolutions.
 
     Args:
-        found: Where to note them.
+        found: The record that gets them.
     """
 
     def __init__(self, observed: _Probe) -> None:

@@ -1,4 +1,4 @@
-"""What transformers' own forward pass computes of some random tokens."""
+"""The results of transformers' own forward pass for some random tokens."""
 
 import json
 from collections.abc import Iterator
@@ -97,7 +97,7 @@ def reference(
         model: A transformers model with its attention, not Octavo's.
         shape: Its dimensions.
         routing: Its layers of experts.
-        device: Where it runs. Default: where its weights are.
+        device: The device to run on. Default: that of its weights.
     """
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(
@@ -127,7 +127,7 @@ def with_rounding(
     rounded otherwise.
 
     Args:
-        expected: What it computes in float32.
+        expected: The results in float32.
         model: See `reference`.
         routing: See `reference`.
         device: See `reference`.
@@ -148,7 +148,7 @@ def _rounded_again(model: Any, number: int) -> Iterator[None]:  # noqa: ANN401
 
     Args:
         model: The model.
-        number: What the random numbers depend on; 0 for none.
+        number: Seed of the random numbers; 0 for none.
     """
 
     def move(_: nn.Module, __: object, embeddings: Tensor) -> Tensor:

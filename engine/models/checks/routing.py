@@ -1,4 +1,4 @@
-"""Which experts a model chooses for each token, and how to let it compute another run's.
+"""Records the experts that a model chooses for each token, and makes it compute another run's.
 
 Two experts may be nearly as good for a token. Then rounding alone decides which of them computes
 it, and its logits in 16 bits may be far from those of the same model computed in another order. So
@@ -19,7 +19,7 @@ from octavo.kernels.cpu import experts as kernels
 
 
 class Choice(NamedTuple):
-    """What one layer chose.
+    """The experts that one layer chose.
 
     Attributes:
         experts: `[num_tokens, chosen]` int64.
@@ -66,7 +66,7 @@ class Routing(Protocol):
             first: The first row of the run's batch that computes them.
 
         Yields:
-            What the run would have chosen for these rows, in order, once it has run.
+            The experts that the run would have chosen for these rows, in order, once it has run.
         """
 
 

@@ -78,7 +78,7 @@ class SelfCheckError(ModelError):
 
 
 class _Limit(NamedTuple):
-    """What errors rows may have.
+    """Maximum errors of rows.
 
     Attributes:
         usual: The limit of the quantile of the rows' errors.
@@ -112,14 +112,14 @@ class SelfCheck:
     """Checks the relations for a step of one model.
 
     Attributes:
-        expected: What transformers' forward pass computes, or another step after `follow`.
+        expected: The results of transformers' forward pass, or of another step after `follow`.
         tolerance: The quantization's tolerance for it.
 
     Args:
         expected: See above.
         shape: The model's dimensions.
         dtype: Type of activations.
-        device: Where the step runs.
+        device: The step's device.
         block_size: Tokens per block.
         tolerance: See above; 0 if the weights are not quantized.
         cache_dtype: Type of the KV cache; default `dtype`.

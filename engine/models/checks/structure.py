@@ -31,9 +31,9 @@ def check_in_float32(
     Args:
         model: The model, or this rank's part of it.
         forward: Runs it, on all ranks.
-        expected: What transformers' forward pass computes.
+        expected: The results of transformers' forward pass.
         shape: The model's dimensions.
-        device: Where it is.
+        device: The model's device.
         block_size: Tokens per block.
         routing: Its layers of experts.
 

@@ -1,4 +1,4 @@
-"""What transformers' forward pass computes with a LoRA adapter that is made for the self-check.
+"""The results of transformers' forward pass with a LoRA adapter made for the self-check.
 
 The adapter adapts every linear layer that runs for all tokens, with random matrices whose products
 are as large as a share of each layer's own outputs. So a layer that adds nothing, or adds it in the
@@ -26,7 +26,7 @@ TINY = 1e-12
 
 @dataclass(frozen=True, slots=True)
 class TrialReference:
-    """What transformers computes with the trial adapter.
+    """The results of transformers with the trial adapter.
 
     Attributes:
         expected: The reference with the adapter.
@@ -48,7 +48,7 @@ def trial_reference(
 
     Args:
         model: A transformers model with its attention, not Octavo's.
-        plain: What it computes without it.
+        plain: The results without the adapter.
         routing: Its layers of experts.
         left_out: Linear layers that adapters cannot adapt.
     """

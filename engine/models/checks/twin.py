@@ -15,9 +15,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 1024
 INNER = 128
-"""Most elements between the products of a feed-forward layer."""
+"""Maximum elements between the products of a feed-forward layer."""
 INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
-"""What the names of configs' sizes of these hold."""
+"""Parts of the names of configs' settings that hold this size."""
 LEAST_LAYERS = 2
 SHARE = 0.1
 """The size of what vectors are moved by, so that no bias is zero."""
@@ -30,7 +30,7 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel:
         model: The model; its weights are not read.
 
     Raises:
-        Exception: What transformers raises for a config that cannot be made smaller.
+        Exception: Transformers refuses a config that cannot be made smaller.
     """
     config = _narrow(model)
     with torch.random.fork_rng(devices=[]):

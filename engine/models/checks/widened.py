@@ -16,7 +16,7 @@ from octavo.engine.models.deferred import in_float32, own_tensors
 
 NARROW = {torch.bfloat16, torch.float16}
 SMALL = 50_000_000
-"""Most weights of a model that is converted at once, for all of its runs."""
+"""Maximum weights of a model that is converted at once, for all of its runs."""
 
 
 def is_narrow(model: nn.Module) -> bool:

@@ -111,7 +111,7 @@ class ExpertLayer:
 
         Args:
             values: Tensor of any shape; one dimension has the outputs in the layer's order.
-            dim: That dimension.
+            dim: The dimension of the outputs.
         """
         if not self.activation.gated or self.module.is_concatenated:
             return values

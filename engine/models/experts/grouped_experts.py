@@ -94,7 +94,7 @@ def _on_cpu(  # noqa: PLR0917 - as the operator
 
 
 def activation_of(kind: float, gated: float, *numbers: float) -> Activation:
-    """Return the activation that an operator's arguments say."""
+    """Return the activation of an operator's arguments."""
     return Activation(list(KINDS)[int(kind)], bool(gated), *numbers)
 
 

@@ -14,7 +14,7 @@ from octavo.kernels import ops
 from octavo.kernels.quantized import QuantizedWeight
 
 TENSORS = ("codes", "scale", "more", "outer")
-"""Those of a `QuantizedWeight`."""
+"""The tensors of a `QuantizedWeight`."""
 
 
 class QuantizedExperts(nn.Module):

@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model's attention, where transformers would take defaults of its own.
+"""A GGUF file's settings of attention for which transformers would take defaults of its own.
 
 transformers makes a config of a file's fields, and leaves out some without a word: how rotary
 frequencies are scaled, how wide heads are and how many of their dimensions rotate, how logits are
@@ -62,12 +62,12 @@ def complete_config(config: Any, architecture: str, fields: Mapping[str, Any]) -
     """Set what transformers did not read.
 
     Args:
-        config: What transformers made of the file; it is changed.
+        config: The config that transformers made of the file; it is changed.
         architecture: The file's.
-        fields: What `read_fields` returned.
+        fields: The result of `read_fields`.
 
     Raises:
-        UnsupportedModelError: The file says something that no config can.
+        UnsupportedModelError: The file has a setting that no config can have.
     """
     _set_heads(config, architecture, fields)
     for field, name in EXPERT_WIDTHS.items():

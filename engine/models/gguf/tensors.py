@@ -1,9 +1,9 @@
 """Finds which of a GGUF file's tensors a model's weights are made of.
 
 transformers knows llama.cpp's names of its weights, and undoes what llama.cpp's converter did to
-their numbers: it reorders rows, joins the experts' products, subtracts one from norms. What it does
-to a tensor is seen by what it makes of the rows' numbers: where it only moves rows, a weight is the
-tensor's rows in another order, whatever type they have.
+their numbers: it reorders rows, joins the experts' products, subtracts one from norms. This
+module finds a tensor's changes by giving transformers rows of numbers: where it only moves rows, a
+weight is the tensor's rows in another order, whatever type they have.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ class Weight:
 
     Attributes:
         name: Its name in transformers.
-        tensors: What it is made of, as `gguf.GGUFReader` has them.
+        tensors: The file's tensors that it is made of, from `gguf.GGUFReader`.
         is_rows: Whether it is the rows of one tensor.
         order: The number in the tensor of each row, if they are not in order.
         numbers: Returns it as a tensor of floats.
@@ -39,11 +39,11 @@ class Weight:
 
 
 class _Names:
-    """What transformers does to the tensors of one file.
+    """The changes that transformers makes to the tensors of one file.
 
     Args:
         architecture: The file's name for it.
-        config: What transformers reads of the file.
+        config: The file's settings that transformers reads.
         model: A model of its class without weights.
     """
 
@@ -60,7 +60,7 @@ class _Names:
         Args:
             name: The tensor's.
             numbers: Its numbers, or others of its shape.
-            made: What other tensors made of the weights.
+            made: The weights that other tensors made.
         """
         parsed = {"tensors": dict(made)}
         processed = self._processor.process(
@@ -75,7 +75,7 @@ class _Names:
 
         Args:
             name: The weight's.
-            tensors: What it is made of.
+            tensors: The tensors that it is made of.
         """
         import gguf  # noqa: PLC0415 - rarely needed
 
@@ -103,7 +103,7 @@ def find_weights(
     Args:
         tensors: The file's, as `gguf.GGUFReader` has them.
         architecture: The file's name for it.
-        config: What transformers reads of the file.
+        config: The file's settings that transformers reads.
         model: A model of its class on the meta device.
     """
     names = _Names(architecture, config, model)

@@ -21,7 +21,7 @@ from octavo.kernels.ops import add_low_rank
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a packed layer has the outputs of a layer of the model.
+    """The place of a layer's outputs in a packed layer.
 
     Attributes:
         packed: The packed layer's number among those that adapters adapt.
@@ -54,7 +54,7 @@ class Target:
         inputs: Its inputs.
         outputs: Its outputs.
         is_head: Whether it makes the logits: then it runs for some of the tokens only.
-        placement: Where a packed layer has it; None if it is a layer of its own.
+        placement: Its place in a packed layer; None if it is a layer of its own.
     """
 
     index: int

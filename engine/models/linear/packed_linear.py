@@ -1,7 +1,7 @@
 """Linear layers on a CPU, packed for the kernels of `octavo.kernels.cpu.linear`.
 
-Layers of the same input are fused. Of a SwiGLU's gate and up projection, one kernel computes the
-gated product.
+Layers of the same input are fused. One kernel computes the gated product of a SwiGLU's gate and up
+projections.
 """
 
 from collections.abc import Callable

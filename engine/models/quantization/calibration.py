@@ -69,7 +69,7 @@ class ExpertInputs:
 
 @dataclass(frozen=True, slots=True)
 class Calibration:
-    """What layers take on the text, by their names.
+    """The inputs of layers on the calibration text, by the layers' names.
 
     Attributes:
         linears: The inputs of each given linear layer that the model calls.
@@ -95,7 +95,7 @@ def calibrate(
         shape: The model's dimensions.
         path: The model's directory.
         linears: The names of linear layers.
-        experts: Those of layers of experts.
+        experts: Names of layers of experts.
     """
     calibration = Calibration({}, {})
     if not linears and not experts:

@@ -1,7 +1,7 @@
 """Quantizes layers of experts.
 
 All experts of a layer see the same hidden states, so in 8 bits they share SmoothQuant's factors of
-these. What is between an expert's two products is its own, and so are its factors.
+these. The numbers between its two products are an expert's own, so each expert has its own factors.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,7 @@ def round_experts(
 
     Args:
         layer: The layer.
-        device: Where they are to be.
+        device: The device for the layers.
         round_weight: Rounds a weight, `[outputs, inputs]`.
     """
     ups, downs = (
@@ -46,7 +46,7 @@ def pack_experts(
     Args:
         layer: The layer, with the weights dequantized.
         checkpoint: Its checkpoint.
-        device: Where they are to be.
+        device: The device for the layers.
     """
     ups: list[QuantizedWeight] = []
     downs: list[QuantizedWeight] = []

@@ -39,7 +39,7 @@ def quantize_on_gpu(
 
     Args:
         model: Changed in place.
-        device: Where the layers are to be.
+        device: The device for the layers.
         round_weight: Rounds a weight, `[outputs, inputs]`; its second argument is whether it is the
             head's. None leaves the layer as it is.
     """
@@ -69,7 +69,7 @@ def pack_checkpoint_on_gpu(
     Args:
         model: A model with the checkpoint's weights dequantized; changed in place.
         checkpoint: Its checkpoint.
-        device: Where the layers are to be.
+        device: The device for the layers.
 
     Returns:
         The tolerance of the self-check; see `Scheme`.

@@ -53,7 +53,7 @@ PLACEMENTS: dict[str, Callable[[str, Tensor], Placement]] = {
     ROWS_TRANSPOSED: lambda name, _: _whole_bias(name, Shard(0)),
     THREE_TRANSPOSED: lambda _, weight: _StridedShard(weight.dim() - 1, split_factor=3),
 }
-"""Which part of a weight a rank has, by the style of its module, its name and itself."""
+"""The part of a weight that a rank has, by the style of its module, its name and itself."""
 ADDS_UP = {ROWS, ROWS_TRANSPOSED}
 PREFIX = "octavo_part_"
 
@@ -99,7 +99,7 @@ def load_shard(
         path: A directory.
         config: The model's.
         dtype: Type of its weights.
-        plan: How it is split.
+        plan: The plan of its parts.
         world: The ranks, all of which call this.
     """
     styles = {name: PREFIX + style for name, style in plan.styles.items()}

@@ -1,6 +1,6 @@
-"""How a model is split over ranks, from the plan that transformers has for it.
+"""The division of a model among ranks, from the plan that transformers has for it.
 
-Transformers says by names of modules how each is split (`tp_plan`). That is data, and so are the
+Transformers has a plan of how each module is split, by name (`tp_plan`). It is data, and so are the
 plans here, for families that it has none for.
 """
 
@@ -52,7 +52,7 @@ MOST_RANKS = 64
 
 @dataclass(frozen=True, slots=True)
 class ShardingPlan:
-    """How the modules of a model are split over ranks.
+    """The division of a model's modules among ranks.
 
     Attributes:
         styles: By a module's or parameter's name, with `*` for numbers.

@@ -35,22 +35,22 @@ def find_format(directory: Path) -> "Format | None":
         ModelError: A file cannot be read.
         OSError: A file cannot be read.
     """
-    said = find_statement(directory)
-    if said is None or said.method not in FORMATS:
+    statement = find_statement(directory)
+    if statement is None or statement.method not in FORMATS:
         return None
     try:
-        return make_format(said)
+        return make_format(statement)
     except UnsupportedModelError as error:
         raise UnsupportedModelError(
-            f"{directory} is quantized with {said.name} ({said.where}): {error}"
+            f"{directory} is quantized with {statement.name} ({statement.where}): {error}"
         ) from None
 
 
-def make_format(said: Statement) -> "Format":
+def make_format(statement: Statement) -> "Format":
     """Return the format that a statement describes.
 
     Raises:
         UnsupportedModelError: The message names the setting that Octavo does not read.
     """
-    kind: type[Format] = import_module(f"{__name__}.{FORMATS[said.method]}").FORMAT
-    return kind(said.settings)
+    kind: type[Format] = import_module(f"{__name__}.{FORMATS[statement.method]}").FORMAT
+    return kind(statement.settings)

@@ -26,7 +26,7 @@ class WeightError(ModelError):
 
 
 class TensorHeader(NamedTuple):
-    """What a safetensors file's header says of a tensor.
+    """The entry of a tensor in a safetensors file's header.
 
     Attributes:
         dtype: Its type, by safetensors' name.
@@ -156,7 +156,7 @@ class Format(ABC):
     """A format: which tensors hold a weight, and what they mean.
 
     Args:
-        settings: What the config says; the constructor checks all of it.
+        settings: The config's settings; the constructor checks all of them.
 
     Raises:
         UnsupportedModelError: The message names a setting and its value.
@@ -165,7 +165,7 @@ class Format(ABC):
     endings: ClassVar[Mapping[str, str]]
     """The part that a tensor is, by the end of its name; what is before names the layer."""
     weight_ending: ClassVar[str] = ".weight"
-    """What follows a layer's name in the name of its weight in transformers."""
+    """Ending of a weight's name in transformers, after the layer's name."""
 
     packs_ends: ClassVar[bool] = False
     """Whether kernels take embeddings and the head as they are stored too."""
@@ -327,7 +327,7 @@ def group_of_inputs(
     Args:
         layer: The layer's name.
         part: The part that says it.
-        stored: That part, `[inputs]` int32; None: the groups are in order.
+        stored: The stored part, `[inputs]` int32; None: the groups are in order.
         inputs: The number of inputs.
         groups: The number of groups, all of one size.
 

@@ -76,7 +76,7 @@ class PackedBlocksLinear(PackedLayer):
         weight: Its weights.
 
     Attributes:
-        num_weights: How many weights there are.
+        num_weights: Number of weights.
     """
 
     blocks: Tensor
@@ -114,7 +114,7 @@ class PackedBlocksEmbedding(nn.Module):
         dtype: Type of embeddings: bfloat16 or float32.
         weight: The weights, packed.
         number: The format's.
-        factor: What embeddings are multiplied by.
+        factor: Factor of embeddings.
     """
 
     blocks: Tensor

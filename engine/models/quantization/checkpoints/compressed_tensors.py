@@ -59,14 +59,14 @@ CLASS = "Linear"
 
 @dataclass(frozen=True, slots=True)
 class WeightScheme:
-    """How the weights of some layers are quantized.
+    """The quantization of the weights of some layers.
 
     Attributes:
         packed: Whether weights are words.
         bits: Bits of a number.
         is_float: Whether numbers are floats.
         symmetric: Whether there are no zero points.
-        strategy: What shares a scale: "tensor", "channel", "group" or "block".
+        strategy: Numbers that share a scale: "tensor", "channel", "group" or "block".
         group_size: Inputs of a group; -1 for all.
         block: Rows and columns of a block, or None.
         permuted: Whether activation order permuted the groups.
@@ -85,7 +85,7 @@ class WeightScheme:
 
     @property
     def offset(self) -> int:
-        """What makes a whole number positive."""
+        """Number added to a whole number to make it positive."""
         return 1 << (self.bits - 1)
 
     def scale_shapes(self, outputs: int, inputs: int, layer: str) -> tuple[tuple[int, ...], ...]:

@@ -35,7 +35,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
 )
 
 SHIFTED = 1
-"""What version 1 subtracts from zeros."""
+"""Number that version 1 subtracts from zeros."""
 
 
 class Gptq(Format):

@@ -64,7 +64,7 @@ Join = Callable[[list[Tensor]], Tensor]
 """Puts the outputs of several layers into one tensor."""
 
 MIDDLE = 8
-"""What the kernels subtract from a code of 4 bits."""
+"""Number that the kernels subtract from a code of 4 bits."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Types of weights that may be large, by safetensors' names."""
 
 JOINED = 4
-"""Most weights that are joined into one, such as those of queries, keys and values."""
+"""Maximum weights that are joined into one, such as those of queries, keys and values."""
 
 log = structlog.get_logger(__name__)
 
@@ -204,7 +204,7 @@ def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
     """Return a model's quantized checkpoint; None if its weights are not quantized.
 
     Args:
-        path: A directory with weights. Of a hub name, None.
+        path: A directory with weights. For a hub name the result is None.
 
     Raises:
         UnsupportedModelError: Octavo does not read its format, or not with its settings.
@@ -222,7 +222,7 @@ def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
 
     Args:
         path: A directory or a hub name.
-        quantized: Whether Octavo reads the weights. Then the config must not say that they are
+        quantized: Whether Octavo reads the weights. Then the config must not state that they are
             quantized: transformers would make layers for it.
     """
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
@@ -257,7 +257,7 @@ def load_weights(
 
     Raises:
         OSError: A file cannot be read.
-        Exception: What transformers raises.
+        Exception: Transformers raises it.
     """
     deferred = deferred or bool(TensorLocations.read(Path(path)).tensors)
     if checkpoint is None and not (empty or deferred):
@@ -324,7 +324,7 @@ def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype
     Args:
         checkpoint: The checkpoint.
         packed: The number of its quantized weights that run as they are.
-        dtype: What the others are widened to.
+        dtype: Dtype that the others are widened to.
     """
     total = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     widened = max(0, total - packed)

@@ -11,7 +11,7 @@ from octavo.engine.models.quantization.checkpoints.base import ScaledE2m1, Store
 from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
-"""What checkpoints call an expert's products."""
+"""Names of an expert's products in checkpoints."""
 
 StoredExpert = tuple[Sequence[StoredWeight], StoredWeight]
 """An expert's weights of its first product, the gates before the up projections, and of its

@@ -40,7 +40,7 @@ class StoredTensor:
 
     Attributes:
         file: The file's bytes.
-        place: Where in it.
+        place: Its place in the file.
     """
 
     file: mmap.mmap
@@ -48,7 +48,7 @@ class StoredTensor:
 
     @property
     def header(self) -> TensorHeader:
-        """What the file says of it."""
+        """The tensor's type and shape in the file."""
         return TensorHeader(self.place.dtype, self.place.shape)
 
     def get_shape(self) -> list[int]:
