@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from octavo.kernels.cpu import dequantize_blocks
+from octavo.kernels.cpu.blocks import FORMATS
+
 LEAST_DIMENSIONS = 2
 """Minimum dimensions of a tensor with rows."""
 
@@ -77,17 +80,14 @@ class _Names:
             name: The weight's.
             tensors: The tensors that it is made of.
         """
-        import gguf  # noqa: PLC0415 - rarely needed
-
         made: dict[str, Any] = {}
         for tensor in tensors:
-            exact = gguf.dequantize(tensor.data, tensor.tensor_type)
-            made |= self.process(tensor.name, exact, made)
+            made |= self.process(tensor.name, _dequantize(tensor), made)
         processed = made[name]
         float_tensor: Any = (
             processed
             if isinstance(processed, torch.Tensor)
-            else torch.from_numpy(np.array(processed))
+            else torch.from_numpy(np.ascontiguousarray(processed))
         )
         return float_tensor.float().contiguous()
 
@@ -123,6 +123,17 @@ def find_weights(
             Weight(name, tuple(sources), False, None, partial(names.numbers, name, sources))
         )
     return weights
+
+
+def _dequantize(tensor: Any) -> Any:  # noqa: ANN401 - a numpy array
+    """Return a tensor's numbers in float32."""
+    if (block_format := FORMATS.get(tensor.tensor_type.name)) is not None:
+        rows = torch.from_numpy(tensor.data.reshape(-1, tensor.data.shape[-1]).copy())
+        numbers = dequantize_blocks(rows, block_format).numpy()
+        return numbers.reshape(*tensor.data.shape[:-1], -1)
+    import gguf  # noqa: PLC0415 - rarely needed
+
+    return gguf.dequantize(tensor.data, tensor.tensor_type)
 
 
 def _sample(tensor: Any) -> Any:  # noqa: ANN401
