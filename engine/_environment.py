@@ -2,7 +2,7 @@
 
 import os
 
-# Turns, some 0.2 ms, that a computing thread waits awake. The parallel loops of a step are
-# microseconds apart; between steps it should sleep, so that others find a core that is free.
-# libgomp's own 300,000 last from step to step.
+# Turns that a waiting thread spins: some 0.2 ms. The parallel loops of a step are microseconds
+# apart; between steps a thread should sleep, so that others find a free core. With libgomp's
+# default of 300,000 it would spin from step to step.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")

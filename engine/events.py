@@ -35,9 +35,9 @@ class Started:
 class OutputEvent:
     """New tokens of one output; the last ones if `finish_reason` is set.
 
-    A beam search gives all of each output when it ends, best first, with a score. Drafted tokens,
-    and those of them that were right, are counted since the event before. `number` is the
-    session's for the output, 0 if it has none.
+    A beam search publishes all of each output when it ends, best first, with a score. Drafted
+    tokens, and accepted ones, are counted since the event before. `number` is the output's number
+    in its session, 0 if it has none.
     """
 
     session: int
@@ -55,9 +55,9 @@ class OutputEvent:
 
 @dataclass(frozen=True, slots=True)
 class NumberedTokens:
-    """A step's tokens of outputs of which there is no more to say, by their numbers.
+    """A step's tokens of outputs that need no event of their own, by the outputs' numbers.
 
-    An event for each would take longer than all else that a step does for it.
+    An event for each output would take longer than the rest of its step.
     """
 
     session: int
@@ -86,8 +86,8 @@ class PrefixChange:
     Attributes:
         session: The new session that gets the whole contents as `stored`; None for a change
             that all sessions get.
-        stored: Keys of blocks that the cache has come to hold.
-        evicted: Keys of blocks that it does not hold any more.
+        stored: Keys of blocks that are new in the cache.
+        evicted: Keys of blocks that have left the cache.
     """
 
     session: int | None

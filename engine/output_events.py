@@ -13,14 +13,14 @@ from octavo.engine.scheduling.sequence import GroupEvent, Sequence, SequenceGrou
 def output_events(output: StepOutput) -> list[Event]:
     """Return the events of a step's tokens, and of the beam searches that it ends.
 
-    Tokens without more to say are in columns, one event for each session. These come first: what
-    ends an output follows its tokens.
+    Tokens that need no event of their own are in columns, one event for each session. Columns come
+    first, as the end of an output follows its tokens.
     """
     samples = output.samples
     single = samples.numbers == 0  # whether a token has an event of its own
     single[output.ends] = True
     single[list(output.logprobs)] = True
-    # A comprehension, as nearly all tokens of a step have nothing more to say.
+    # A comprehension, as nearly all tokens of a step need no event of their own.
     columns = enumerate(zip(samples.groups, samples.sequences, strict=True))
     rare = [i for i, (g, s) in columns if not g.decoding or g.prompt_logprobs or s.drafted_tokens]
     for i in rare:
@@ -47,7 +47,7 @@ def _columns(output: StepOutput, rows: np.ndarray) -> Iterator[NumberedTokens]:
 
 
 def _output_event(output: StepOutput, i: int, *, ends: bool) -> OutputEvent:
-    """Return the event of one token, of which there may be more to say."""
+    """Return the event of one token, with its log-probabilities, draft counts and end."""
     samples = output.samples
     group, sequence = samples.groups[i], samples.sequences[i]
     counts = sequence.take_draft_counts() if _ends_draft(samples, i) else (0, 0)
@@ -66,7 +66,7 @@ def _output_event(output: StepOutput, i: int, *, ends: bool) -> OutputEvent:
 
 
 def _ends_draft(samples: Samples, i: int) -> bool:
-    """Return whether a token is its sequence's last one of a step that had drafted some."""
+    """Return whether a token is the last one of a sequence with drafted tokens in the step."""
     sequence, following = samples.sequences[i], samples.sequences[i + 1 : i + 2]
     return sequence.drafted_tokens > 0 and (not following or following[0] is not sequence)
 

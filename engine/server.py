@@ -123,7 +123,7 @@ async def serve(
                     if ranks is not None:
                         ranks.begin_to_stop()
                     await thread.call(parts.leader.stop)
-            finally:  # whatever ended it, sessions send what the core published last
+            finally:  # in any case, sessions send the core's last events
                 service.close()
                 await server.stop(grace=1.0)
     finally:
@@ -240,7 +240,7 @@ async def _drain(core: EngineCore, timeout: float) -> None:
     core.drain()
     try:
         async with asyncio.timeout(timeout):
-            # Until the load says that it drains, requests may wait in the queue of calls.
+            # Until the load shows that it drains, requests may wait in the queue of calls.
             while not (core.load.draining and core.idle):  # noqa: ASYNC110 - in another thread
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
     except TimeoutError:

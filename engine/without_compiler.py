@@ -1,4 +1,4 @@
-"""A CPU engine's process without PyTorch's compiler, and without what transformers has for others.
+"""A CPU engine's process without PyTorch's compiler and other packages that it does not need.
 
 Transformers marks functions for the compiler while it is imported, which imports the compiler and
 its libraries: half of all the time that imports take. No CPU engine compiles anything.
@@ -22,7 +22,7 @@ NEEDED = f"{COMPILER}._trace_wrapped_higher_order_op"
 def keep_compiler_out() -> None:
     """Import transformers without the compiler, distributed tensors and SciPy.
 
-    What uses more of the first two than their names here imports them.
+    Code that uses other names of the first two than those here imports them.
     """
     marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
     compiler = _Placeholder(COMPILER, marks)
@@ -59,8 +59,8 @@ class _Placeholder(ModuleType):
     """A module that is imported when one of its names is used, but for some that have a stand-in.
 
     Args:
-        name: The module's.
-        known: The stand-ins.
+        name: The module's name.
+        known: The stand-ins by name.
     """
 
     def __init__(self, name: str, known: Mapping[str, Any]) -> None:
@@ -81,5 +81,5 @@ class _NoTensor(torch.Tensor):
 
 
 def _mark(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:  # noqa: ANN401
-    """Do nothing in place of a mark of the compiler: return the function, or a decorator."""
+    """Stand in for a mark of the compiler: return the function unchanged, or a decorator."""
     return _mark if function is None else function

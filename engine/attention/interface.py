@@ -36,7 +36,7 @@ class Call:
 
 
 def number_calls(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> None:
-    """Let the modules' calls of attention be those given, in their order.
+    """Assign the model's calls of attention to its modules, in their order.
 
     Args:
         model: The model, each run of which begins with every module's first call.

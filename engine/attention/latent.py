@@ -1,9 +1,9 @@
 """Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache keeps latents.
 
 transformers' modules expand a token's latent to a key and a value of every head, by their
-`expand_kv`, and call attention with these. Both are products with one matrix. So a query's product
-with a key is that of the query times the matrix with the latent, and the weighted sum of values is
-the matrix times that of latents. Attention then has one key for all heads: the latent and the
+`expand_kv`, and call attention with these. Both are products with one matrix. So the
+matrix can be applied to the query instead of the key, and to the weighted sum of latents instead of
+every value. Attention then has one key for all heads: the latent and the
 rotated elements beside it. The latent is its value.
 """
 
@@ -49,7 +49,7 @@ class LatentProducts(Protocol):
         soft_cap: float | None,
         chunk: int | None,
     ) -> Tensor:
-        """Write latents to the cache, and attend to what keys and values are made of them.
+        """Write latents to the cache, and attend to the keys and values that they expand to.
 
         Args:
             query: `[num_tokens, num_heads, key_dim + rest]`; a query's last elements are for those

@@ -1,7 +1,7 @@
 """Latent attention on a CPU, as an operator: `octavo::latent_attention`.
 
 For a decode, absorbed products take the fewest multiplications; for a long chunk of a prefill,
-expanding the latents once takes fewer. Which is better differs between the sequences of a step, so
+expanding the latents once takes fewer. The better way differs between the sequences of a step, so
 the kernel chooses: see kernels/cpu/latent_attention.cpp.
 """
 
@@ -23,7 +23,7 @@ class PackedProducts(nn.Module):
     """The products of an expansion, packed for the kernel.
 
     Args:
-        products: The same, absorbed.
+        products: The absorbed products of the expansion.
     """
 
     absorbing: Tensor

@@ -1,8 +1,8 @@
 """The functions by which transformers' models update states, over the paged cache.
 
-The modules of Mamba, gated delta rules and short convolutions call functions of their source file:
-these replace them there. Within `attending` they call Octavo's operators; elsewhere, as in a
-reference run, transformers' own.
+The modules of Mamba, gated delta rules and short convolutions call functions of their source files.
+This module replaces the functions there. Within `attending` the replacements call Octavo's
+operators; elsewhere, as in a reference run, transformers' own functions.
 """
 
 # The arguments are those of transformers.
@@ -27,7 +27,7 @@ CONVOLUTION, SSD, SCAN = "causal_conv1d_fn", "mamba2_chunk_scan", "mamba_selecti
 DELTAS = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 Recorder = Callable[[str, dict[str, Any]], Any]
-"""Stands for a function, given its name and arguments by name; returns what it would."""
+"""Stands for a function: takes its name and its arguments by name, and returns a like result."""
 
 
 class _Calls(threading.local):

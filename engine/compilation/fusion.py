@@ -1,11 +1,11 @@
 """Fuses norms, residuals and rotations into the CPU kernels.
 
-Each of these is an operator of its own else, some are seven. In a kernel they
+Otherwise each of these is an operator of its own, and some are seven. In a kernel they
 cost little more than their memory accesses: in a step of 48 sequences of SmolLM2-135M, everything
 but products and attention takes 4.1 ms instead of 11.6. Residuals and norms are rounded where the
 model rounds them.
 
-What is written unlike most transformers decoders stays as it is.
+Code that is written unlike most transformers decoders stays as it is.
 """
 
 import torch
@@ -82,7 +82,7 @@ def _fuse_residuals(graph: Graph) -> None:
 
 
 def _norm_index(node: Node) -> int | None:
-    """Return a linear layer's index of the arguments norm, epsilon and residual, if it has them."""
+    """Return the index of a linear layer's norm, before epsilon and residual, if it has them."""
     return _index(node, "norm") if node.target in packed_linear.OPERATORS else None
 
 

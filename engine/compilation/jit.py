@@ -44,8 +44,8 @@ class JitForward:
     """A model's step, compiled once for any number of tokens from two.
 
     Other steps, such as one token alone, run uncompiled: no request waits for the compiler. They
-    are counted, and those of several tokens are logged. So do steps with adapters, as the compiled
-    code applies none.
+    are counted, and those of several tokens are logged. Steps with adapters also run uncompiled, as
+    the compiled code applies none.
 
     Attributes:
         eager_steps: Number of steps that ran uncompiled.
@@ -55,8 +55,7 @@ class JitForward:
         device: The model's device.
 
     Raises:
-        Exception: What torch raises if it cannot capture or compile the model, or compiles it for
-            one size only.
+        Exception: Torch cannot capture or compile the model, or compiles it for one size only.
     """
 
     def __init__(self, forward: EagerForward, device: torch.device) -> None:

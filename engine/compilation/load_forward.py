@@ -68,7 +68,7 @@ class LoadedForward:
 
 @mapping_large()
 def load_forward(settings: EngineSettings, model: str, world: World | None = None) -> LoadedForward:
-    """Load a model, make its step, and check that this computes what transformers does.
+    """Load a model, make its step, and check that it computes the same as transformers.
 
     Args:
         settings: The engine's settings.
@@ -138,7 +138,7 @@ class _Forwards:
             eager: Run operator by operator in Python.
 
         Raises:
-            SelfCheckError: None does.
+            SelfCheckError: No step passes it.
         """
         loaded = self._loaded
         has_kernels = loaded.device.type == "cpu" and device_warning(loaded.device) is None

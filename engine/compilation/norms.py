@@ -1,6 +1,6 @@
 """Finds RMSNorms in a traced step, and makes each one operator: `octavo::rms_norm`.
 
-As PyTorch's operators they are seven, each with a pass over memory.
+In PyTorch an RMSNorm is seven operators, each with a pass over memory.
 """
 
 from dataclasses import dataclass
@@ -22,9 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, rounds_first: boo
 
     Args:
         x: `[..., width]` bfloat16 or float32, the last dimension contiguous.
-        weight: `[width]` of these types, what multiplies it.
+        weight: `[width]` of these types: factors of the normed row.
         epsilon: Added to the mean square.
-        rounds_first: Whether it is rounded to the type of `x` before `weight` multiplies it too.
+        rounds_first: Whether the row is rounded to the type of `x` also before it is multiplied.
 
     Returns:
         `[..., width]` of the type of `x`, contiguous.
@@ -119,7 +119,7 @@ def _begin(root: fx.Node) -> _Norm | None:
 
 
 def _follow(norm: _Norm) -> None:
-    """Add what rounds a norm, and the weights that multiply it."""
+    """Add the rounding after a norm, and the weights that multiply it."""
     narrow = norm.x.meta["val"].dtype
     rounded = _rounding(norm.result, narrow)
     if rounded is not None:
@@ -140,7 +140,7 @@ def _follow(norm: _Norm) -> None:
 
 
 def _fits(norm: _Norm) -> bool:
-    """Return whether the operator takes a norm and has its result."""
+    """Return whether the operator takes a norm and computes the same."""
     x = norm.x.meta["val"]
     return x.dtype in TYPES and x.stride(-1) == 1 and norm.result.meta["val"].dtype == x.dtype
 

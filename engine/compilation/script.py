@@ -1,8 +1,8 @@
 """Makes a traced step run without Python's lock: other threads serve requests meanwhile.
 
 Calls of Octavo's operators that follow each other become a program of `octavo.kernels.cpu`, and
-what is between them runs in PyTorch's interpreter of graphs, TorchScript's. Views cost nothing of
-their own: a call takes a strided view of the tensor that owns the memory.
+other operators run in PyTorch's interpreter of graphs, TorchScript's. Views cost no call of their
+own: a call takes a strided view of the tensor that owns the memory.
 """
 
 import math
@@ -45,7 +45,7 @@ def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> T
 
 
 class UnscriptableError(Exception):
-    """A step calls what TorchScript cannot call without Python."""
+    """A step calls an operator that TorchScript cannot call without Python."""
 
 
 class Script:
@@ -84,7 +84,7 @@ class Script:
 
 def _module(constants: Mapping[str, Tensor]) -> nn.Module:
     """Return a module of constants."""
-    # Of a class of its own: TorchScript compiles a class's methods only once in a process.
+    # Each module has a new class: TorchScript compiles a class's methods only once in a process.
     module: nn.Module = type("Forward", (nn.Module,), {})()
     for name, constant in constants.items():
         module.register_buffer(name, constant)
@@ -95,7 +95,7 @@ class _Lines:
     """The lines of TorchScript that run a trace.
 
     Attributes:
-        lines: In order.
+        lines: The lines, in order.
         programs: Programs that the lines run.
         constants: Constants that the lines name.
     """
@@ -133,14 +133,14 @@ class _Lines:
                 self._assign(node, self._call(node))
 
     def _must_follow(self, node: fx.Node) -> bool:
-        """Return whether a node uses what the calls that wait make, or changes what they use."""
+        """Return whether a node uses results of waiting calls, or changes their arguments."""
         if node.op == "call_function" and _changes(node):
             return True
         made = {storage_of(call.meta[VALUES][0]) for call in self._waiting}
         return not made.isdisjoint(map(memory_of, node.all_input_nodes))
 
     def _add_program(self, place: int) -> None:
-        """Add a line that makes the calls that wait, before the node of a place."""
+        """Add a line that makes the waiting calls, before the node with this index."""
         calls, self._waiting = self._waiting, []
         if not calls:
             return

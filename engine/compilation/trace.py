@@ -1,8 +1,8 @@
-"""Traces a step: runs it a few times, and notes which operators it calls on what.
+"""Traces a step: runs it a few times, and records the operators that it calls, with arguments.
 
 Each run has another number of tokens and of rows. A number that differs between the runs is a
 linear function of these two; whatever else differs cannot be traced. Octavo's operators are not
-run: their weights are most of a model's, and what they return does not matter. So a trace of 30
+run: their weights are most of a model's, and their results do not matter. So a trace of 30
 layers takes about a second, however large they are.
 """
 
@@ -129,7 +129,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoData(TorchFunctionMode):
-    """Refuses what reads data without an operator."""
+    """Refuses functions that read data without an operator."""
 
     def __torch_function__(
         self,
@@ -196,7 +196,7 @@ def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401
 
 
 def _leaves(value: Any) -> Iterator[Any]:  # noqa: ANN401 - an argument
-    """Yield what is in an argument, however deep."""
+    """Yield all values in an argument, nested ones too."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _leaves(one)
@@ -230,7 +230,7 @@ def trace(forward: EagerForward, vocab_size: int) -> Trace:
 
     Args:
         forward: The step.
-        vocab_size: Tokens that it knows.
+        vocab_size: Number of tokens in the vocabulary.
 
     Returns:
         The trace, right for one token and one row too.
@@ -279,7 +279,7 @@ def _check_same(*runs: Sequence[_Call]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Let models know that they are traced, as while PyTorch compiles: some look at data else."""
+    """Tell models that they are traced, as PyTorch does; otherwise some look at data."""
     compiler: Any = torch.compiler
     compiler._is_compiling_flag = True  # noqa: SLF001 - has no public name
     try:
@@ -289,7 +289,7 @@ def _compiling() -> Iterator[None]:
 
 
 class _Builder:
-    """Makes a graph of what several runs called."""
+    """Makes one graph of the calls of several runs."""
 
     def __init__(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
         self._graph = fx.Graph()
@@ -342,7 +342,7 @@ class _Builder:
                 self._places[part] = place
 
     def _check_writes(self, made: _Call) -> None:
-        """Refuse a call that changes a constant: the next step would begin with what it left."""
+        """Refuse a call that changes a constant: the next step would find it changed."""
         schema = made.operator._schema  # noqa: SLF001 - has no public name
         written = [
             node

@@ -27,13 +27,13 @@ class TracedForward:
 
     Args:
         forward: The step to trace.
-        vocab_size: Tokens that it knows.
+        vocab_size: Number of tokens in the vocabulary.
         dtype: The type of activations.
         adapters: Whether it applies the current adapters.
 
     Raises:
         UntraceableError: Its calls depend on more than its number of tokens and of rows.
-        UnscriptableError: It calls what needs Python.
+        UnscriptableError: It calls an operator that needs Python.
         Exception: PyTorch raises it.
     """
 

@@ -62,7 +62,7 @@ class Preparation:
 
 @dataclass(frozen=True, slots=True)
 class _Compiled:
-    """A compiled constraint, or why there is none; copies of `state` share most of its memory."""
+    """A compiled constraint, or its error; copies of `state` share most of its memory."""
 
     state: LLMatcher | ConstraintError
     bytes: int
@@ -116,7 +116,7 @@ class ConstraintCompiler:
     def __init__(
         self, read_tokens: Callable[[], TokenTable], *, seconds: float, cache_bytes: int
     ) -> None:
-        """Start no thread yet: the first constraint does, and the tokens are read for it.
+        """Start no thread and read no tokens yet: the first constraint causes both.
 
         Args:
             read_tokens: Returns the model's tokens, or raises ModelError or OSError.
@@ -306,9 +306,9 @@ class ConstraintCompiler:
 
 
 def _compile_when_idle(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
-    """Compile a constraint in a thread of its own, and wait for it: no thread may go back.
+    """Compile a constraint in a new thread of idle priority, which no thread may leave again.
 
-    The first mask too, as what that computes is shared by the matcher's copies.
+    Compute its first mask too, as the matcher's copies share that work.
 
     Raises:
         ConstraintError: See `compile_grammar`.

@@ -65,7 +65,7 @@ def to_grammar(constraint: Constraint) -> str:
     """Return a constraint as llguidance reads it.
 
     Raises:
-        ValueError: It is not even JSON.
+        ValueError: It is not JSON.
     """
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:

@@ -1,4 +1,4 @@
-"""Keep control tokens out of text: what a grammar asks for as text is spelt in ordinary tokens.
+"""Keep control tokens out of text: a grammar's text is spelt in ordinary tokens.
 
 llguidance never matches text with a control token, but it has the tokenizer spell the text that a
 grammar forces, and a tokenizer takes `<|im_end|>` in it for the token. So llguidance gets a
@@ -69,7 +69,7 @@ def hidden(name: str) -> str:
 
 
 def hide_references(grammar: str) -> str:
-    """Return a Lark grammar that calls control tokens what they are called in the tokenizer."""
+    """Return a Lark grammar with the names that control tokens have in the tokenizer."""
     return _REFERENCES.sub(lambda one: hidden(one[0]) if one["name"] else one[0], grammar)
 
 
@@ -97,6 +97,6 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _makes(merge: str | list[str], names: dict[str, str]) -> bool:
-    """Return whether a merge makes one of some pieces, or is made of one."""
+    """Return whether a merge makes one of the pieces, or joins one of them."""
     first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
     return first in names or second in names or first + second in names

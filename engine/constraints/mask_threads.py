@@ -14,16 +14,16 @@ from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.speculation.guess import NO_GUESS, Guess
 
 GRACE_SECONDS = 0.005
-"""Longest time that a step waits for masks."""
+"""Maximum time that a step waits for masks."""
 MAX_MASK_SECONDS = 2.0
-"""Processor time that a mask may take. One of a trial may take a twentieth of it."""
+"""Maximum processor time of a mask; in a trial, a twentieth of it."""
 SLOWEST_SECONDS = 0.01
 """Slower masks are computed at the lowest priority."""
 TAKES_LONG_SECONDS = 0.002
 """A mask that is late goes on at the lowest priority once it has taken this processor time."""
 MAX_QUICK_THREADS = 8
 MAX_STANDINS = 8
-"""Threads that stand in for those which are busy with a mask that takes long."""
+"""Maximum threads that stand in for threads with a slow mask."""
 
 Owner = TypeVar("Owner")
 
@@ -126,7 +126,7 @@ class MaskThreads(Generic[Owner]):
     def request(
         self, owner: Owner, matcher: Matcher, token_ids: Sequence[int], guess: Guess = NO_GUESS
     ) -> None:
-        """Have a matcher advanced; it is not ready until then.
+        """Advance a matcher in a thread; it is not ready until then.
 
         Args:
             owner: The owner of the output, for `failures`.
@@ -194,7 +194,7 @@ class MaskThreads(Generic[Owner]):
                 self._replace(job)
 
     def _replace(self, job: "_Job[Owner]") -> None:
-        """Let another thread stand in for a job's thread, which ends with it."""
+        """Let another thread stand in for a job's thread, which ends with the job."""
         if job.thread is None or job.replaced or self._standins == MAX_STANDINS:
             return
         self._standins += 1
@@ -240,7 +240,7 @@ class MaskThreads(Generic[Owner]):
             del job  # or it would keep the request until the next one
 
     def _finish(self, job: "_Job[Owner]") -> bool:
-        """Note what came of a job; return whether a step waits for it."""
+        """Record a job's outcome; return whether a step waits for it."""
         self._standins -= job.replaced
         if job.abandoned:
             return False

@@ -12,7 +12,7 @@ from octavo.engine.speculation.guess import NO_GUESS, Guess
 
 WORD_BITS = 32
 QUICK_SECONDS = 0.001
-"""A step waits for the masks of matchers whose last ones took less."""
+"""A step waits for a matcher's mask if its last one took less than this."""
 DRAFT_SECONDS = 0.001
 """Processor time after which no further token is drafted: a step waits for drafts too."""
 
@@ -46,7 +46,7 @@ class Matcher:
 
     Attributes:
         ready: Whether `mask` is that of the next token.
-        mask: `[words]` int32: bit `i % 32` of word `i // 32` says whether token i may be next.
+        mask: `[words]` int32: bit `i % 32` of word `i // 32` is 1 if token i may be next.
         draft: Tokens that may come next: those that the grammar forces, or the guess as far as the
             grammar allows it.
         draft_masks: The mask after each of these.
@@ -127,7 +127,7 @@ class Matcher:
         return _without(mask, for_end) if for_end else mask
 
     def _draft(self, guess: Guess) -> str | None:
-        """Draft tokens and compute the mask after each; return what is wrong, if anything is.
+        """Draft tokens and compute the mask after each; return the error, if there is one.
 
         These are the tokens that the grammar forces, or the guess if the grammar allows more of it.
         Forced ones may be wrong, as the model may spell the same text in other tokens. A token that

@@ -23,11 +23,11 @@ from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.trial import MAX_MASK_SECONDS, try_constraint
 
 STACK_BYTES = 2 << 20
-"""A quarter of what the engine's own threads have: what fits here fits there."""
+"""A quarter of the stack of the engine's threads: a constraint that fits here fits there."""
 MEMORY_BYTES = 1 << 30
 """Maximum memory that a trial may take besides that of the process itself."""
 WALL_FACTOR = 20
-"""A trial that gets little of the processor may take this many times its limit."""
+"""Factor of the time limit for a trial that gets little of the processor."""
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""Load the model's tokenizer for grammars, which speak of text."""
+"""Load the texts of the model's tokens, which grammars need."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ def read_tokens(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> T
         tokenizer = load_tokenizer(model)
     except (ModelError, OSError):
         raise
-    except Exception as error:  # transformers raises what it likes
+    except Exception as error:  # transformers raises many types
         raise ModelError(f"the tokenizer of {model} cannot be loaded: {error}") from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise ModelError(f"the tokenizer {type(tokenizer).__name__} has no fast version")

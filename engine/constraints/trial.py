@@ -13,8 +13,8 @@ from octavo.engine.constraints.json_schema import locate, unenforceable
 
 TRIAL_TOKENS = 48
 MAX_MASK_SECONDS = 0.1
-"""A constraint is refused if a mask of its trial takes longer. To drop what such a mask has
-computed takes some milliseconds, in which no other thread has Python's lock."""
+"""Maximum seconds of a mask in a trial. Freeing the results of a slower one takes milliseconds, in
+which no other thread has Python's lock."""
 
 
 def try_constraint(
@@ -56,7 +56,7 @@ def try_constraint(
 
 
 def _compile(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
-    """Compile a constraint; the error says at which place of a schema it is wrong."""
+    """Compile a constraint; the error names the place of a schema that is wrong."""
     embedded = schemas(constraint)
     for schema in embedded:
         if (why := unenforceable(schema)) is not None:

@@ -1,9 +1,9 @@
 """Lets the linear layers of a loaded model take adapters.
 
 Packed layers add the products of low rank in their kernels: each has a number, by which it finds
-what the step's adapters add to it. Layers that are not packed have a hook that adds them to the
-outputs. Layers keep their names when they are fused or packed, so that they are found by name: a
-part of a fused layer has its own slice of the outputs.
+its matrices of the step's adapters. Layers that are not packed have a hook that adds the products
+to the outputs. Layers keep their names when they are fused or packed, so that they are found by
+name: a part of a fused layer has its own slice of the outputs.
 """
 
 from collections import Counter

@@ -14,7 +14,7 @@ from octavo.kernels.low_rank import LowRankLayer, StepAdapters, sort_rows
 
 @dataclass(frozen=True, slots=True)
 class _OnDevice:
-    """An adapter's matrices on the device, and the records of where they lie."""
+    """An adapter's matrices on the device, and the records of their addresses."""
 
     matrices: torch.Tensor
     records: np.ndarray
@@ -24,7 +24,7 @@ class DeviceAdapters:
     """Copies adapters to the device when a batch needs them, within a limit.
 
     All lie in the CPU's memory, pinned if the device is a GPU. A copy to the device is in the order
-    of its stream, and memory that is given back is used in that order, so a step that was launched
+    of its stream, and freed memory is reused in that order, so a step that was launched
     keeps its adapters. On a CPU nothing is copied. An adapter that nobody holds any more leaves by
     itself.
 

@@ -16,7 +16,7 @@ class Targets:
     """The linear layers that adapters of a model may adapt.
 
     Attributes:
-        layers: By their names in transformers' model.
+        layers: The layers, by their names in transformers' model.
         dtype: Type of the layers' inputs, which adapters are converted to.
         pinned: Whether adapters lie in pinned memory, as a GPU copies them from it.
         orders: Orders of inputs, by their numbers in `Placement`.

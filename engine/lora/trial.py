@@ -64,11 +64,11 @@ def check_adapters(check: SelfCheck, forward: TrialForward) -> None:
     """Run the self-check with the trial adapter.
 
     Args:
-        check: Against what transformers' forward pass computes with it.
+        check: The check against transformers' forward pass with the adapter.
         forward: The step.
 
     Raises:
-        SelfCheckError: Its logits are not those.
+        SelfCheckError: The logits differ.
     """
     try:
         check(forward)

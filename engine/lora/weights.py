@@ -29,7 +29,7 @@ NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weigh
 """The name of a matrix: A maps a layer's inputs to `rank` numbers, B these to its outputs."""
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 ALIGNMENT = 32
-"""Elements; a matrix begins at a multiple of it."""
+"""Number of elements; a matrix begins at a multiple of it."""
 BLANK_RANK = 16
 SHOWN = 5
 """Names that a message lists."""

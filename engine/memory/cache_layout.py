@@ -259,7 +259,7 @@ def _aligned(elements: int) -> int:
 
 
 def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, LayerPlace]) -> None:
-    """Append a kind's groups, and note the places of its layers."""
+    """Append a kind's groups, and record the places of its layers."""
     kind, size = choice.kind, choice.block_size
     shape, count = kind.shape, kind.per_piece(choice.pieces)
     for i in range(0, len(kind.layers), count):
@@ -311,7 +311,7 @@ def _best(choices: list[_Choice]) -> _Choice:
 
 
 def _cost(size: int, chosen: list[_Choice], states: list[_StateKind]) -> float:
-    """Return the elements that a typical sequence takes, and what its tables cost."""
+    """Return the elements that a typical sequence takes, with the cost of its tables."""
     tables = sum(choice.pieces for choice in chosen) + len(states)
     blocks = sum(choice.blocks for choice in chosen) + sum(kind.blocks(size) for kind in states)
     return size * blocks * (1 + TABLE_COST * tables)

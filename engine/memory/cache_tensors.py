@@ -33,8 +33,8 @@ class CacheTensors:
 
     Args:
         layout: See above.
-        num_blocks: On the device.
-        num_swap_blocks: In swap space.
+        num_blocks: Number of blocks on the device.
+        num_swap_blocks: Number of blocks in swap space.
         dtype: Type of keys and values.
         device: The cache's device.
         model_dtype: Type of the model; default `dtype`.

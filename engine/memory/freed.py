@@ -16,7 +16,7 @@ def return_freed() -> None:
     """Give the system back the pages that hold nothing, as glibc's `malloc_trim` does.
 
     Loading a model takes more than the model: float32 weights for the self-check, and tensors as
-    the file has them. They lie between what stays, so glibc keeps their memory by itself. Where
+    the file has them. They lie between memory that stays, so glibc does not give theirs back. Where
     the C library has no such function, nothing is done.
     """
     with suppress(AttributeError, OSError):
@@ -27,9 +27,9 @@ def return_freed() -> None:
 def mapping_large() -> Iterator[None]:
     """Let memory of `MAPPED_BYTES` and more go back to the system as soon as it is freed, within.
 
-    It is mapped by itself then, which takes longer. glibc does so too, but from a size that it
-    raises to what was freed, up to `MOST_MAPPED_BYTES`; it is that afterwards, and up to
-    `KEPT_BYTES` stay for the next step. Where the C library has no such function, nothing is done.
+    Such memory is mapped separately, which takes longer. By default glibc raises this size to that
+    of freed memory, up to `MOST_MAPPED_BYTES`; afterwards it is that, and up to `KEPT_BYTES` stay
+    for the next step. Where the C library has no such function, nothing is done.
     """
     _set(M_MMAP_THRESHOLD, MAPPED_BYTES)
     try:

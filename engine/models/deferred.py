@@ -4,7 +4,7 @@ A `DeferredTensor` knows how to make its numbers, and keeps none. Operators of d
 alone are deferred too: transposing, joining or widening one takes no memory. An operator with other
 tensors makes the numbers, uses them and drops them. So a model of such weights computes what it
 would compute with all of them in memory, with little more memory than its largest weight. Where an
-input in float32 is multiplied by one, it is made in parts that stay in a core's cache.
+input in float32 is multiplied by a weight, the weight is made in parts that stay in a core's cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,14 +19,14 @@ from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 SMALL = 1 << 16
-"""Elements of a weight that is read at once."""
+"""Maximum elements of a weight that is read at once."""
 UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that return the same numbers, like `CASTS`."""
 CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - has no public name
 LINEAR = torch.ops.aten.linear.default
 PART = 240 << 10
-"""Numbers of a weight that are made at once where an input is multiplied by it: less than
-`MAPPED_BYTES` of freed.py, so that each part has the memory of the one before."""
+"""Numbers of a part of a weight in a product: less than `MAPPED_BYTES` of freed.py, so that each
+part reuses the memory of the one before."""
 
 
 class DeferredTensor(Tensor):
@@ -35,7 +35,7 @@ class DeferredTensor(Tensor):
     Attributes:
         make: Makes them.
         stored: The name of the stored weight that it holds, if it is one, in whatever type.
-        exact: Makes the same in float32, if it is a quantized one, without rounding it in between.
+        exact: Makes a quantized weight in float32, without rounding in between; else None.
         rows: Makes some of its rows, from one to before another: in float32, if it is a quantized
             one. None if it can be made as a whole only.
     """
@@ -106,7 +106,7 @@ def _defer(
     options = kwargs if moved is None else kwargs | {"device": torch.device("meta")}
     try:
         shapes = operator(*tree_map(_on_meta, args), **tree_map(_on_meta, options))
-    except (NotImplementedError, RuntimeError):  # what it returns depends on numbers
+    except (NotImplementedError, RuntimeError):  # its result's shape depends on numbers
         return None
     if tree_any(lambda like: not isinstance(like, Tensor), shapes):
         return None
@@ -185,7 +185,7 @@ def _on_meta(value: Any) -> Any:  # noqa: ANN401
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield where a module, without those in it, keeps each weight, with its name and itself."""
+    """Yield the dictionary, the name and the tensor of each weight of a module itself."""
     for kept in (module._parameters, module._buffers):  # noqa: SLF001 - to put others there
         yield from (
             (kept, name, tensor) for name, tensor in list(kept.items()) if tensor is not None
@@ -218,7 +218,7 @@ def hold(model: nn.Module) -> None:
 
 
 def _hold(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-    """Replace deferred weights; return where, their names, themselves and what replaced them."""
+    """Replace deferred weights; return their dictionaries, names, selves and replacements."""
     made: dict[Tensor, Tensor] = {}  # tied weights stay tied
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for weights, name, tensor in list(chain.from_iterable(map(own_tensors, module.modules()))):

@@ -1,6 +1,6 @@
 """Makes a model from its config alone, with weights that take no memory.
 
-A weight is one zero, seen as a tensor of the weight's shape. The model runs: operators that take a
+A weight is one zero in memory, with the weight's shape. The model runs: operators that take a
 large weight return zeros of the right shape at once. So everything about a model can be learned
 that does not depend on its weights: its attention, its states, its size.
 """
@@ -21,9 +21,9 @@ from octavo.engine.models.deferred import DeferredTensor
 from octavo.engine.models.experts.expert_layer import skip_experts
 
 SMALL = 1 << 16
-"""Elements of a weight that has memory of its own."""
+"""Maximum elements of a weight that has its own memory."""
 LARGE = 1 << 22
-"""Elements of a result that is itself one zero."""
+"""Minimum elements of a result that is itself one zero."""
 
 
 def make_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:

@@ -7,8 +7,8 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.quantization.calibration import calibration_tokens, run_alone
 
 MARGIN = 2.0
-"""Keys and values may be this many times as large as on the calibration text; larger ones are
-clamped. A floating-point type loses no precision by this factor."""
+"""Factor by which keys and values may exceed those of the calibration text; larger are clamped.
+A floating-point type loses no precision by this factor."""
 
 
 @torch.inference_mode()

@@ -98,7 +98,7 @@ class LoadedModel:
     variant: str = ""
 
     def pass_check(self, forward: Forward, routing: Routing | None = None) -> None:
-        """Check a step, and remember what it was compared with.
+        """Check a step, and remember its reference.
 
         Args:
             forward: Computes the model.
@@ -125,7 +125,7 @@ class TrialCheck:
     """The self-check with an adapter.
 
     Attributes:
-        check: Against what transformers computes with it.
+        check: The check against transformers' results with the adapter.
         scales: Scales by the name of each layer that it adapts.
     """
 
@@ -199,10 +199,10 @@ def load(
     world: World | None = None,
     adapters: bool = False,
 ) -> LoadedModel:
-    """Load a model as `load_unchecked` does, and check that it computes what transformers does.
+    """Load a model as `load_unchecked` does, and check that it computes the same as transformers.
 
     Raises:
-        SelfCheckError: The model's logits are not those of transformers' own forward pass.
+        SelfCheckError: The model's logits differ from those of transformers' own forward pass.
         UnsupportedModelError: The engine cannot serve the model; the message says why.
         ModelError: Transformers cannot load it.
         OSError: There is no such model.
@@ -433,7 +433,7 @@ class _Source:
         *,
         quantized: bool,
     ) -> "_Source":
-        """Read what is not a weight.
+        """Read everything but the weights.
 
         Args:
             path: See the attributes.
@@ -476,7 +476,7 @@ class _Source:
         return load_shard(self.path, self.config, self.dtype, plan, world)
 
     def place(self, block_size: int) -> Path | None:
-        """Return where the outcome of its checks is remembered; None if it is in no directory.
+        """Return the file that remembers its checks' outcome; None if it is in no directory.
 
         Args:
             block_size: Tokens per block.
@@ -544,7 +544,7 @@ def _pack_on_gpu(
     if checkpoint is not None:
         tolerance = pack_checkpoint_on_gpu(model, checkpoint, device)
     hold(model)
-    nn.Module.to(model, device)  # the model's own has no types for it
+    nn.Module.to(model, device)  # the model's own method has no types for it
     fuse_linears(model)
     group_experts(model)
     return tolerance
@@ -552,7 +552,7 @@ def _pack_on_gpu(
 
 @contextmanager
 def _as_model_error(path: str) -> Iterator[None]:
-    """Raise what transformers raises as a ModelError."""
+    """Turn errors of transformers into a ModelError."""
     try:
         yield
     except ModelError:
@@ -563,7 +563,7 @@ def _as_model_error(path: str) -> Iterator[None]:
 
 @contextmanager
 def as_unsupported(path: str) -> Iterator[None]:
-    """Raise what a model's code raises as an UnsupportedModelError."""
+    """Turn errors of a model's code into an UnsupportedModelError."""
     try:
         yield
     except SelfCheckError as error:
@@ -594,7 +594,7 @@ def _check_twin(
         False if none could be made that has all kinds of its layers.
 
     Raises:
-        SelfCheckError: It does not compute what transformers' forward pass does.
+        SelfCheckError: Its results differ from those of transformers' forward pass.
     """
     try:
         twin = make_twin(model)
@@ -663,7 +663,7 @@ def _check_quantizable(
 
 
 def _check_room(model: PreTrainedModel, source: _Source, quantization: str) -> None:
-    """Refuse weights that do not fit into what is free, before they are read.
+    """Refuse weights that do not fit into the free memory, before they are read.
 
     Args:
         model: The model; its weights are not read.

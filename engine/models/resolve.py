@@ -24,7 +24,7 @@ def resolve(model: str, *, packed: bool = False) -> str:
 def resolve_config(model: str, *, packed: bool = False) -> str:
     """Return the absolute path of a directory with a model's config, and perhaps its weights.
 
-    Of a model of the hub, only the config is downloaded. The arguments are those of `resolve`.
+    For a model of the hub, only the config is downloaded. The arguments are those of `resolve`.
 
     Raises:
         ModelError: See `resolve`.
@@ -34,7 +34,7 @@ def resolve_config(model: str, *, packed: bool = False) -> str:
 
 
 def _converted(model: str, *, packed: bool) -> str | None:
-    """Return the directory that is made of a GGUF file; None if a name stands for something else.
+    """Return the directory that a GGUF file is converted to; None if a name is not such a file.
 
     Raises:
         ModelError: The file cannot be fetched or converted.

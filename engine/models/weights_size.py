@@ -19,7 +19,7 @@ from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.on_gpu import tied_embeddings
 
 EXPERT_PRODUCT = "down_proj"
-"""The usual name of an expert's product, which a config's lists of layers are asked for."""
+"""The usual name of an expert's product, looked up in a config's lists of layers."""
 
 
 def weight_bytes(
@@ -40,7 +40,7 @@ def weight_bytes(
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0
     absorbed = absorbed_linears(model)
-    for linear, expansion in absorbed.items():  # see packed_latents.py, which has two of keys'
+    for linear, expansion in absorbed.items():  # packed_latents.py has two products of keys
         dims = expansion.key_dim + expansion.value_dim
         total += linear.get_parameter("weight").nbytes * expansion.key_dim // dims
     for layer in plain_linears(model) - absorbed.keys():
@@ -63,7 +63,7 @@ def weight_bytes(
 
 
 def why_no_room(weights: Mapping[str, int], quantization: str, free: int) -> str | None:
-    """Return why a model's weights cannot be loaded, and what could be; None if they can.
+    """Return why a model's weights cannot be loaded, and which could be; None if they can.
 
     Args:
         weights: The bytes that they would take, by quantization.
@@ -100,7 +100,7 @@ def sizes_by_quantization(
 
 
 def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format | None) -> int:
-    """Return the bytes that weights take less on a GPU for being quantized."""
+    """Return the bytes that quantization saves on a GPU."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     left, saved = plain_linears(model) - absorbed_linears(model).keys(), 0
     names = tied_embeddings(model) if stored is not None and stored.packs_ends else {}
@@ -128,7 +128,7 @@ def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format 
 
 
 def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
-    """Return the bytes that a quantized checkpoint's weights take less for running as stored."""
+    """Return the bytes that running a quantized checkpoint's weights as stored saves."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     left, saved = plain_linears(model) - absorbed_linears(model).keys() - {head}, 0
     for path, layer in model.named_modules():
@@ -149,12 +149,12 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
 
 
 def _takes_experts(stored: Format, path: str) -> bool:
-    """Return whether kernels may take the experts of which this is one as they are stored."""
+    """Return whether kernels may take the experts of a layer as they are stored."""
     return stored.covers(path) and not stored.permutes_inputs(path)
 
 
 def _saved_at_ends(model: PreTrainedModel, stored: Format) -> int:
-    """Return the bytes that embeddings and head take less for running as stored."""
+    """Return the bytes that running embeddings and head as stored saves."""
     embeddings = model.get_input_embeddings()
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0

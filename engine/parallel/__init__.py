@@ -1,1 +1,1 @@
-"""The ranks of an engine: processes that each hold a part of one model, and how they speak."""
+"""The ranks of an engine: processes that each hold a part of one model."""

@@ -56,11 +56,11 @@ class RankProcesses:
             start_thread(partial(self._wait, rank, child), f"rank-{rank}")
 
     def ready(self) -> None:
-        """Say that the engine is ready: from now on no rank may end."""
+        """Record that the engine is ready: from now on no rank may end."""
         self._ready.set()
 
     def begin_to_stop(self) -> None:
-        """Say that the ranks are about to end."""
+        """Record that the ranks are about to end."""
         self._stopping.set()
 
     def stop(self) -> None:

@@ -8,9 +8,9 @@ class Times:
     """The time that a rank spent on others, in seconds.
 
     Attributes:
-        broadcast: In messages of rank 0; on other ranks, most of it is waiting for work.
-        reduce: In all-reduces of layers.
-        gather: In gathering logits or tokens on rank 0.
+        broadcast: Time in messages of rank 0; on other ranks, most of it is waiting for work.
+        reduce: Time in all-reduces of layers.
+        gather: Time in gathering logits or tokens on rank 0.
     """
 
     broadcast: float = 0.0

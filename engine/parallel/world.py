@@ -45,10 +45,10 @@ class World:
 
     Attributes:
         place: The place of this rank.
-        tensors: The group of what layers compute.
+        tensors: The group of layers' sums and gathers.
         control: The group of messages from rank 0.
         watch: The group by which ranks know that the others are alive.
-        times: Measured so far.
+        times: The times measured so far.
     """
 
     place: RankPlace
@@ -64,7 +64,7 @@ class World:
 
     @property
     def rank(self) -> int:
-        """The number of this one."""
+        """The number of this rank."""
         return self.place.rank
 
     def send(self, numbers: np.ndarray) -> None:
@@ -91,7 +91,7 @@ class World:
         return torch.cat([first[1:], rest]).numpy()
 
     def least(self, *numbers: int) -> list[int]:
-        """Return the least of all ranks' numbers, each by its place."""
+        """Return the minimum of all ranks' numbers, for each argument."""
         minima = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(minima, dist.ReduceOp.MIN, group=self.control)
         least: list[int] = minima.tolist()
@@ -101,7 +101,7 @@ class World:
         """Return the tensors of rank 0, on the CPU, on all ranks.
 
         Args:
-            tensors: On rank 0; None on others.
+            tensors: The tensors on rank 0; None on others.
         """
         if tensors is not None:
             shapes = [(DTYPES.index(each.dtype), each.dim(), *each.shape) for each in tensors]
@@ -197,7 +197,7 @@ def _finish(work: dist.Work | None, tensor: Tensor) -> None:
 
 
 def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
-    """Yield tensors of the described shapes: of each its dtype, its dimensions, its sizes."""
+    """Yield tensors of shapes that numbers describe: each by dtype, number of dimensions, sizes."""
     while numbers:
         kind, dims = numbers[0], numbers[1]
         yield torch.empty(numbers[2 : 2 + dims], dtype=DTYPES[kind])

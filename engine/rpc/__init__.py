@@ -1,1 +1,1 @@
-"""The RPCs of an engine, and what carries results from its core to clients."""
+"""The RPCs of an engine, and the path of results from its core to clients."""

@@ -15,9 +15,9 @@ log = structlog.get_logger(__name__)
 
 CPU_STEP_TIMEOUT, GPU_STEP_TIMEOUT = 300.0, 120.0
 SILENT_SECONDS = 1.5 * HEARTBEAT_SECONDS
-"""An idle core publishes more often than this."""
+"""Seconds of silence after which a step must be running: an idle core publishes more often."""
 LONG_SECONDS = 30.0
-"""A step that runs for longer, or for half of its timeout, is logged."""
+"""Seconds after which a running step is logged, unless half of its timeout is less."""
 
 
 async def watch(
@@ -26,7 +26,7 @@ async def watch(
     """Send the load once a second while the core is silent, until cancelled.
 
     The core publishes nothing while a step runs. The event loop runs beside it and sends
-    heartbeats, so routers do not take a long step for an engine that hangs. A step that takes
+    heartbeats, so routers do not mistake a long step for a hanging engine. A step that takes
     longer than `step_timeout` ends the process with exit code 1, after a traceback of every
     thread on stderr: a thread that hangs cannot be stopped, and keeps the process from exiting
     in any other way. The timer does not need Python's lock, so it also ends a process that
@@ -36,7 +36,7 @@ async def watch(
         core: The core to watch.
         send: Called with the load, which has the seconds that the step has run.
         device: "cpu", or a GPU's name.
-        step_timeout: In seconds; 0 for none, None for the device's default.
+        step_timeout: Maximum seconds of a step; 0 for none, None for the device's default.
     """
     if step_timeout is None:
         step_timeout = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT

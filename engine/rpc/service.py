@@ -1,4 +1,4 @@
-"""EngineService: what routers ask of an engine, over one core."""
+"""EngineService: the RPCs of an engine for routers, over one core."""
 
 import asyncio
 import uuid

@@ -28,8 +28,8 @@ Translate = Callable[[engine_pb2.Submit], Request]
 class Session:
     """Receives a router's requests and sends one message per step.
 
-    Steps that a router is slow to read are merged into one message. So a session keeps no more
-    than its requests' tokens and the prefix cache's keys.
+    If a router reads slowly, steps are merged into one message. So a session keeps no more than its
+    requests' tokens and the prefix cache's keys.
     """
 
     def __init__(self, core: EngineCore, translate: Translate) -> None:
@@ -80,12 +80,12 @@ class Session:
         self._ready.set()
 
     def close(self) -> None:
-        """End the stream once what is pending has been sent: the engine stops."""
+        """End the stream once pending messages are sent, as the engine stops."""
         self._closing = True
         self._ready.set()
 
     def fail(self) -> None:
-        """End the stream at once with INTERNAL: what was pending is lost."""
+        """End the stream at once with INTERNAL; pending messages are lost."""
         self._failed = True
         self._ready.set()
 
@@ -140,7 +140,7 @@ class Session:
         self._ready.set()
 
     def _add_numbered(self, event: NumberedTokens) -> None:
-        """Put tokens into columns; those of an output that has an entry already into that."""
+        """Put tokens into columns, or into an output's entry if it has one already."""
         numbers, token_ids = event.numbers, event.token_ids
         if self._numbered:  # rare: a router that is slow to read
             columns = [list[int](), list[int]()]

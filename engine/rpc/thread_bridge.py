@@ -1,4 +1,4 @@
-"""From the core's thread to the event loop."""
+"""Passes events from the core's thread to the event loop."""
 
 import asyncio
 from collections import deque
@@ -12,7 +12,7 @@ log = structlog.get_logger(__name__)
 
 
 class ThreadBridge:
-    """Passes what the core publishes to the event loop, in order.
+    """Passes the core's events to the event loop, in order.
 
     The loop takes everything that has gathered in one call. If each step had a call of its own,
     calls would pile up in the queue of a loop that is behind, as with many sessions or too few
@@ -23,8 +23,8 @@ class ThreadBridge:
         on_prefixes: Called in the loop with each change of the prefix cache.
         on_events: Called in the loop with events, after the prefix changes of their steps, and
             the newest load.
-        on_error: Called in the loop after an exception in one of the two: what they were to
-            pass on is lost, so no session can go on.
+        on_error: Called in the loop after an exception in one of the two: their events are
+            lost, so no session can go on.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ThreadBridge:
             self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
-        self._scheduled = False  # first: what is published from now on gets its own call
+        self._scheduled = False  # first: events from now on get their own call
         try:
             self._pass_on()
         except Exception:

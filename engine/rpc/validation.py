@@ -22,7 +22,7 @@ from octavo.v1 import engine_pb2, sampling_pb2
 
 FindAdapter = Callable[[str], RequestAdapter | None]
 MAX_NUMBER = (1 << 64) - 1
-"""Greatest number of an output."""
+"""Maximum number of an output."""
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
@@ -39,8 +39,8 @@ def to_request(
     Args:
         submit: The message.
         session: Its router's session.
-        limits: The engine's.
-        eos_token_ids: The model's.
+        limits: The engine's limits.
+        eos_token_ids: The tokens that end an output.
         find_adapter: Returns the loaded adapter of a name; None if there is none.
 
     Raises:
@@ -98,7 +98,7 @@ def to_request(
 def _resume(
     entries: Iterable[engine_pb2.Resume], outputs: int, max_tokens: int, limits: Limits
 ) -> dict[int, Resumption]:
-    """Checks and translates what other engines drew, by output."""
+    """Checks and translates the tokens that other engines sampled, by output."""
     resume: dict[int, Resumption] = {}
     for i, entry in enumerate(entries):
         if entry.index >= outputs or entry.index in resume:
@@ -121,7 +121,7 @@ def _resume(
 
 
 def _seconds(duration: Duration) -> float:
-    """Return a float, which unlike a timedelta holds whatever a router may send."""
+    """Return a float, which holds any duration that a router may send, unlike a timedelta."""
     return duration.seconds + duration.nanos / 1e9
 
 

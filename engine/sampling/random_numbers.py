@@ -18,8 +18,8 @@ def uniforms(
 
     Args:
         seeds: `[n]`, the requests' seeds.
-        streams: `[n]`, which of a request's outputs.
-        positions: `[n]`, tokens sampled before in that output.
+        streams: `[n]`, the index of the output in its request.
+        positions: `[n]`, number of tokens sampled before in that output.
     """
     with np.errstate(over="ignore"):
         keys = _mix(seeds + _GOLDEN * (streams + np.uint64(1)))

@@ -1,8 +1,8 @@
 """Sample the next token of every sequence of a batch at once.
 
 The order is the contract's: logit bias, penalties, stop tokens masked before
-`min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to what
-the one before it left. Log-probabilities are those of the model's own distribution.
+`min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to the
+result of the one before it. Log-probabilities are those of the model's own distribution.
 """
 
 import math
@@ -211,7 +211,7 @@ def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow], inputs: torch.Tenso
     anywhere = _Occurrences(flat, starts, [row.token_ids for row in chosen], pending, lasts)
     repetition = anywhere.each([row.params.repetition_penalty for row in chosen])
     before = flat[anywhere.places]
-    # Where a token occurs twice, the same is written twice. The smallest penalties would
+    # A token that occurs twice is written twice, with the same value. The smallest penalties would
     # make logits infinite, and those have no softmax.
     factor = torch.where(before > 0, 1 / repetition, repetition)
     flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
@@ -230,10 +230,10 @@ class _Occurrences:
         starts: Index of each row's first logit.
         token_lists: The tokens in each row's sequence.
         pending: The rows whose last token is a placeholder.
-        lasts: `[len(pending)]` int64, the tokens in place of these; None if there are none.
+        lasts: `[len(pending)]` int64, tokens in place of the placeholders; None if there are none.
 
     Attributes:
-        places: `[n]` int64, of each occurrence's logit.
+        places: `[n]` int64, the index of each occurrence's logit.
     """
 
     def __init__(
@@ -285,7 +285,7 @@ def _constrain(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
 
 
 def _sampling_tensors(rows: Rows[SamplingRow]) -> SamplingTensors:
-    """Return each row's sampling parameters, with the random number that is its own."""
+    """Return each row's sampling parameters, with its random number."""
     params = [row.params for row in rows]
     keys = (
         [p.seed for p in params],

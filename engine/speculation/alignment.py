@@ -28,10 +28,10 @@ class Alignment:
         self.drafted = False
         self._place = 0
         self._length = 0  # of the sequence when it was at this place
-        self._until = 0  # length of the sequence from which on nothing is expected
+        self._until = 0  # length of the sequence at which the place lapses
 
     def match(self, place: int, length: int) -> None:
-        """Take note of a match.
+        """Record a match.
 
         Args:
             place: Place of the token that follows the tokens which match the sequence's end.
@@ -42,7 +42,7 @@ class Alignment:
     def draft(self, tokens: Tokens, most: int) -> list[int]:
         """Return the tokens that follow the last one near the expected place.
 
-        If the last token does not occur there, it is taken to replace the token at that place.
+        If the last token does not occur there, it is assumed to replace the token at that place.
 
         Args:
             tokens: `[n]` int32, the sequence.

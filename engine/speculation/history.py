@@ -22,7 +22,7 @@ class History:
         self._length = 0
 
     def update(self, token_ids: list[int]) -> None:
-        """Append what `token_ids`, the whole sequence, has more than was seen so far."""
+        """Append the new tokens at the end of `token_ids`, the whole sequence."""
         length = len(token_ids)
         if length > len(self._tokens):
             grown = np.empty(max(64, length + length // 2), np.int32)

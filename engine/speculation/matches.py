@@ -1,4 +1,4 @@
-"""Find where the last tokens of a sequence occur before."""
+"""Find earlier occurrences of a sequence's last tokens."""
 
 from typing import NamedTuple
 
@@ -10,11 +10,11 @@ from octavo.engine.speculation.alignment import Tokens
 LONGEST = 32
 """Maximum tokens that are compared: a longer match adds nothing."""
 FEW = 32
-"""Places that are compared at most, the latest ones."""
+"""Maximum places that are compared: the latest ones."""
 
 
 class Matches(NamedTuple):
-    """The places where the most of the last tokens occur before.
+    """The earlier places that match the most of the last tokens.
 
     Attributes:
         length: Number of last tokens that are the same there, up to `LONGEST`; 0 if none are.
@@ -41,10 +41,10 @@ def find_matches(tokens: Tokens) -> Matches:
 
 
 def longest_of(tokens: Tokens, ends: NDArray[np.int64], tail: Tokens, length: int) -> Matches:
-    """Return those of some places before which the longest end of `tail` is found.
+    """Return the places before which the longest end of `tail` occurs.
 
     Args:
-        tokens: `[n]` int32, where to look.
+        tokens: `[n]` int32, the tokens to search.
         ends: `[m]` int64, one past each place, rising; the last `length` tokens are the same there.
         tail: `[k]` int32, the tokens to find.
         length: Number of them that are known to match.

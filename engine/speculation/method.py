@@ -34,4 +34,4 @@ class Method(ABC):
 
     @abstractmethod
     def learn(self, history: History) -> None:
-        """Take note of an output that ended."""
+        """Learn from an output that ended."""

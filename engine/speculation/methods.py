@@ -1,4 +1,4 @@
-"""The methods of drafting by name, and what `--speculation` makes of them."""
+"""The methods of drafting by name, and the speculation of each value of `--speculation`."""
 
 from collections.abc import Callable
 

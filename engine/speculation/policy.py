@@ -21,7 +21,7 @@ ENGINE_MEMORY = 0.99
 STEP_MEMORY = 0.9
 """Share of the earlier measure of steps of one size that remains after a step."""
 LEAST_GAIN = 0.05
-"""A draft must promise this many tokens of a sequence more than it costs."""
+"""Minimum gain of a draft, in tokens of its sequence beyond its cost."""
 LONGEST_PAUSE = 64
 """Maximum tokens between two trials of a sequence whose drafts do not pay."""
 LEVELS = 32
@@ -34,8 +34,8 @@ class StepTimes:
     """Durations of steps by their number of tokens, from those that were measured.
 
     Sizes are kept apart up to a factor of 2; between them, time grows evenly. A step that is larger
-    than all measured ones is taken to cost what the largest did, up to twice its size: so it is
-    tried.
+    than all measured ones is assumed to take as long as the largest, up to twice its size, so that
+    it is tried.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class StepTimes:
         self._buckets: dict[int, tuple[float, float]] = {}
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take note of a step."""
+        """Record a step."""
         bucket = (tokens - 1).bit_length()
         size, before = self._buckets.get(bucket, (float(tokens), seconds))
         # One slow step, such as the first of its size, must not count for long.

@@ -1,4 +1,4 @@
-"""Prompt look-up: what followed the same tokens before, in the prompt or in the output.
+"""Prompt look-up: the tokens that followed the same tokens before, in the prompt or the output.
 
 As in "Prompt Lookup Decoding" (Saxena, 2023), with the longest match, not one of fixed length.
 """
@@ -14,10 +14,10 @@ SHORTEST = 2
 
 
 class PromptLookup(Method):
-    """Drafts what followed the latest of the longest matches."""
+    """Drafts the tokens that followed the latest of the longest matches."""
 
     def draft(self, history: History, most: int) -> list[int]:
-        """See `Method`. A match that overlaps the end is a repetition, and goes on as one."""
+        """See `Method`. A match that overlaps the end is a repetition: the draft continues it."""
         tokens = history.tokens
         matches = find_matches(tokens)
         if matches.length < SHORTEST:

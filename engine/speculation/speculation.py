@@ -21,7 +21,7 @@ class Speculation:
         Args:
             method: Drafts tokens; None where a model does.
             num_tokens: Maximum tokens of a draft.
-            policy: Says where drafts pay; None: every sequence has one whenever the method has.
+            policy: Decides where drafts pay; None: sequences have all drafts of the method.
         """
         self.num_tokens = num_tokens
         self._method = method
@@ -34,7 +34,7 @@ class Speculation:
     def begin(self, num_prompt: int, salt: str) -> DraftState:
         """Return the draft state of a new sequence, whose prompt has `num_prompt` tokens.
 
-        What is learnt from its output is used for sequences of the same `salt` alone.
+        Only sequences with the same `salt` get drafts from its output.
         """
         if self._policy is None:
             return DraftState(History(num_prompt, salt), 1.0)
@@ -62,7 +62,7 @@ class Speculation:
         return Guess(draft, most)
 
     def begin_draft(self, count: int) -> None:
-        """Take note that a sequence has `count` drafted tokens in this step."""
+        """Record that a sequence has `count` drafted tokens in this step."""
         if self._policy is not None:
             self._policy.drafted(count)
 
@@ -71,17 +71,17 @@ class Speculation:
         return self._policy is None or state is None or state.pause <= 1
 
     def end_draft(self, state: DraftState, drafted: int, accepted: int) -> None:
-        """Take note of how many drafted tokens of a sequence were right."""
+        """Record how many drafted tokens of a sequence were right."""
         if self._policy is not None:
             self._policy.observe_draft(state, drafted, accepted)
 
     def end(self, state: DraftState, token_ids: list[int]) -> None:
-        """Take note of an output that ended; `token_ids` has no placeholders."""
+        """Learn from an output that ended; `token_ids` has no placeholders."""
         if self._method is not None:
             state.history.update(token_ids)
             self._method.learn(state.history)
 
     def observe_step(self, tokens: int, seconds: float) -> None:
-        """Take note of how long a step took that computed `tokens` tokens, without a prefill."""
+        """Record the duration of a step that computed `tokens` tokens, without a prefill."""
         if self._policy is not None:
             self._policy.observe_step(tokens, seconds)

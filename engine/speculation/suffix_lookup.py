@@ -54,7 +54,7 @@ class Part:
 
     @property
     def tokens(self) -> Tokens:
-        """`[n]` int32; it must not be kept, as the part cannot grow meanwhile."""
+        """`[n]` int32; do not keep this view, as the part cannot grow while it exists."""
         return np.frombuffer(self._tokens, np.int32)
 
     def add(self, output: list[int]) -> None:
@@ -71,7 +71,7 @@ class Part:
         self._earlier.append(END)
 
     def find(self, tail: Tokens) -> Matches:
-        """Find the places where the most of a sequence's last tokens occur."""
+        """Find the places that match the most of a sequence's last tokens."""
         place = self._latest.get(tuple(tail[-INDEXED:].tolist()), END)
         ends: list[int] = []
         while place != END and len(ends) < FEW:
@@ -129,7 +129,7 @@ def _most_frequent(tokens: Tokens, ends: NDArray[np.int64], most: int) -> list[i
         ends: `[m]` int64, one past each place, rising.
         most: Maximum tokens to return.
     """
-    # Of a few short lists, Python's own operations are faster than numpy's.
+    # For a few short lists, Python's own operations are faster than numpy's.
     paths = [tokens[end : end + most].tolist() for end in ends[::-1].tolist()]
     draft: list[int] = []
     while len(draft) < most:

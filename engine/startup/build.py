@@ -56,11 +56,11 @@ class Parts:
         dtype: The weights' data type.
         kernels: The kernels' name from `octavo.kernels.ops.kernel_path`.
         warnings: Reasons why the engine is slow, and remedies.
-        defaults: The model's own defaults of what requests do not set.
+        defaults: The model's own defaults of parameters that requests do not set.
         threads: The threads that compute on a CPU.
         read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
             constrained.
-        leader: Tells the other ranks what to do; None if there are none.
+        leader: Sends steps to the other ranks; None if there are none.
         adapters: The adapters that requests may name; None if the engine takes none.
     """
 
@@ -105,7 +105,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     files = find_model(settings)
     loaded = load(settings, files.path, place)
     _log(began, "model loaded", model=settings.model, compiled=loaded.model.compiled)
-    return_freed()  # before the memory is counted that the cache may have
+    return_freed()  # before the cache's memory is counted
     plan = plan_cache(settings, loaded)
     size = size_cache(settings, loaded, plan, measure(settings, loaded, plan))
     executor = warm_up(settings, loaded, plan, size)

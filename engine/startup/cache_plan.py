@@ -1,4 +1,4 @@
-"""Plans the KV cache: its layout, the memory that it may have, and what fits into that."""
+"""Plans the KV cache: its layout, the memory that it may have, and its size."""
 
 import time
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class CachePlan:
         block_bytes: Bytes per block, all layers.
         max_num_seqs: Maximum sequences in the running batch.
         max_num_batched_tokens: Maximum tokens computed in a step.
-        speculation: The method that drafts tokens; None if nothing does.
+        speculation: The speculation that drafts tokens; None if none does.
     """
 
     layout: CacheLayout

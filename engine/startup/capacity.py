@@ -48,7 +48,7 @@ def count_blocks(
         settings: The engine's settings.
         device: The cache's device.
         block_bytes: Bytes per block.
-        num_swap_blocks: In swap space.
+        num_swap_blocks: Number of blocks in swap space.
         taken: Bytes that the cache cannot use; see `default_cache_gib`.
         memory: The device's memory. Default: as it is now.
 
@@ -105,7 +105,7 @@ def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget
 
     Args:
         settings: The engine's settings.
-        context: The model's.
+        context: Tokens of the model's context.
         budget: The cache's blocks.
 
     Raises:

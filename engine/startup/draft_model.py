@@ -1,4 +1,4 @@
-"""Loads a draft model, and makes what drafts with it."""
+"""Loads a draft model, and makes the drafter that uses it."""
 
 from pathlib import Path
 

@@ -46,7 +46,7 @@ def find_model(settings: EngineSettings) -> ModelFiles:
 
 
 def _warn_of_rope(settings: EngineSettings, model: Path) -> None:
-    """Say that short texts get other logits, if `--max-model-len` asks for a stretched context.
+    """Warn that short texts get other logits, if `--max-model-len` asks for a stretched context.
 
     A cache cannot change the frequencies of keys that it holds, so all lengths have the same ones.
     """

@@ -22,7 +22,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
-    """Values of what a request does not set.
+    """Values of parameters that a request does not set.
 
     Attributes:
         sampling: The sampling parameters; only those that the model has are set.
@@ -73,7 +73,7 @@ def read(directory: Path, limits: Limits) -> Defaults:
 
 
 def _check(parameter: Parameter, value: object, limits: Limits) -> None:
-    """Check a value as that of a request is checked.
+    """Check a value in the same way as a request's.
 
     Raises:
         TypeError: It is not of the parameter's type.

@@ -1,4 +1,4 @@
-"""Loads what an engine computes with: its model, draft model and adapters, on its ranks."""
+"""Loads an engine's model, draft model and adapters, on its ranks."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +29,7 @@ class Loaded:
     Attributes:
         model: The model.
         place: The place of this rank; None if there are no others.
-        leader: Tells the other ranks what to do; None if there are none.
+        leader: Sends steps to the other ranks; None if there are none.
         draft_model: The draft model; None if there is none.
         adapters: The adapters that requests may name; None if the engine takes none.
         adapter_limit: Bytes that adapters may take on the device; None without a limit.
@@ -55,7 +55,7 @@ class Loaded:
 
 
 def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loaded:
-    """Load the model, and what goes with it.
+    """Load the model, its draft model and its adapters.
 
     Args:
         settings: The engine's settings.

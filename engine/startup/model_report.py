@@ -63,7 +63,7 @@ class ModelReport:
         quantization: The scheme of its linear layers and experts, or a quantized checkpoint's.
         cache_dtype: The type of the KV cache.
         parameters: The number of its weights.
-        weights: About what its weights take.
+        weights: Estimated bytes of its weights.
         weights_by_quantization: The same for each quantization that the device has.
         memory: Bytes of the device's memory, free before the model is loaded.
         cache: Bytes of the KV cache.
@@ -104,12 +104,12 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
 
     Args:
         settings: The engine's settings.
-        memory: Bytes of memory to serve it in. Default: what this machine has.
+        memory: Bytes of memory to serve it in. Default: this machine's.
 
     Raises:
         StartupError: The settings do not fit each other, the model or the memory.
         UnsupportedModelError: The engine cannot serve the model.
-        ModelError: The model's config cannot be had or read.
+        ModelError: The model's config cannot be found or read.
         OSError: A file cannot be opened.
     """
     directory = Path(resolve_config(settings.source, packed=keeps_blocks(settings)))
@@ -185,7 +185,7 @@ def load_checked(settings: EngineSettings, directory: Path) -> EmptyModel:
 def group_reports(
     layout: CacheLayout, block_bytes: int, num_tokens: int, step_tokens: int
 ) -> tuple[GroupReport, ...]:
-    """Return each layer group's blocks and tokens in words.
+    """Return a report of each layer group's blocks and tokens.
 
     Args:
         layout: The cache's layout.

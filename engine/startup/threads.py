@@ -83,10 +83,10 @@ def choose_threads(
     with fewer threads would both pin them to the same cores.
 
     Args:
-        nodes: The nodes, with what this process may use of them.
+        nodes: The nodes, with the cores that this process may use.
         quota: The cores' worth of time that this process may use; infinite without a limit.
         environment: The environment variables.
-        torch_threads: The number of threads that PyTorch has by them.
+        torch_threads: The number of PyTorch's threads with these variables.
     """
     cores = [core for node in nodes for core in node.cores]
     fast = [core for core in cores if core.fast]
@@ -101,7 +101,7 @@ def choose_threads(
 
 
 def _spare(cores: int, *, idle: bool) -> int:
-    """Return how many cores are left to others than the computing threads.
+    """Return the number of cores left to other threads than the computing ones.
 
     Args:
         cores: Number of cores that may be used.
@@ -113,7 +113,7 @@ def _spare(cores: int, *, idle: bool) -> int:
 def _places(fast: list[Core], spare: int, count: int) -> Places:
     """Return the CPUs that each of `count` threads is pinned to; empty if they are not.
 
-    A thread has all hardware threads of its core: Linux takes it to the other one when it needs
+    A thread has all hardware threads of its core: Linux moves it to the other one when it needs
     the first. The core that is left is the first, where Linux does most of its own work.
     """
     if count == 1 or count not in {len(fast), len(fast) - spare}:

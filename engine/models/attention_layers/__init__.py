@@ -1,4 +1,4 @@
-"""Attention modules that do not call transformers' `AttentionInterface`, and what replaces them.
+"""Replacements of attention modules that do not call transformers' `AttentionInterface`.
 
 A replacement is a function of the module that calls `attend`. It runs with Octavo's implementations
 of attention; with any other, such as that of a reference run, transformers' own code runs.
@@ -34,13 +34,13 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
     "MptAttention": ("forward", mpt.forward),
     "MptModel": ("forward", mpt.model_forward),
 }
-"""By the name of a module's class: the method that is replaced, and by what.
+"""Methods to replace, and their replacements, by the name of a module's class.
 
 A replacement takes the module, the method that it replaces, and the method's arguments.
 """
 
 REFERENCES = {"falcon": "sdpa"}
-"""By model type: the implementation of transformers that a model is compared with, if not "eager".
+"""Implementations of transformers that models are compared with, by model type, if not "eager".
 Falcon's eager code adds ALiBi twice (transformers 5.23)."""
 
 

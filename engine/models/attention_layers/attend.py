@@ -17,7 +17,7 @@ def is_paged(module: nn.Module) -> bool:
 
 
 def is_probed(module: nn.Module) -> bool:
-    """Return whether a replaced module runs to learn what it does."""
+    """Return whether a replaced module runs within the probe."""
     return _implementation(module) == PROBE
 
 

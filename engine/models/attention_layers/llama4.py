@@ -1,8 +1,8 @@
 """Llama 4: queries of layers without rotary embeddings grow with their positions.
 
 transformers' attention counts the positions itself, from the first token of the batch. The layer
-around it knows them, and passes them on. Its experts are computed as transformers does, but without
-the views by which their code cannot be captured for any number of tokens.
+around it knows them, and passes them on. The replaced experts compute the same as transformers',
+but without the views for which their code can be captured for one number of tokens only.
 """
 
 from collections.abc import Callable

@@ -28,7 +28,7 @@ def check_weights(path: str) -> None:
         path: The model's directory.
 
     Raises:
-        ModelError: The message says how many weights are wrong, and names one.
+        ModelError: Weights are wrong; the message has their number, and names one.
     """
     checkpoint = open_checkpoint(path)
     try:
@@ -63,7 +63,7 @@ def _check_unused(path: str, unused: list[str], used: set[str]) -> None:
     Others are common: weights of a vision tower, or of layers that predict further tokens.
 
     Raises:
-        UnsupportedModelError: Such as scales, biases or adapters that the model's code ignores.
+        UnsupportedModelError: There are scales, biases or adapters that the model's code ignores.
     """
     unknown = [name for name in unused if f"{name.rpartition('.')[0]}.weight" in used]
     unknown = [name for name in unknown if not name.endswith(CACHE_SCALES)]

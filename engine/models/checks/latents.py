@@ -1,8 +1,8 @@
-"""Finds attention modules that expand latents to keys and values as `Expansion` says.
+"""Finds attention modules that expand latents to keys and values as `Expansion` does.
 
-Families differ in how they make queries and latents, rotate them and use attention's output; all
-that stays theirs. Two things are needed: that `expand_kv` computes what `Expansion` does, which a
-small random one shows, and that its results reach attention unchanged, which the probe sees.
+Families differ in how they make queries and latents, rotate them and use attention's output; their
+code for that stays. Two things are checked: that `expand_kv` computes the same as `Expansion`, with
+small random weights, and that its results reach attention unchanged, in the probe.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ RANK, HEADS, TOKENS = 8, 2, 3
 
 @contextmanager
 def watching_expansions(model: PreTrainedModel) -> Iterator[dict[nn.Module, Expanded]]:
-    """Note each module's latest call of `expand_kv`."""
+    """Record each module's latest call of `expand_kv`."""
     calls: dict[nn.Module, Expanded] = {}
     watched = [module for module in model.modules() if hasattr(module, "expand_kv")]
     kept = [vars(module).get("expand_kv") for module in watched]
@@ -99,9 +99,9 @@ def _has_kernels(shape: LayerShape) -> bool:
 
 @torch.inference_mode()
 def _is_plain(module: nn.Module, expansion: Expansion, rotated_dim: int) -> bool:
-    """Return whether a module's `expand_kv` makes of a small linear layer what it should.
+    """Return whether a module's `expand_kv` computes an `Expansion` with a small linear layer.
 
-    It is given that layer and the sizes and nothing else, so it cannot depend on more.
+    The module has that layer and the sizes only, so the result cannot depend on anything else.
     """
     generator = torch.Generator().manual_seed(0)
     key_dim, value_dim = expansion.key_dim, expansion.value_dim

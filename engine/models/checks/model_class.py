@@ -34,7 +34,7 @@ def check_model_class(path: str) -> None:
         path: The model's directory.
 
     Raises:
-        UnsupportedModelError: The message says what the model is, and which would do.
+        UnsupportedModelError: The message names the kind of the model, and a kind that works.
     """
     config = read_json(Path(path) / CONFIG)
     kind = config.get("model_type")
@@ -47,7 +47,7 @@ def check_model_class(path: str) -> None:
                 f"{path} has the model type {kind!r}, which transformers {version('transformers')}"
                 " does not know: use another model, or a later release of transformers"
             )
-        return  # transformers may know it by another field
+        return  # transformers may recognize it by another field
     known = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     if known is None:
         what = next((what for table, what in _KINDS if kind in table), "is no language model")
@@ -68,7 +68,7 @@ def check_model_class(path: str) -> None:
 
 
 def _is_encoder_decoder(path: str) -> bool:
-    """Return whether the model is one, by its config's class where the file does not say it."""
+    """Return whether the model is one, by its config's class if the file lacks the field."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception:  # noqa: BLE001 - loading the model fails too, and says why

@@ -51,7 +51,7 @@ class ModuleRouting:
 
 
 def _choice(inputs: tuple[Tensor, ...]) -> Choice:
-    """Return a copy of what a layer is called with."""
+    """Return a copy of the arguments of a layer."""
     experts, weights = (tensor.to("cpu", copy=True).contiguous() for tensor in inputs[1:3])
     return Choice(experts, weights.float())
 

@@ -1,4 +1,4 @@
-"""Runs a model once to learn its attention, and refuses what Octavo has no kernel for.
+"""Runs a model once to learn its attention, and refuses layers that Octavo has no kernel for.
 
 Configs have many names for the same dimension and lack others. The arguments of the model's
 attention function are always right.
@@ -43,10 +43,10 @@ CONVOLUTION_CHANNELS, SCAN_CHANNELS = 1024, 256
 TOKENS = 3
 """Tokens of the probe's prompt."""
 SHIFT = 5
-"""The position of the first of them in the second run."""
+"""The position of the first token in the second run."""
 LINEAR, COMPRESSED = "linear_attention", "compressed"
-"""In a config's `layer_types`: a layer that keeps a state, and a part of the names of layers whose
-keys stand for several tokens."""
+"""Values of a config's `layer_types`: a layer that keeps a state, and a part of the names of layers
+whose keys stand for several tokens."""
 
 NAMED_REFUSALS = {
     "sinks": "its attention sinks differ from token to token",
@@ -62,7 +62,7 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
 )
-"""Keywords that repeat what the mask says, or that paged attention honours."""
+"""Keywords that repeat the mask, or that paged attention honours."""
 
 
 @dataclass(slots=True)
@@ -127,7 +127,7 @@ def probe(
 
 
 def _check_layer_types(model: PreTrainedModel, observed: _Probe) -> None:
-    """Refuse layers that keep what so few tokens do not show.
+    """Refuse layers whose state a run of few tokens does not show.
 
     Raises:
         NotImplementedError: A config names such layers.
@@ -140,12 +140,12 @@ def _check_layer_types(model: PreTrainedModel, observed: _Probe) -> None:
 
 
 def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) -> _Probe:
-    """Run a few tokens through a model; return what it showed.
+    """Run a few tokens through a model; return the record.
 
     Args:
         model: The model.
         max_position: Its context.
-        shift: The first token's position. Default: what the model takes for it.
+        shift: The first token's position. Default: the model's own.
     """
     observed = _Probe(max_position)
     tokens = torch.ones((1, TOKENS), dtype=torch.int64, device=model.device)
@@ -169,10 +169,10 @@ def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) ->
 
 
 class _Calls(TorchFunctionMode):
-    """Notes which rows of embeddings a model looks up, and refuses convolutions.
+    """Records which rows of embeddings a model looks up, and refuses convolutions.
 
     Args:
-        found: The record that gets them.
+        observed: The record that gets them.
     """
 
     def __init__(self, observed: _Probe) -> None:
@@ -186,7 +186,7 @@ class _Calls(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
-        """Call a function; note the rows if it looks up embeddings.
+        """Call a function; record the rows if it looks up embeddings.
 
         Raises:
             NotImplementedError: It is a convolution, which needs a state that Octavo does not keep.
@@ -205,7 +205,7 @@ def _count(rows: torch.Tensor) -> bool:
 
 @contextmanager
 def _following(model: PreTrainedModel, observed: _Probe) -> Iterator[None]:
-    """Note which modules run, the innermost last."""
+    """Record which modules run, the innermost last."""
     hooks = []
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda m, _: observed.running.append(m)))

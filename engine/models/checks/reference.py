@@ -123,8 +123,8 @@ def with_rounding(
 ) -> Reference:
     """Add the errors of transformers' forward passes in the model's own dtype.
 
-    All but the first pass round embeddings once more, at random, so that all that follows is
-    rounded otherwise.
+    All but the first pass round embeddings once more, at random, so that all results are
+    rounded differently.
 
     Args:
         expected: The results in float32.
@@ -144,7 +144,7 @@ def with_rounding(
 
 @contextmanager
 def _rounded_again(model: Any, number: int) -> Iterator[None]:  # noqa: ANN401
-    """Let a model's embeddings be off by up to half of a last place within, at random.
+    """Change a model's embeddings at random, by up to half a unit in the last place, within.
 
     Args:
         model: The model.

@@ -1,7 +1,7 @@
-"""Remembers what transformers' forward pass computes of a large model, from start to start.
+"""Remembers the results of transformers' forward pass of a large model, from start to start.
 
-It takes longer than all else of a start. It depends on the files, on the libraries and on this code
-alone; whoever changes one of these has it computed again.
+The pass takes longer than the rest of a start. It depends on the files, the libraries and this code
+alone; after a change of these it runs again.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from octavo.kernels.machine import cpu_identity
 
 FOLDER = "references"
 MOST = 16
-"""Models that are remembered: those that were started last. Each has a few megabytes."""
+"""Maximum models that are remembered: the latest ones. Each has a few megabytes."""
 CODE = Path(__file__).resolve().parents[2], Path(kernels.__file__).resolve().parent
 SOURCES = {".py", ".cpp", ".h"}
 
@@ -31,7 +31,7 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
 
     Args:
         directory: The model's.
-        settings: All else that the outcome of its checks depends on.
+        settings: Further settings that the outcome of its checks depends on.
     """
     files = (file for file in directory.iterdir() if file.is_file())
     paths = [*files, *(Path(path) for path, _ in TensorLocations.read(directory).files)]
@@ -59,7 +59,7 @@ def recall(place: Path) -> Reference | None:
 
 
 def remember(place: Path, reference: Reference) -> None:
-    """Remember what a model that passed its checks was held to; forget the oldest."""
+    """Remember the reference of a model that passed its checks; forget the oldest."""
     with suppress(OSError):  # a full or read-only cache only costs time
         place.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         made = place.with_suffix(f".{os.getpid()}")

@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
     Attributes:
         experts: `[num_tokens, chosen]` int64.
-        weights: `[num_tokens, chosen]` float32, theirs.
+        weights: `[num_tokens, chosen]` float32, the experts' weights.
     """
 
     experts: Tensor
@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     def weight_error(self, expected: "Choice") -> float:
         """Return the relative error of the weights of another run's choice.
 
-        Those of tokens count whose experts are all the same, as weights may be shares of their sum.
+        Only tokens whose experts are all the same count, as weights may be shares of their sum.
         """
         same = self._common(expected).all(1)
         weights, other = (choice.sorted_weights()[same] for choice in (self, expected))

@@ -3,9 +3,9 @@
 Three relations must hold for the logits of some random tokens:
 
 - *alone*: the paged step returns the logits of transformers' eager forward pass in float32;
-- *packed*: so it does beside other sequences in one flat batch, one of them at the end of the
-  context;
-- *chunked*: so it does when the prompt is computed in chunks and token by token.
+- *packed*: it returns the same beside other sequences in one flat batch, one of them at the end of
+  the context;
+- *chunked*: it returns the same when the prompt is computed in chunks and token by token.
 
 A model whose masks, positions or state are not as Octavo assumes breaks one of them. In 16 bits or
 fewer, rounding hides small faults. So such a model is checked twice: first as a float32 model of
@@ -55,11 +55,11 @@ CHUNKS = (19, 38, 39, 40)
 
 FLOAT32_TOLERANCE = 0.001
 COARSE_FLOAT32_TOLERANCE = 0.01
-"""On a GPU, whose products may be coarser than float32's, and with quantized weights."""
+"""Tolerance on a GPU, whose products may be coarser than float32, and with quantized weights."""
 SIXTEEN_BIT_TOLERANCE = 0.05
 ROUNDING_FACTOR = 2.0
-"""In 16 bits, the greatest error of a row and the quantile of all may be this many times those of
-transformers' own pass in 16 bits, where that is more."""
+"""Factor of the errors of transformers' own pass in 16 bits: in 16 bits, a row's greatest error and
+the quantile of all errors may be this many times as large, where that is more."""
 FREE_TOLERANCE = 0.2
 FP8_CACHE_TOLERANCE = 0.35
 """Largest errors of a row's logits; see `row_errors`. `FREE_TOLERANCE` is of steps in 16 bits that
@@ -82,7 +82,7 @@ class _Limit(NamedTuple):
 
     Attributes:
         usual: The limit of the quantile of the rows' errors.
-        greatest: The limit of the greatest.
+        greatest: The limit of the greatest error.
     """
 
     usual: float
@@ -201,7 +201,7 @@ class SelfCheck:
         )
 
     def _check_batches(self, forward: Forward, alone: Tensor) -> dict[str, float]:
-        """Return by how much logits differ in other batches, by the relation's name.
+        """Return the differences of logits in other batches, by the relation's name.
 
         Args:
             forward: Computes the model.
@@ -239,7 +239,7 @@ class SelfCheck:
         """Return the check for steps of the same model whose experts cannot be forced.
 
         Args:
-            forward: A checked step. Others must compute what it does.
+            forward: A checked step. Others must compute the same.
         """
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         logits = self._logits(forward, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
@@ -299,8 +299,8 @@ class SelfCheck:
         """Run one step, with the experts that transformers' pass chose.
 
         Returns:
-            Logits `[len(rows), vocab_size]` float32 on the CPU; what the step would have chosen
-            for the compared sequence.
+            Logits `[len(rows), vocab_size]` float32 on the CPU; the experts that the step would
+            have chosen for the compared sequence.
         """
         if self._routing is None:
             return self._logits(forward, chunks, rows), []
@@ -358,7 +358,7 @@ class SelfCheck:
         return tables, slots
 
     def _check_routing(self, chosen: list[Choice]) -> dict[str, float]:
-        """Return by how much a step's choices differ, by the relation's name.
+        """Return the differences of a step's choices, by the relation's name.
 
         Raises:
             SelfCheckError: They do by more than rounding explains.
@@ -389,7 +389,7 @@ class SelfCheck:
             tolerance: The quantization's, if they may differ by it.
 
         Raises:
-            SelfCheckError: They differ by more than it and rounding explain.
+            SelfCheckError: They differ by more than the tolerance and rounding explain.
         """
         errors, unit = row_errors(computed, expected), "of their standard deviation"
         limit = self._limit_for(errors, tolerance)

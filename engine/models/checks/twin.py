@@ -1,8 +1,8 @@
 """Makes a small twin of a large model, to check the structure of both in float32.
 
 How a model reads its masks, positions and states depends on its config and on code, not on its
-weights. So a twin has the same attention, and a layer of each kind; its vocabulary and what is
-within its feed-forward layers are narrow, and its weights are random.
+weights. So a twin has the same attention, and a layer of each kind; its vocabulary and
+its feed-forward layers are narrow, and its weights are random.
 """
 
 import copy
@@ -20,7 +20,7 @@ INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
 """Parts of the names of configs' settings that hold this size."""
 LEAST_LAYERS = 2
 SHARE = 0.1
-"""The size of what vectors are moved by, so that no bias is zero."""
+"""Size of the random offset of vectors, so that no bias is zero."""
 
 
 def make_twin(model: PreTrainedModel) -> PreTrainedModel:
@@ -62,7 +62,7 @@ def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _count_layers(model: PreTrainedModel, config: Any) -> int:  # noqa: ANN401
-    """Return how many of a model's first layers have one of each kind."""
+    """Return the number of first layers among which each kind of layer is."""
     count: int = config.num_hidden_layers
     layer_lists = [
         module
@@ -94,7 +94,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Give a model weights with which each of its parts changes what it computes."""
+    """Give a model weights with which each of its parts changes the result."""
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             if weight.dim() > 1 and isinstance(module, nn.Embedding):

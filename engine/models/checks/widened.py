@@ -1,8 +1,8 @@
 """Runs a model in 16 bits as the same model in float32, in little more memory.
 
 In 16 bits, rounding hides faults: attention whose scale is wrong by a tenth, or positions that are
-off by one, change the logits no more than it does. In float32 they stand out a thousandfold. A
-large model's weights are converted when they are used, and dropped afterwards.
+off by one, change the logits no more than rounding does. In float32 they stand out a thousandfold.
+A large model's weights are converted when they are used, and dropped afterwards.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
-"""Finds layers of experts, and recognizes what their activations compute.
+"""Finds layers of experts, and recognizes their activations.
 
 Transformers' classes differ in the order of weights (transposed or not, gates and up projections
 one after the other or alternating), in biases and in activations. `ExpertLayer` hides the first
-two. An activation is recognized by what it computes for some numbers, whatever its code is.
+two. An activation is recognized by its results for some numbers, whatever its code is.
 """
 
 from collections.abc import Iterator
@@ -119,7 +119,7 @@ class ExpertLayer:
         return torch.cat([alternating[::2], alternating[1::2]]).movedim(0, dim)
 
     def replace(self, replacement: nn.Module) -> None:
-        """Replace the layer's weights by what computes it, which takes the same arguments."""
+        """Replace the layer's weights by a module that computes it from the same arguments."""
         for name in (self._up_name, "down_proj"):
             delattr(self.module, name)
             if hasattr(self.module, f"{name}_bias"):

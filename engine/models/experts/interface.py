@@ -17,7 +17,7 @@ REPLACEMENT = "octavo_experts"
 def _forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute a layer by what replaces it, or else as transformers does.
+    """Compute a layer by its replacement, or else as transformers does.
 
     Args:
         module: The layer.

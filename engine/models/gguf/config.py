@@ -1,8 +1,8 @@
 """A GGUF file's settings of attention for which transformers would take defaults of its own.
 
-transformers makes a config of a file's fields, and leaves out some without a word: how rotary
-frequencies are scaled, how wide heads are and how many of their dimensions rotate, how logits are
-scaled. llama.cpp's src/llama-model.cpp and src/models/ define what the fields mean.
+transformers makes a config of a file's fields, and ignores some: how rotary frequencies are scaled,
+how wide heads are and how many of their dimensions rotate, how logits are scaled. llama.cpp's
+src/llama-model.cpp and src/models/ define what the fields mean.
 """
 
 from collections.abc import Mapping
@@ -20,8 +20,8 @@ PARTIAL = ("nemotron", "phi3", "stablelm")
 WHOLE = ("gemma2", "gemma3", "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe")
 """Architectures that rotate all of them."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""The number of layers of the one model of an architecture, of 27B, whose attention is scaled by
-the width over the heads; that of the others is by the width of a head."""
+"""Number of layers of an architecture's 27B model, whose attention is scaled by the width over the
+heads; other models' attention is scaled by the width of a head."""
 FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
 """Tensors of factors that rotary frequencies are divided by, `[dimensions / 2]`."""
 EXPERT_WIDTHS = {
@@ -59,7 +59,7 @@ def read_fields(reader: Any, architecture: str) -> dict[str, Any]:  # noqa: ANN4
 
 
 def complete_config(config: Any, architecture: str, fields: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Set what transformers did not read.
+    """Set the settings that transformers did not read.
 
     Args:
         config: The config that transformers made of the file; it is changed.
@@ -135,7 +135,7 @@ def _set_longrope(rope: Rope, config: Any, fields: Mapping[str, Any]) -> None:  
 
 
 def _read_llama3(factors: Any, theta: float) -> Rope:  # noqa: ANN401
-    """Return the `rope_parameters` of which llama.cpp made these factors."""
+    """Return the `rope_parameters` that llama.cpp made these factors from."""
     values = np.asarray(factors, np.float64)
     factor = float(values.max())
     if factor == values.min() == 1:

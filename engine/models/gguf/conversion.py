@@ -1,7 +1,7 @@
 """Conversion of a GGUF file into a model directory, kept in the cache because it is slow.
 
-There are two forms. In one, all weights are floats. In the other, those that CPU kernels take stay
-in the file, which is read where they are; see `octavo.common.models.gguf_blocks`.
+There are two forms. In one, all weights are floats. In the other, weights that CPU kernels take
+stay in the file and are read from there; see `octavo.common.models.gguf_blocks`.
 """
 
 import json
@@ -131,7 +131,7 @@ def _places(
     reader: Any,  # noqa: ANN401
     weights: Sequence[Weight],
 ) -> tuple[dict[str, tuple[int, TensorLocation]], dict[str, str]]:
-    """Return where matrices are in the files, by name, and the types of those in blocks, by layer.
+    """Return the places of matrices in the files, by name, and the types of blocks, by layer.
 
     Args:
         reader: Reader of the file, or of all parts.

@@ -29,8 +29,8 @@ class Weight:
     Attributes:
         name: Its name in transformers.
         tensors: The file's tensors that it is made of, from `gguf.GGUFReader`.
-        is_rows: Whether it is the rows of one tensor.
-        order: The number in the tensor of each row, if they are not in order.
+        is_rows: Whether it consists of the rows of one tensor.
+        order: The tensor's row of each row, if they are not in order.
         numbers: Returns it as a tensor of floats.
     """
 
@@ -98,7 +98,7 @@ def find_weights(
     config: Mapping[str, Any],
     model: Any,  # noqa: ANN401
 ) -> list[Weight]:
-    """Return the weights that a file has; tensors that are none of a model's are left out.
+    """Return the weights that a file has; tensors that no weight needs are left out.
 
     Args:
         tensors: The file's, as `gguf.GGUFReader` has them.

@@ -27,7 +27,7 @@ class Placement:
         packed: The packed layer's number among those that adapters adapt.
         panel: The panel that has the first output.
         lane: The first lane of its panels that has outputs of the layer.
-        lanes: Lanes from there on that have some.
+        lanes: Number of lanes from there on that have outputs of the layer.
         shift: Number of lanes of the first panel before the first output.
         order: The packed layer's order of inputs, by its number in `Targets.orders`; -1: as in the
             model.
@@ -90,7 +90,7 @@ def current_adapters() -> StepAdapters | None:
 
 
 def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
-    """Add what the current adapters add to a layer's outputs, in place unless it is traced.
+    """Add the products of the current adapters to a layer's outputs, in place unless it is traced.
 
     Args:
         target: The layer.
@@ -113,7 +113,7 @@ def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
         )
         return added.view(out.shape)
     batch = adapters.batch(of_logits=target.is_head)
-    # A view, or it raises: a copy would take the products and be dropped.
+    # A view, or an error: products added to a copy would be lost.
     add_low_rank(out.view(-1, target.outputs), rows, batch, target.index)
     return out
 
@@ -122,7 +122,7 @@ def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Te
     """Wrap a packed layer's kernel so that it gets the adapters of the current step.
 
     Args:
-        kernel: Takes what adapters add as `low_rank`.
+        kernel: Takes the adapters of the layer as `low_rank`.
         place: Index of the operator's argument that is the layer's number among those that adapters
             adapt, negative if they do not.
     """
@@ -150,4 +150,4 @@ _library.define(  # type: ignore[no-untyped-call]
 _library.impl("add_adapters", _add, "CPU")  # type: ignore[no-untyped-call]
 register_fake("octavo::add_adapters", lambda out, *_: out.new_empty(out.shape))
 ADD_ADAPTERS = torch.ops.octavo.add_adapters.default
-"""`octavo::add_adapters`: what a traced layer that is not packed adds."""
+"""`octavo::add_adapters`: adds the products of a traced layer that is not packed."""

@@ -18,7 +18,7 @@ from octavo.engine.models.linear.wide_linear import WideLinear
 
 
 class LocatedLinear(NamedTuple):
-    """A linear layer and where it is.
+    """A linear layer and its place in the model.
 
     Attributes:
         parent: The module that holds it.
@@ -84,7 +84,7 @@ def fuse(
 
     Args:
         group: The layers.
-        convert: Returns what replaces the fused layer.
+        convert: Returns the replacement of the fused layer.
         join: Makes the fused layer, as `join_linears` does.
     """
     layers = [located.layer for located in group]
@@ -92,7 +92,7 @@ def fuse(
 
 
 def share(group: list[LocatedLinear], layer: nn.Module) -> None:
-    """Replace linear layers of the same input by one layer, of which each takes its outputs.
+    """Replace linear layers of the same input by parts of one layer.
 
     Args:
         group: The layers.

@@ -150,7 +150,7 @@ def replace(
     *,
     gates: bool = True,
 ) -> None:
-    """Fuse layers of the same input and replace them by what `convert` returns.
+    """Fuse layers of the same input and replace them by the result of `convert`.
 
     Args:
         model: The layers' model.
@@ -194,7 +194,7 @@ def _are_swiglu(group: list[LocatedLinear]) -> bool:
     gate, up, down = (small.get_submodule(name) for name in (*names, "down_proj"))
     try:
         return torch.allclose(small(x), down(silu(gate(x)) * up(x)))
-    except RuntimeError:  # it counts on its own sizes
+    except RuntimeError:  # its code depends on its own sizes
         return False
 
 
@@ -227,7 +227,7 @@ NORMED = "Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
 """The last arguments of operators that `fusion.py` can move a norm and a residual into; before them
 is `gated`."""
 FUSED = f"int gated, {ADAPTED}, {NORMED}"
-"""The last arguments of those that take adapters too."""
+"""The last arguments of such operators that take adapters too."""
 
 
 def define_operator(
@@ -238,7 +238,7 @@ def define_operator(
     Args:
         schema: Its name and arguments; the first two are the rows and the number of outputs.
         kernel: Its implementation; None where this CPU has none. If `ADAPTED` is among the
-            arguments, it takes what adapters add as `low_rank` in its place.
+            arguments, it takes the adapters of the layer as `low_rank` in its place.
         dtype: The outputs' dtype, if not the rows'.
     """
     name = schema.partition("(")[0]

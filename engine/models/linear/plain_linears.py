@@ -17,9 +17,9 @@ ROWS = 8
 
 
 def plain_linears(model: nn.Module) -> set[nn.Module]:
-    """Return a model's linear layers that compute the product with their weights, no more.
+    """Return a model's linear layers that compute nothing but the product with their weights.
 
-    Subclasses of `nn.Linear` are judged by what the first layer of each class computes.
+    Subclasses of `nn.Linear` are judged by the result of the first layer of each class.
     """
     is_plain: dict[type, bool] = {nn.Linear: True}
     layers: set[nn.Module] = set()
@@ -44,7 +44,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
 
 
 def replace_conv1d(model: PreTrainedModel) -> None:
-    """Replace each `Conv1D`, whose weights are transposed, by the equal linear layer.
+    """Replace each `Conv1D`, whose weights are transposed, by an equivalent linear layer.
 
     Args:
         model: Changed in place.

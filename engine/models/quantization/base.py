@@ -138,7 +138,7 @@ class Scheme(ABC):
 def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
     """Return the kinds of layers, besides embeddings and head, that are not quantized.
 
-    They may be experts that Octavo does not recognize, or that no kernel has the size for.
+    They may be experts that Octavo does not recognize, or whose size no kernel supports.
 
     Returns:
         Each class's share of all weights, if at least `MIN_REPORTED_SHARE`.

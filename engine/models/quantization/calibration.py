@@ -22,10 +22,10 @@ log = structlog.get_logger(__name__)
 
 MAX_TOKENS = 512
 MIN_TOKENS = 64
-"""With fewer known tokens, the tokenizer does not know the text's words."""
+"""Minimum known tokens: with fewer, the tokenizer does not know the text's words."""
 SAMPLES = 128
 MIN_ROWS = 8
-"""With fewer rows of an expert, some of all rows are taken."""
+"""Minimum rows of an expert: with fewer, rows of all experts are taken."""
 BLOCK_SIZE = 16
 
 

@@ -32,7 +32,7 @@ from octavo.kernels.cpu import experts as kernels
 from octavo.kernels.cpu.experts import PackedProduct
 
 JUDGES = 4
-"""Experts, those with the most rows, by which a layer's exponent is chosen."""
+"""Number of experts, those with the most rows, by which a layer's exponent is chosen."""
 
 
 def experts_to_int8(layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts:

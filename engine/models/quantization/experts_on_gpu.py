@@ -41,7 +41,7 @@ def round_experts(
 def pack_experts(
     layer: ExpertLayer, checkpoint: QuantizedCheckpoint, device: torch.device
 ) -> QuantizedExperts | None:
-    """Return a layer's experts as they are stored; None if kernels do not take them all so.
+    """Return a layer's experts as they are stored; None if kernels do not take all of them.
 
     Args:
         layer: The layer, with the weights dequantized.

@@ -4,7 +4,7 @@ Products of bytes run at twice the rate of bfloat16 ones. Activations have a few
 that would use up the 8-bit range; SmoothQuant (Xiao et al. 2023, equation 4) divides each channel
 by a factor and multiplies its weights by it. The factors and their exponent are chosen per layer
 on a short text: with one exponent for all layers, SmolLM2's perplexity grows more than twice as
-much. The head, which costs the most quality, is not quantized.
+much. The head is not quantized, as that would cost the most quality.
 """
 
 import torch
@@ -36,7 +36,7 @@ from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.machine import onednn_int8_saturates
 
 JUDGES = 256
-"""Outputs, evenly spaced, by whose error a layer's exponent is chosen."""
+"""Number of outputs, evenly spaced, by whose error a layer's exponent is chosen."""
 
 
 class Int8(Scheme):
@@ -95,10 +95,10 @@ class PackedInt8Linear(PackedLayer):
 
     Args:
         linear: The layer to replace.
-        weight: See `QuantizedWeights`, as for the others.
-        scale: See `QuantizedWeights`, as for the others.
-        row_sums: See `QuantizedWeights`, as for the others.
-        factors: See `QuantizedWeights`, as for the others.
+        weight: See `QuantizedWeights`.
+        scale: See `QuantizedWeights`.
+        row_sums: See `QuantizedWeights`.
+        factors: See `QuantizedWeights`.
     """
 
     panels: Tensor
@@ -130,10 +130,10 @@ class OneDnnInt8Linear(nn.Module):
 
     Args:
         linear: The layer to replace.
-        weight: See `QuantizedWeights`, as for the others.
-        scale: See `QuantizedWeights`, as for the others.
-        row_sums: See `QuantizedWeights`, as for the others.
-        factors: See `QuantizedWeights`, as for the others.
+        weight: See `QuantizedWeights`.
+        scale: See `QuantizedWeights`.
+        row_sums: See `QuantizedWeights`.
+        factors: See `QuantizedWeights`.
     """
 
     weight: Tensor

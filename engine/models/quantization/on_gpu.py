@@ -1,7 +1,7 @@
 """Quantization of a model on a GPU: at load, and of checkpoints that are quantized.
 
-A layer's weights are made where the model was loaded, which is the CPU if the GPU has no room for
-it, and moved to the GPU one layer at a time.
+A layer's weights are made on the device where the model was loaded (the CPU, if the GPU has no room
+for it), and moved to the GPU one layer at a time.
 """
 
 from collections.abc import Callable
@@ -109,7 +109,7 @@ def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
 def _make(
     group: list[LocatedLinear], weights: list[GpuWeight], device: torch.device, *, is_head: bool
 ) -> nn.Module:
-    """Return one layer of several layers' weights."""
+    """Return one layer with the weights of several."""
     first = weights[0]
     layers = [located.layer for located in group]
     bias, dtype = bias_of(layers), layers[0].weight.dtype

@@ -37,7 +37,7 @@ def smooth(absmax: Tensor, widest: Tensor, alpha: float) -> Tensor:
 
     Args:
         absmax: `[in]`, the greatest magnitude of each input.
-        widest: `[in]`, that of its weights.
+        widest: `[in]`, the greatest magnitude of its weights.
         alpha: The exponent.
     """
     widest = widest.clamp_min(EPSILON)

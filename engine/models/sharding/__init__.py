@@ -1,1 +1,1 @@
-"""A model split over ranks: what each rank holds, and where they add up."""
+"""A model split over ranks: each rank's part, and the sums over ranks."""

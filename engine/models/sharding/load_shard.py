@@ -63,7 +63,7 @@ def _whole_bias(name: str, otherwise: Placement) -> Placement:
 
 
 class _Part(TensorParallelLayer):
-    """A style that says which part of a weight to read, and changes no module."""
+    """A style that selects the part of a weight to read, and changes no module."""
 
     def __init__(self, place: Callable[[str, Tensor], Placement]) -> None:
         self._place = place
@@ -145,7 +145,7 @@ def _split_heads(model: nn.Module, plan: ShardingPlan, world: World) -> None:
 
 
 def _set_sizes(model: nn.Module, plan: ShardingPlan) -> None:
-    """Make the modules' own numbers those of this rank's part."""
+    """Set the sizes that modules hold to those of this rank's part."""
     for path, module in model.named_modules():
         marked: Any = module
         if isinstance(module, nn.Linear):
@@ -157,7 +157,7 @@ def _set_sizes(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _add_up(model: PreTrainedModel, plan: ShardingPlan, world: World) -> None:
-    """Let the ranks add up what each has a part of."""
+    """Let the ranks add up the outputs of which each computes a part."""
     embeddings = model.get_input_embeddings()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):

@@ -1,6 +1,6 @@
 """The division of a model among ranks, from the plan that transformers has for it.
 
-Transformers has a plan of how each module is split, by name (`tp_plan`). It is data, and so are the
+Transformers has a plan of how each module is split, by name (`tp_plan`). It is data, as are the
 plans here, for families that it has none for.
 """
 
@@ -40,11 +40,11 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "transformer.h.*.mlp.c_proj": ROWS_TRANSPOSED,
     }
 }
-"""By model type: plans of families that transformers has none for."""
+"""Plans by model type, for families that transformers has none for."""
 DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {"transformer.h.*.attn": ("split_size", "num_heads", "embed_dim")}
 }
-"""By model type and module: attributes that must be divided by the number of ranks."""
+"""Attributes that must be divided by the number of ranks, by model type and module."""
 KEY_VALUE_NAMES = {"k_proj", "v_proj"}
 QUERY_NAME = "q_proj"
 MOST_RANKS = 64
@@ -55,7 +55,7 @@ class ShardingPlan:
     """The division of a model's modules among ranks.
 
     Attributes:
-        styles: By a module's or parameter's name, with `*` for numbers.
+        styles: Styles by a module's or parameter's name, with `*` for numbers.
         size: The number of ranks.
         model_type: The model's.
     """
@@ -65,7 +65,7 @@ class ShardingPlan:
     model_type: str
 
     def style_of(self, name: str) -> str | None:
-        """Return how a module or parameter is split; None: each rank has the whole."""
+        """Return the style of a module or parameter; None: each rank has the whole."""
         return self.styles.get(_wildcard(name))
 
     def divided(self, name: str) -> tuple[str, ...]:
@@ -78,10 +78,10 @@ def _wildcard(name: str) -> str:
 
 
 def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
-    """Return how a model is split over `size` ranks.
+    """Return the division of a model among `size` ranks.
 
     Raises:
-        UnsupportedModelError: It cannot be; the message names the module, or the sizes that fit.
+        UnsupportedModelError: It cannot be split; the message names the module or possible sizes.
     """
     model = make_on_meta(config, torch.bfloat16)
     kind = config.get_text_config(decoder=True).model_type
@@ -126,7 +126,7 @@ def _styles(model: PreTrainedModel, kind: str) -> dict[str, str]:
 
 
 def _refuse_by_name(model: PreTrainedModel, kind: str, styles: Mapping[str, str]) -> None:
-    """Refuse what is not split yet.
+    """Refuse a model with parts that cannot be split yet.
 
     Raises:
         UnsupportedModelError: The message names it.
@@ -147,7 +147,7 @@ def _refuse_by_name(model: PreTrainedModel, kind: str, styles: Mapping[str, str]
 
 
 def _problems(model: nn.Module, styles: Mapping[str, str], size: int) -> Iterator[str]:
-    """Yield what keeps a model from being split over `size` ranks."""
+    """Yield the reasons why a model cannot be split over `size` ranks."""
     for path, module in model.named_modules():
         style = styles.get(_wildcard(path))
         if style is None:
@@ -185,7 +185,7 @@ def _problems(model: nn.Module, styles: Mapping[str, str], size: int) -> Iterato
 def _parameter_problems(
     path: str, module: nn.Module, styles: Mapping[str, str], size: int
 ) -> Iterator[str]:
-    """Yield what keeps a module's own parameters from being split, such as experts' weights."""
+    """Yield the reasons why a module's own parameters, such as experts', cannot be split."""
     for name, weight in module.named_parameters(recurse=False):
         full = _wildcard(f"{path}.{name}")
         style = styles.get(full)
@@ -201,7 +201,7 @@ def _is_keys_values(path: str) -> bool:
 
 
 def _heads(model: nn.Module, path: str, module: nn.Module) -> int | None:
-    """Return how many heads a projection has; None if it is none of an attention's."""
+    """Return the number of heads of a projection; None if it is not a part of attention."""
     parent, _, name = path.rpartition(".")
     if name not in {QUERY_NAME, *KEY_VALUE_NAMES} or not isinstance(module, nn.Linear):
         return None
@@ -218,7 +218,7 @@ def _shares_heads(model: nn.Module, path: str, module: nn.Module, size: int) -> 
 
 
 def check_splittable(shape: ModelShape, *, plain_cache: bool) -> None:
-    """Refuse what ranks do not keep in parts yet.
+    """Refuse a cache that ranks cannot divide yet.
 
     Args:
         shape: The dimensions of this rank's part.

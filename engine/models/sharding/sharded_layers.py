@@ -1,7 +1,7 @@
 """Layers that add up the ranks' parts.
 
-Of two products in a row the first is split by outputs, as heads are, and the second by inputs; so
-their ranks add up once, after the second.
+The first of two products in a row is split by outputs, as heads are, and the second by inputs, so
+that ranks add up once, after the second.
 """
 
 from typing import Any
@@ -39,10 +39,10 @@ def _clear_biases(module: nn.Module) -> None:
 
 
 class VocabularyEmbedding(nn.Module):
-    """Embeddings of which each rank has those of some tokens.
+    """Embeddings, of which each rank has some tokens'.
 
     Args:
-        embedding: This rank's part; of a subclass with a factor, its factor is kept.
+        embedding: This rank's part; the factor of a subclass is kept.
         first: The first token of this rank.
     """
 

@@ -1,7 +1,7 @@
 """The logits of the whole model, for ranks that hold a part of it.
 
-The parts are held to transformers' own forward pass of the whole model, not to one that is split by
-the same plan. Rank 0 runs it with the weights left in their files; see `deferred.py`.
+The parts are compared with transformers' own forward pass of the whole model, not with one that is
+split by the same plan. Rank 0 runs it with the weights left in their files; see `deferred.py`.
 """
 
 from collections.abc import Callable

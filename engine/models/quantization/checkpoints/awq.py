@@ -1,8 +1,8 @@
 """AWQ (Lin et al. 2023), in the layout "gemm" of AutoAWQ.
 
 `qweight` `[inputs, outputs / 8]` int32 has a word of eight outputs of an input, in the order of
-`ORDER`; `qzeros` `[groups, outputs / 8]` likewise, and `scales` is `[groups, outputs]`. A weight is
-`(code - zero) * scale`.
+`ORDER`; `qzeros` `[groups, outputs / 8]` has the same for groups, and `scales` is `[groups,
+outputs]`. A weight is `(code - zero) * scale`.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
 BITS = 4
 PER_WORD = 32 // BITS
 ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""The output of each place of a word, from the low bits up."""
+"""The output of each code of a word, from the low bits up."""
 
 
 class Awq(Format):
@@ -123,5 +123,5 @@ ALLOWED = {
     "exllama_config": anything,
     "modules_to_fuse": anything,
 }
-"""The settings that are read; of those that take anything, none changes what a weight is."""
+"""The settings that are read; those with any value change no weight."""
 FORMAT = Awq

@@ -22,7 +22,7 @@ NIBBLE_BITS = 5
 
 
 class WeightError(ModelError):
-    """A quantized weight cannot be read. The message says what is wrong with it."""
+    """A quantized weight cannot be read. The message has the reason."""
 
 
 class TensorHeader(NamedTuple):
@@ -49,7 +49,7 @@ class Rows(StoredWeight, Protocol):
     """A weight whose rows can be unpacked alone."""
 
     def part(self, start: int, end: int) -> StoredWeight:
-        """Return the rows from one to before another."""
+        """Return the rows from `start` to before `end`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ class Format(ABC):
     """
 
     endings: ClassVar[Mapping[str, str]]
-    """The part that a tensor is, by the end of its name; what is before names the layer."""
+    """Parts of a weight by the end of a tensor's name; the name before it is the layer's."""
     weight_ending: ClassVar[str] = ".weight"
     """Ending of a weight's name in transformers, after the layer's name."""
 
@@ -225,7 +225,7 @@ class Format(ABC):
 
     @abstractmethod
     def covers(self, layer: str) -> bool:
-        """Return whether the config says that a linear layer is quantized."""
+        """Return whether a linear layer is quantized by the config."""
 
     def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
         """Return whether tensors whose names end as a weight's parts do are quantized."""
@@ -233,7 +233,7 @@ class Format(ABC):
 
 
 def known(settings: Settings, allowed: Mapping[str, Callable[[Any], bool]]) -> None:
-    """Refuse settings that are not known, or not with their values.
+    """Refuse settings whose name or value is not known.
 
     Args:
         settings: The settings.
@@ -326,13 +326,13 @@ def group_of_inputs(
 
     Args:
         layer: The layer's name.
-        part: The part that says it.
+        part: The name of the part.
         stored: The stored part, `[inputs]` int32; None: the groups are in order.
         inputs: The number of inputs.
         groups: The number of groups, all of one size.
 
     Raises:
-        WeightError: The part does not say groups of that size.
+        WeightError: The groups are not of that size.
     """
     size = inputs // groups
     if stored is None:

@@ -140,7 +140,7 @@ class PackedBlocksEmbedding(nn.Module):
 
 @torch.inference_mode()
 def embedding_factor(layer: nn.Module) -> float | None:
-    """Return the factor of embeddings, such as Gemma's; None if they are computed otherwise."""
+    """Return the factor of embeddings, such as Gemma's; None if there is no such factor."""
     if type(layer) is nn.Embedding:
         return 1.0
     scale = getattr(layer, "embed_scale", None)

@@ -1,10 +1,9 @@
 """The formats of compressed-tensors, which LLM Compressor writes, with weights in 4 and 8 bits.
 
 - pack-quantized: `weight_packed` `[outputs, inputs * bits / 32]` int32 has a word of consecutive
-  inputs, `weight_zero_point` `[outputs * bits / 32, groups]` one of consecutive outputs. Both are
-  stored as whole numbers from `-2 ** (bits - 1)` on, plus that. `weight_shape` is `[outputs,
-  inputs]`.
-- int-quantized, float-quantized and naive-quantized: `weight` is in int8 or e4m3, and so is
+  inputs, `weight_zero_point` `[outputs * bits / 32, groups]` one of consecutive outputs. Both hold
+  whole numbers, stored with `2 ** (bits - 1)` added. `weight_shape` is `[outputs, inputs]`.
+- int-quantized, float-quantized and naive-quantized: `weight` is in int8 or e4m3, like
   `weight_zero_point` `[outputs, groups]`, if any.
 
 `weight_scale` is `[outputs, groups]`, `[outputs, 1]`, `[1]` or of blocks. A weight is `(number -
@@ -54,7 +53,7 @@ from octavo.engine.models.quantization.checkpoints.fp8_blocks import E4M3, is_bl
 PACKED = "pack-quantized"
 WHOLE = ("int-quantized", "float-quantized", "naive-quantized")
 CLASS = "Linear"
-"""The target that means all linear layers."""
+"""The target for all linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +155,7 @@ class CompressedTensors(Format):
         return not any(map(_matches(layer), self._ignored)) and self._find(layer) is not None
 
     def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
-        """Return whether there is more than a weight in floats, or a weight that is none."""
+        """Return whether there are more tensors than a weight, or a weight not in floats."""
         return set(parts) != {"weight"} or parts["weight"].dtype in {E4M3, "I8"}
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -219,7 +218,7 @@ def _targets(name: str, group: Any) -> list[str]:  # noqa: ANN401 - of JSON
     if not isinstance(targets, list) or not targets:
         raise unsupported(f"{name}.targets", targets)
     for target in targets:
-        # Other names of classes would take a model to know which layers are theirs.
+        # For other names of classes, only a model shows which layers they have.
         if not isinstance(target, str) or not (
             target == CLASS or target.startswith("re:") or "." in target
         ):
@@ -228,7 +227,7 @@ def _targets(name: str, group: Any) -> list[str]:  # noqa: ANN401 - of JSON
 
 
 def _matches(layer: str) -> Any:  # noqa: ANN401 - a predicate
-    """Return a function that says whether a target names a layer."""
+    """Return a function that returns whether a target names a layer."""
 
     def matches(target: str) -> bool:
         if target.startswith("re:"):
@@ -392,5 +391,5 @@ ALLOWED = {
     "version": anything,
     "run_compressed": anything,
 }
-"""The settings that are read; of those that take anything, none changes what a weight is."""
+"""The settings that are read; those with any value change no weight."""
 FORMAT = CompressedTensors

@@ -1,7 +1,7 @@
 """FP8 with a scale for each block of a weight, as DeepSeek and Qwen publish it.
 
 `weight` `[outputs, inputs]` is in e4m3, and `weight_scale_inv` `[outputs / rows, inputs /
-columns]`, rounded up, has what the blocks are multiplied by. Without blocks there is one scale.
+columns]`, rounded up, has the factors of the blocks. Without blocks there is one scale.
 """
 
 import math
@@ -29,7 +29,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
 
 E4M3 = "F8_E4M3"
 USUAL = [128, 128]
-"""The size of blocks of a config that has none."""
+"""The size of blocks if the config has none."""
 
 
 class Fp8(Format):

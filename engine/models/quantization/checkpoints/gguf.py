@@ -1,4 +1,4 @@
-"""GGUF's own blocks, of which `octavo.common.models.gguf_blocks` says where they are.
+"""GGUF's own blocks, whose places `octavo.common.models.gguf_blocks` has.
 
 A layer's `blocks` `[outputs, bytes]` uint8 are whole units of one of GGUF's types, which the config
 names for each layer; its `order` `[outputs]` int32, if there is one, is the row of each output.
@@ -58,7 +58,7 @@ class Blocks:
         return self.stored if self.order is None else self.stored[self.order]
 
     def part(self, start: int, end: int) -> "Blocks":
-        """Return the outputs from one to before another."""
+        """Return the outputs from `start` to before `end`."""
         if self.order is None:
             return replace(self, stored=self.stored[start:end])
         return replace(self, order=self.order[start:end])
@@ -86,7 +86,7 @@ class Gguf(Format):
             if kind not in FORMATS:
                 raise unsupported("weights of type", kind)
         self._kinds = {layer: FORMATS[kind] for layer, kind in kinds.items()}
-        self._finite: set[str] = set()  # the layers whose scales were found to be
+        self._finite: set[str] = set()  # layers whose scales were checked
 
     @property
     def description(self) -> str:
@@ -146,9 +146,9 @@ class Gguf(Format):
 
 
 def _are_finite(rows: Tensor, first: int, block_format: BlockFormat) -> bool:
-    """Return whether a float16 of each unit is a finite number, of which the first byte is given.
+    """Return whether the float16 from byte `first` of each unit on is a finite number.
 
-    It is not if all bits of its exponent are set; these are in its second byte.
+    It is not finite if all bits of its exponent, which are in its second byte, are set.
     """
     high = rows.reshape(len(rows), -1, block_format.unit_bytes)[..., first + 1]
     return not bool(((high & EXPONENT) == EXPONENT).any())

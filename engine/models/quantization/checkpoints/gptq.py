@@ -2,8 +2,8 @@
 
 `qweight` `[inputs * bits / 32, outputs]` int32 has a word of consecutive inputs, `qzeros` `[groups,
 outputs * bits / 32]` one of consecutive outputs, and `scales` is `[groups, outputs]`. A weight is
-`(code - zero) * scale`. In checkpoints of version 1 ("gptq"), what is stored is the zero minus one.
-`g_idx` `[inputs]` is the group of each input, which activation order ("desc_act") makes anything.
+`(code - zero) * scale`. Checkpoints of version 1 ("gptq") store the zero minus one.
+`g_idx` `[inputs]` is the group of each input, in any order with activation order ("desc_act").
 """
 
 from collections.abc import Mapping
@@ -69,7 +69,7 @@ class Gptq(Format):
         return f"GPTQ, {self._bits} bits, groups of {self._size}{order}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that kernels store; none take 8 bits without more."""
+        """Return the bits per weight that kernels store; none take 8 bits as they are."""
         return nibble_bits(inputs, self._size) if self._bits < 8 else None
 
     def permutes_inputs(self, layer: str) -> bool:  # noqa: ARG002
@@ -158,5 +158,5 @@ ALLOWED = {
     "backend": anything,
     "modules_to_not_convert": is_names,
 }
-"""The settings that are read; of those that take anything, none changes what a weight is."""
+"""The settings that are read; those with any value change no weight."""
 FORMAT = Gptq

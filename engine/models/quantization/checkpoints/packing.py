@@ -3,12 +3,12 @@
 - Weights in 4 or 2 bits run as blocks of GGUF's Q4_1, with inputs rounded to bytes. Blocks have a
   scale for every 32 inputs, so those of larger groups are repeated. Inputs are gathered in the
   groups' order. Experts in 4 bits run with inputs in 16 bits.
-- Weights in GGUF's blocks run as they are, those of embeddings and the head too.
+- Weights in GGUF's blocks run as they are, also those of embeddings and the head.
 - Experts in e2m1 run as they are, with inputs in 16 bits.
 - Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
 
 All others are widened to the model's dtype, as transformers loads them here. A weight is packed
-only if transformers took it as it is, whatever it calls it: no other is taken for it.
+only if transformers took it unchanged, under any name, so that no weight is mistaken for another.
 """
 
 from collections.abc import Callable, Sequence
@@ -247,12 +247,12 @@ class _Packing:
                 layer.replace(made)
 
     def _find_blocks(self, weight: Tensor) -> BlockWeights | None:
-        """Return a weight in blocks; None if it is not so in the file."""
+        """Return a weight in blocks; None if the file does not have it in blocks."""
         stored = self._checkpoint.find(weight)
         return block_weights(stored, weight.dtype)
 
     def _find(self, located: LocatedLinear) -> Packable | None:
-        """Return a layer's weights as kernels take them; None if they are not so in the file."""
+        """Return a layer's weights as kernels take them; None if the file has another form."""
         stored = self._checkpoint.find(located.layer.weight)
         if (blocks := block_weights(stored, located.layer.weight.dtype)) is not None:
             return blocks
@@ -299,7 +299,7 @@ def _end(layer: nn.Module, weight: nn.Parameter, blocks: BlockWeights, factor: f
 
 
 def _pack_nibbles(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> PackedExperts | None:
-    """Return a layer's experts in 4 bits; None if they are stored otherwise."""
+    """Return a layer's experts in 4 bits; None if they are stored in another way."""
     ups, downs = [], []
     for stored, own_down in experts:
         up, *others, down = map(for_kernels, (*stored, own_down))

@@ -41,14 +41,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A weight of a file, as transformers takes them, which is deferred.
+    """A deferred weight of a file, in the form that transformers takes.
 
     Attributes:
         name: The weight's name.
         shape: Its shape.
         dtype: Its type.
         read: Returns it.
-        quantized: Whether it is a quantized one, in float32.
+        quantized: Whether it is a quantized weight, in float32.
         rows: Returns some of its rows, if it can; see `DeferredTensor`.
     """
 
@@ -71,7 +71,7 @@ class QuantizedCheckpoint:
 
     Args:
         directory: The directory.
-        own: The format of its quantized weights.
+        stored_format: The format of its quantized weights.
 
     Raises:
         ModelError: A quantized weight lacks tensors, or they have other types or shapes than they
@@ -137,7 +137,7 @@ class QuantizedCheckpoint:
         self._latest.clear()
 
     def find(self, weight: Tensor) -> StoredWeight | None:
-        """Return the quantized weight that a model's weight is; None if it is none.
+        """Return the stored form of a model's weight; None if it is not quantized.
 
         Raises:
             ModelError: See `read`.
@@ -186,7 +186,7 @@ class QuantizedCheckpoint:
             raise ModelError(f"{self._directory}: {error}") from None
 
     def _check_plain(self) -> None:
-        """Refuse quantized weights that the format does not explain."""
+        """Refuse quantized weights that are not in the format."""
         if not self.shapes:
             raise UnsupportedModelError(
                 f"{self._directory} contradicts itself: it says that its weights are quantized"
@@ -208,7 +208,7 @@ def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
 
     Raises:
         UnsupportedModelError: Octavo does not read its format, or not with its settings.
-        ModelError: Its weights are not whole.
+        ModelError: Its weights are incomplete.
         OSError: A file cannot be read.
     """
     directory = Path(path)
@@ -292,7 +292,7 @@ def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
 def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
     """Return files' tensors by name, the large ones deferred.
 
-    The memory of each is given back when some others have been read: a few may be joined.
+    The memory of each is given back once some others have been read, as a few may be joined.
     """
     latest: deque[StoredTensor] = deque()
 

@@ -21,8 +21,8 @@ second."""
 def stored_experts(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
     """Yield the experts of a layer as they are stored, in order.
 
-    There are fewer than the layer has from where one is not in the checkpoint, or dequantizes to
-    other weights than the layer's.
+    It ends early at an expert that is not in the checkpoint, or that dequantizes to other weights
+    than the layer's.
 
     Args:
         checkpoint: The checkpoint.
@@ -50,7 +50,7 @@ def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[Store
 
 
 def _same(layer: ExpertLayer, number: int, ups: Sequence[StoredWeight], down: StoredWeight) -> bool:
-    """Return whether an expert's weights are those of the layer."""
+    """Return whether an expert's weights equal the layer's."""
     first = torch.cat([_dequantized(weight) for weight in ups]).to(layer.dtype)
     second = _dequantized(down).to(layer.dtype)
     return torch.equal(first, layer.up(number).cpu()) and torch.equal(

@@ -1,4 +1,4 @@
-"""Reads a model's tensors where they are in its files, and gives back the files' memory."""
+"""Reads a model's tensors directly from its files, and gives back the files' memory."""
 
 import mmap
 from contextlib import suppress
@@ -29,9 +29,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""By safetensors' names."""
+"""Types by safetensors' names."""
 LARGE = 1 << 20
-"""Bytes of a tensor whose memory is given back."""
+"""Minimum bytes of a tensor whose memory is given back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +56,11 @@ class StoredTensor:
         return list(self.place.shape)
 
     def get_dtype(self) -> str:
-        """Return the type, likewise."""
+        """Return the type, as safetensors' slices do."""
         return self.place.dtype
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        """Return it. It is a part of the file, of which it must not change the numbers.
+        """Return the tensor, a view of the file, whose numbers must not be changed.
 
         Raises:
             ModelError: It has a type that PyTorch lacks.
@@ -85,7 +85,7 @@ class StoredTensor:
 
 
 def open_tensors(directory: Path) -> dict[str, StoredTensor]:
-    """Return the tensors of a model's files by name; nothing is read of them yet.
+    """Return the tensors of a model's files by name, without reading them yet.
 
     Raises:
         ModelError: A file is absent, damaged or has changed.
