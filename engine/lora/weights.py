@@ -119,7 +119,7 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
 
 
 def blank_weights(targets: Targets) -> AdapterWeights:
-    """Return the weights of an adapter of every layer that changes no output."""
+    """Return the weights of an adapter that adapts every layer and changes no output."""
     records = targets.make_records()
     widest = max(
         (max(target.inputs, _width(target)) for target in targets.layers.values()), default=0

@@ -9,7 +9,7 @@ import socket
 
 
 class StopSignals:
-    """The signals to stop that this process has got; from now on they do nothing else.
+    """The stop signals that this process has got; from now on they have no other effect.
 
     Make it in the main thread.
     """

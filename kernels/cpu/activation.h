@@ -8,7 +8,7 @@ enum Activation { kSilu, kGelu, kGeluTanh, kRelu, kReluSquared };
 
 // x / (1 + e^-z)
 inline Floats times_sigmoid(Floats x, Floats z) {
-  const Floats power = min(z * -1.4426950f, broadcast(126.f));  // of 2; not to overflow
+  const Floats power = min(z * -1.4426950f, broadcast(126.f));  // exponent of 2, bounded
   return x / (1.f + exp2(power));
 }
 
@@ -36,12 +36,12 @@ inline Floats activate(Floats x, int kind, float alpha) {
   return kind == kRelu ? positive : positive * positive;
 }
 
-// Of a gate and an up projection.
-inline Floats activate_gated(Floats gate, Floats up, const ExpertActivation& own) {
-  if (own.limit) {
-    const Floats limit = broadcast(own.limit);
+// Returns the activation of a gate and an up projection.
+inline Floats activate_gated(Floats gate, Floats up, const ExpertActivation& activation) {
+  if (activation.limit) {
+    const Floats limit = broadcast(activation.limit);
     gate = min(gate, limit);
     up = max(min(up, limit), -limit);
   }
-  return activate(gate, own.kind, own.alpha) * (up + own.offset);
+  return activate(gate, activation.kind, activation.alpha) * (up + activation.offset);
 }

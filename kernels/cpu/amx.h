@@ -1,4 +1,4 @@
-// Products on the matrix unit of Intel's CPUs (AMX): of 16 rows of 16 words and a panel.
+// Products of 16 rows of 16 words and a panel on the matrix unit of Intel's CPUs (AMX).
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,8 @@ constexpr int kMatrixRows = 32;   // two tiles
 constexpr int kMatrixWords = 16;  // of a row of a tile
 constexpr int kLeastMatrixRows = 8;
 
-// A thread's use of the matrix unit: tiles 0 to 3 have the sums of two times 16 rows and two times
-// 16 outputs, 4 and 5 the rows, 6 and 7 the weights.
+// A thread's use of the matrix unit. Tiles 0 to 3 have the sums of two times 16 rows and two times
+// 16 outputs, tiles 4 and 5 the rows, tiles 6 and 7 the weights.
 class MatrixUnit {
  public:
   ~MatrixUnit() {
@@ -27,8 +27,8 @@ class MatrixUnit {
   }
 
   // Sets `sums` to the products of `rows` rows, at most kMatrixRows, with a panel of 32 outputs,
-  // over kMatrixWords * steps words. Strides are in words. Prefetches as much of `ahead`, if it is
-  // not null, as it reads of the panel.
+  // over kMatrixWords * steps words. Strides are in words. If `ahead` is not null, prefetches as
+  // many of its bytes as it reads from the panel.
   template <class T>
   void multiply(const uint32_t* a, int64_t stride, int rows, const uint32_t* panel, int64_t steps,
                 const uint32_t* ahead, typename T::Sum (&sums)[kMatrixRows][2]) {

@@ -12,7 +12,7 @@ constexpr int kMaxima = 4;  // at a time, so that none waits for the previous on
 template <class Type>
 int64_t argmax(const typename Type::Stored* row, int64_t columns) {
   typename Type::Stored few[kLanes];
-  if (columns < kLanes) {  // the padding is not greater than the first, and after it
+  if (columns < kLanes) {  // padding is never the result: it is not greater than the first element
     for (int64_t i = 0; i < kLanes; i++) few[i] = row[i < columns ? i : 0];
     row = few;
     columns = kLanes;
@@ -29,9 +29,9 @@ int64_t argmax(const typename Type::Stored* row, int64_t columns) {
   const float greatest = reduce_max(most);
   for (int64_t i = 0; i < columns; i += kLanes) {
     const int64_t first = std::min(i, last);
-    const Ints found = Type::load_floats(row + first) == broadcast(greatest);
+    const Ints equal = Type::load_floats(row + first) == broadcast(greatest);
     for (int lane = 0; lane < kLanes; lane++)
-      if (found[lane]) return first + lane;
+      if (equal[lane]) return first + lane;
   }
   return 0;  // a row of NaN has no greatest element
 }

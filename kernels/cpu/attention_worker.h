@@ -21,7 +21,7 @@
 #include "repack.h"
 #include "vector.h"
 
-constexpr float kNoLogit = -1e30f;  // the maximum of no logits; not -inf, which gives NaN
+constexpr float kNoLogit = -1e30f;  // the maximum without logits; -inf would give NaN
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Keys that are contiguous in every cache; a tile has kRuns runs of them.
@@ -88,8 +88,8 @@ struct Scratch {
   }
 };
 
-// This thread's, kept for the next layer: allocating and clearing 50 KiB in each layer would take a
-// sixth of the attention of one sequence of 200.
+// This thread's buffers, kept for the next layer: allocating and clearing 50 KiB in each layer
+// would take a sixth of the attention of one sequence of 200.
 template <class T>
 Scratch<T>& scratch_for(int key_dim, int value_width) {
   thread_local std::unique_ptr<Scratch<T>> kept;
@@ -350,17 +350,17 @@ class Worker {
         .run(rows, width_ / kLanes);
   }
 
-  // Returns whether the products widen fp8 in registers. For many rows they would widen each element
-  // several times, so a whole tile is widened before.
+  // Returns whether the products widen fp8 in registers. With many rows they would widen each
+  // element several times, so a whole tile is widened before them.
   bool widens_in_product(int rows) const {
     return cache_.fp8 && rows <= kMostWidening && joined_runs_ * kRun == kLanes && !p_.latent() &&
            p_.value_dim % kLanes == 0;
   }
 
-  // From a word of the tile's keys to the next.
+  // The stride from a word of the tile's keys to the next.
   int key_stride() const { return (copies_keys_ ? kTile : cache_.block_size) * kPack; }
 
-  // Copies a pack of each of `count` keys or dimensions, of which each word's go to a row of `to`.
+  // Copies a pack of each of `count` keys or dimensions; the packs of a word go to a row of `to`.
   void copy(const void* from, int64_t count, Stored* to, int64_t stride) const {
     auto* const bytes = static_cast<const uint8_t*>(from);
     if (!cache_.fp8)

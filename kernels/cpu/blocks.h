@@ -1,4 +1,4 @@
-// Weights in the block formats of GGUF: what they stand for, and products of rows with them.
+// Weights in the block formats of GGUF: their values, and products of rows with them.
 //
 // A block has 32 inputs of an output, in codes of 4, 5, 6 or 8 bits. A unit is one block, or the
 // eight of a "K" format, which share a scale in float16 and each have a small whole number beside
@@ -46,8 +46,9 @@ struct Blocks {
   // with the other formats.
   static constexpr bool kStreams = kBits == 4 || (kBits == 5 && kSuper);
 
-  // Of a panel's unit, in bytes: the scales and minima in float16, then the blocks. A block has its
-  // whole numbers, one byte each, then for each of the panel's vectors of outputs kBits vectors.
+  // Sizes of a panel's unit, in bytes: the scales and minima in float16, then the blocks. A block
+  // has its whole numbers, one byte each, then kBits vectors for each of the panel's vectors of
+  // outputs.
   static constexpr int kUnitScales = (1 + kHasMin) * kPanel * 2;
   static constexpr int kBlockScales = kSuper ? (kGroups + kHasMin) * kPanel : 0;
   static constexpr int kBlockBytes = kBlockScales + kBits * kPanel * 4;
@@ -55,8 +56,8 @@ struct Blocks {
 
   // The codes of inputs 4 t to 4 t + 3 of the outputs of vector j.
   static Words codes(const uint8_t* block, int j, int t) {
-    const uint8_t* own = block + kBlockScales + j * kBits * sizeof(Words);
-    const auto lanes = [=](int v) { return load<Words>(own + v * sizeof(Words)); };
+    const uint8_t* from = block + kBlockScales + j * kBits * sizeof(Words);
+    const auto lanes = [=](int v) { return load<Words>(from + v * sizeof(Words)); };
     if constexpr (kBits == 8) return kSigned ? lanes(t) : lanes(t) ^ 0x80808080;
     // The low bits of words t and t + 4 are in the halves of the same bytes.
     const Words low = (lanes(t % 4) >> (t < 4 ? 0 : 4)) & 0x0f0f0f0f;
@@ -76,7 +77,7 @@ struct Blocks {
     Floats scale, zero;
   };
 
-  // What a group's codes of the outputs of vector j are multiplied by, and what is added.
+  // Returns the factor and the addend of a group's codes for the outputs of vector j.
   static Scaling scaling(const uint8_t* unit, const uint8_t* block, int group, int j) {
     const auto* halves = reinterpret_cast<const uint16_t*>(unit) + j * kLanes;
     const uint8_t* bytes = block + j * kLanes;
@@ -115,7 +116,7 @@ void with_format(int64_t number, Function function) {
 
 // Products of codes and rows in bytes.
 
-// By instructions that add up all four of a word.
+// Products by instructions that add up all four bytes of a word.
 struct WholeSum {
   static constexpr int kParts = 1;
   static constexpr int kMostWords = kBlockWords;
@@ -136,7 +137,7 @@ struct WholeSum {
   Ints total{};
 };
 
-// In 16 bits, the even bytes and then the odd ones.
+// Products in 16 bits, of the even bytes and then of the odd ones.
 struct SplitSum {
   static constexpr int kParts = 2;
   static constexpr int kMostWords = kBlockWords;
@@ -154,7 +155,7 @@ struct SplitSum {
 };
 
 #if defined(__AVX2__)
-// In 16 bits, the sums of pairs of bytes, of at most `kMost` words: they must not saturate.
+// Sums of products of pairs of bytes, in 16 bits, of at most `kMost` words, so that none saturates.
 template <int kMost>
 struct PairSum {
   static constexpr int kParts = 1;
@@ -190,8 +191,8 @@ template <class K>
 using CodeSum = SplitSum;
 #endif
 
-// Rounds a group of a row to bytes with a sign; returns the value of a step. `sum` is that of the
-// rounded inputs.
+// Rounds a group of a row to bytes with a sign; returns the value of a step. `sum` gets the sum of
+// the rounded inputs.
 template <int kGroup>
 float round_to_bytes(const uint16_t* from, int8_t* bytes, float* sum) {
   Floats magnitudes{}, total{};
@@ -217,12 +218,12 @@ void prepare_row(const uint16_t* from, int64_t groups, uint32_t* words, float* s
   for (int64_t group = 0; group < groups; group++) {
     int8_t bytes[K::kGroup];
     steps[group] = round_to_bytes<K::kGroup>(from + group * K::kGroup, bytes, sums + group);
-    uint32_t* own = words + group * K::kGroupWords * kParts;
+    uint32_t* group_words = words + group * K::kGroupWords * kParts;
     if constexpr (kParts == 1) {
-      std::memcpy(own, bytes, sizeof bytes);
+      std::memcpy(group_words, bytes, sizeof bytes);
     } else {
       for (int k = 0; k < K::kGroup; k++)
-        reinterpret_cast<int16_t*>(own)[k / 4 * 4 + k % 2 * 2 + k % 4 / 2] = bytes[k];
+        reinterpret_cast<int16_t*>(group_words)[k / 4 * 4 + k % 2 * 2 + k % 4 / 2] = bytes[k];
     }
   }
 }
@@ -272,10 +273,10 @@ void multiply_units(const GroupedRows& few, const uint8_t* panel, const uint8_t*
           const auto [scale, zero] = K::scaling(scales, block, group, j);
 #pragma GCC unroll 6
           for (int i = 0; i < kRows; i++) {
-            const int64_t own = i * few.groups + number;
+            const int64_t index = i * few.groups + number;
             const Floats product = __builtin_convertvector(sums[i][j].total, Floats);
-            total[i][j] += product * few.steps[own] * scale;
-            if constexpr (K::kHasMin || K::kOffset != 0) total[i][j] += zero * few.sums[own];
+            total[i][j] += product * few.steps[index] * scale;
+            if constexpr (K::kHasMin || K::kOffset != 0) total[i][j] += zero * few.sums[index];
           }
         }
       }
@@ -298,14 +299,14 @@ template <class K, class Store>
 void for_each_weight(const uint8_t* panel, int64_t inputs, int first, int end, Store store) {
   for (int64_t block = 0; block < inputs / kBlock; block++) {
     const uint8_t* unit = panel + block / K::kUnitBlocks * K::kUnitBytes;
-    const uint8_t* own = unit + K::kUnitScales + block % K::kUnitBlocks * K::kBlockBytes;
+    const uint8_t* block_at = unit + K::kUnitScales + block % K::kUnitBlocks * K::kBlockBytes;
     for (int j = first; j < end; j++)
       for (int group = 0; group < K::kGroups; group++) {
-        const auto [scale, zero] = K::scaling(unit, own, group, j);
+        const auto [scale, zero] = K::scaling(unit, block_at, group, j);
 #pragma GCC unroll 8
         for (int k = 0; k < K::kGroupWords; k++) {
           const int t = group * K::kGroupWords + k;
-          const Words codes = K::codes(own, j, t);
+          const Words codes = K::codes(block_at, j, t);
           Floats values[4];
 #pragma GCC unroll 4
           for (int n = 0; n < 4; n++) {

@@ -18,7 +18,7 @@ from octavo.kernels.low_rank import LowRankOfLayer
 
 BLOCK = 32
 """Inputs of a block."""
-_UNIT_BLOCKS = 8  # of a K format
+_UNIT_BLOCKS = 8  # blocks of a K format's unit
 _NARROW, _WIDE_OUTPUTS, _WIDE = 0, 1, 2  # as in linear_blocks.cpp
 
 

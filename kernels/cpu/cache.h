@@ -13,7 +13,7 @@
 // A cache of latent attention has K alone: a key's first elements are its value, and attention
 // repacks them (repack.h).
 //
-// An fp8 cache has bytes, with a P of its own (fp8.h): 4 where that of the type is 2.
+// An fp8 cache has bytes, with its own P (fp8.h): 4 where the type has 2.
 #pragma once
 
 #include <cstdint>
@@ -35,10 +35,10 @@ struct Cache {
   int32_t key_dim;
   int32_t value_dim;  // or 0 without values
   int32_t block_size;
-  int32_t dtype;  // of queries and results, and of what is stored unless that is fp8
+  int32_t dtype;  // of queries, of results, and of the cache unless that is fp8
   Fp8 fp8 = kNotFp8;
-  float key_scale = 1;    // what is stored times this is a key
-  float value_scale = 1;  // likewise; of latents, the same
+  float key_scale = 1;    // a key is its stored number times this
+  float value_scale = 1;  // the same for values; for latents it equals key_scale
 
   // Returns the bytes of an element of T in the cache.
   template <class T>

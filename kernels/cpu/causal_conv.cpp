@@ -89,8 +89,8 @@ class Worker {
     write_state(seq);
   }
 
-  // Computes some vectors of channels, and leaves their last inputs in past_. Rows of inputs are so
-  // far apart that a cache keeps few of the same place, so each line is used once.
+  // Computes some vectors of channels, and leaves their last inputs in past_. Rows of inputs lie so
+  // far apart that few of their lines stay in a cache, so each line is used once.
   template <int kCount>
   void convolve(int64_t token, int tokens, int channel) {
     Floats past[kCount][kPast + 1], taps[kCount][kWidth], bias[kCount];

@@ -92,7 +92,7 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
             });
   } else {
     total = add_all(row.vectors(), weights);
-    // All tokens below this weight weigh less together than top-p cuts off.
+    // All tokens below this weight weigh less together than the part that top-p cuts off.
     const float least = row.least_logit(kSlack * (1 - top_p) * total / row.size());
     candidates.gather(row, least);
     cut.key = to_key(least);

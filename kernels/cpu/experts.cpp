@@ -1,8 +1,8 @@
 // A mixture of experts: each row's gated MLPs, weighted and summed, in one call.
 //
-// Rows are sorted by expert, so that each expert's weights are read once. The first product's items
-// of work are an expert's panel. Those of the second are the same panel of all experts: the thread
-// alone adds to its outputs, in the order of the experts.
+// Rows are sorted by expert, so that each expert's weights are read once. An item of work of the
+// first product is a panel of one expert. An item of the second product is the same panel of all
+// experts, so that one thread alone adds to its outputs, in the order of the experts.
 
 #include "experts.h"
 
@@ -22,13 +22,13 @@ namespace {
 constexpr int64_t kMostBytes = 64 << 20;  // of prepared rows; more rows are computed in slices
 
 // The rows of an expert among the sorted ones.
-struct Span {
+struct ExpertSpan {
   int64_t expert, first, count;
 };
 
 // Pairs of a row and an expert, in the order of experts.
 struct Sorted {
-  std::vector<Span> spans;      // of experts with rows
+  std::vector<ExpertSpan> spans;      // of experts with rows
   std::vector<int64_t> experts;  // of each pair
   std::vector<int64_t> rows;
   std::vector<float> weights;
@@ -96,7 +96,7 @@ class WordProducts {
     return panels_ + (expert * size_.panels + panel) * depth_ * kPanel;
   }
   template <class Store>
-  void multiply(Unit& unit, const Span& span, int64_t panel, const uint32_t* ahead,
+  void multiply(Unit& unit, const ExpertSpan& span, int64_t panel, const uint32_t* ahead,
                 Store store) const {
     const Rows rows{words_ + span.first * stride_, span.count, stride_};
     unit.run(rows, at(span.expert, panel), depth_, ahead, store);
@@ -133,7 +133,7 @@ class ByteProducts {
            (expert * size_.panels + panel) * depth_ * kPanel;
   }
   template <class Store>
-  void multiply(Unit& unit, const Span& span, int64_t panel, const uint32_t* ahead,
+  void multiply(Unit& unit, const ExpertSpan& span, int64_t panel, const uint32_t* ahead,
                 Store store) const {
     const int64_t padded = size_.panels * kPanel;
     const float* scales = product_.scales + 2 * span.expert * padded + panel * kPanel;
@@ -153,7 +153,7 @@ class ByteProducts {
   Range* ranges_;
 };
 
-template <class Kind>
+template <class NumberKind>
 class NibbleProducts {
  public:
   using Element = uint16_t;
@@ -172,18 +172,19 @@ class NibbleProducts {
     prepare_groups(from, groups_, words, sums_ + row * groups_, steps() + row * groups_);
   }
   const uint8_t* at(int64_t expert, int64_t panel) const {
-    return panels_ + (expert * size_.panels + panel) * groups_ * GroupOf<Kind>::kBytes;
+    return panels_ + (expert * size_.panels + panel) * groups_ * GroupOf<NumberKind>::kBytes;
   }
   template <class Store>
-  void multiply(Unit&, const Span& span, int64_t panel, const uint8_t* ahead, Store store) const {
-    const uint8_t* own = at(span.expert, panel);
+  void multiply(Unit&, const ExpertSpan& span, int64_t panel, const uint8_t* ahead,
+                Store store) const {
+    const uint8_t* weights = at(span.expert, panel);
     const int64_t parts = (span.count + kFewRows - 1) / kFewRows;
     for (int64_t part = 0; part < parts; part++) {
       const int64_t first = span.count * part / parts, row = span.first + first;
       const int count = span.count * (part + 1) / parts - first;
       const GroupedRows few{words_ + row * stride_, stride_, sums_ + row * groups_,
                     steps() + row * groups_, groups_};
-      multiply_few<Kind>(count, few, own, part == 0 ? ahead : own,
+      multiply_few<NumberKind>(count, few, weights, part == 0 ? ahead : weights,
                    [&](int i, const Floats* values) { store(first + i, values); });
     }
   }
@@ -223,8 +224,8 @@ class Mixture {
 
  private:
   static int64_t panels(int64_t outputs, bool gated) {
-    const int64_t own = gated ? kLanes : kPanel;
-    return (outputs + own - 1) / own;
+    const int64_t width = gated ? kLanes : kPanel;
+    return (outputs + width - 1) / width;
   }
 
   int64_t most_inputs() const { return std::max(layer_.hidden, layer_.inner); }
@@ -257,7 +258,7 @@ class Mixture {
     for (int64_t item = free++, next; item < items; item = next) {
       next = free++;
       const int64_t after = std::min(next, items - 1), panel = item % panels;
-      const Span& span = sorted.spans[item / panels];
+      const ExpertSpan& span = sorted.spans[item / panels];
       const float* bias = layer_.up.bias + (span.expert * panels + panel) * kPanel;
       const Floats left = load<Floats>(bias), right = load<Floats>(bias + kLanes);
       up.multiply(unit, span, panel, up.at(sorted.spans[after / panels].expert, after % panels),
@@ -269,10 +270,11 @@ class Mixture {
   }
 
   void store_inner(Element* row, int64_t panel, Floats left, Floats right) const {
-    const ExpertActivation& own = layer_.activation;
-    if (own.gated) return put_inner(row, panel * kLanes, activate_gated(left, right, own));
-    put_inner(row, panel * kPanel, activate(left, own.kind, own.alpha));
-    put_inner(row, panel * kPanel + kLanes, activate(right, own.kind, own.alpha));
+    const ExpertActivation& activation = layer_.activation;
+    if (activation.gated)
+      return put_inner(row, panel * kLanes, activate_gated(left, right, activation));
+    put_inner(row, panel * kPanel, activate(left, activation.kind, activation.alpha));
+    put_inner(row, panel * kPanel + kLanes, activate(right, activation.kind, activation.alpha));
   }
   void put_inner(Element* row, int64_t column, Floats values) const {
     if (column < layer_.inner) put(row + column, layer_.inner - column, values);
@@ -287,7 +289,7 @@ class Mixture {
       next = free++;
       std::fill_n(total, (end - begin) * kPanelVectors, Floats{});
       for (size_t i = 0; i < sorted.spans.size(); i++) {
-        const Span& span = sorted.spans[i];
+        const ExpertSpan& span = sorted.spans[i];
         const bool last = i + 1 == sorted.spans.size();
         const int64_t after = last ? std::min(next, panels - 1) : panel;
         add_expert(down, unit, sorted, span, panel,
@@ -306,14 +308,14 @@ class Mixture {
   // Adds an expert's weighted outputs of a panel to the sums of its rows.
   template <class Ahead>
   void add_expert(const Products& down, typename Products::Unit& unit, const Sorted& sorted,
-                  const Span& span, int64_t panel, Ahead ahead, int64_t begin,
+                  const ExpertSpan& span, int64_t panel, Ahead ahead, int64_t begin,
                   Floats* total) const {
     const float* bias = layer_.down.bias + (span.expert * down_size_.panels + panel) * kPanel;
     down.multiply(unit, span, panel, ahead, [&](int64_t i, const Floats* sums) {
       const int64_t pair = span.first + i;
-      Floats* const own = total + (sorted.rows[pair] - begin) * kPanelVectors;
+      Floats* const row_sums = total + (sorted.rows[pair] - begin) * kPanelVectors;
       for (int j = 0; j < kPanelVectors; j++)
-        own[j] += sorted.weights[pair] * (sums[j] + load<Floats>(bias + j * kLanes));
+        row_sums[j] += sorted.weights[pair] * (sums[j] + load<Floats>(bias + j * kLanes));
     });
   }
 
@@ -335,19 +337,19 @@ void mix(const void* x, int64_t row_stride, const Routing& routing, const Expert
 thread_local const ForcedExperts* forced = nullptr;  // of the next calls
 thread_local int64_t forced_left = 0;
 
-// A call's routing, or what is forced on it. A call that cannot be forced leaves all as they are, so
-// that the count of forced calls tells.
-class Given {
+// A call's routing, or the one that is forced on it. A call that cannot be forced stays as it is
+// and is not counted as forced.
+class CallRouting {
  public:
-  explicit Given(const Routing& own) : routing_(own) {
+  explicit CallRouting(const Routing& call) : routing_(call) {
     if (forced_left == 0) return;
-    if (own.chosen != forced->chosen || forced->first + forced->rows > own.rows) return;
-    experts_ = gathered(own.experts, own.expert_strides);
-    weights_ = gathered(own.weights, own.weight_strides);
+    if (call.chosen != forced->chosen || forced->first + forced->rows > call.rows) return;
+    experts_ = gathered(call.experts, call.expert_strides);
+    weights_ = gathered(call.weights, call.weight_strides);
     exchange(experts_, forced->experts, forced->own_experts);
     exchange(weights_, forced->weights, forced->own_weights);
-    routing_ = {experts_.data(), {own.chosen, 1}, weights_.data(), {own.chosen, 1},
-                own.rows, own.chosen};
+    routing_ = {experts_.data(), {call.chosen, 1}, weights_.data(), {call.chosen, 1},
+                call.rows, call.chosen};
     forced++;
     forced_left--;
   }
@@ -363,11 +365,11 @@ class Given {
     return values;
   }
   template <class T>
-  static void exchange(std::vector<T>& values, const T* given, T* own) {
+  static void exchange(std::vector<T>& values, const T* instead, T* computed) {
     const int64_t count = forced->rows * forced->chosen;
     T* const first = values.data() + forced->first * forced->chosen;
-    std::copy_n(first, count, own);
-    std::copy_n(given, count, first);
+    std::copy_n(first, count, computed);
+    std::copy_n(instead, count, first);
   }
 
   Routing routing_;
@@ -377,8 +379,8 @@ class Given {
 
 }  // namespace
 
-// Forces experts on this thread's next `count` calls. Returns how many calls of those before are
-// left. The arrays must outlive the calls.
+// Forces experts on this thread's next `count` calls. Returns how many calls of the last forcing
+// are left. The arrays must outlive the calls.
 extern "C" int64_t octavo_force_experts(const ForcedExperts* calls, int64_t count) {
   const int64_t left = forced_left;
   forced = calls;
@@ -391,14 +393,14 @@ extern "C" int64_t octavo_force_experts(const ForcedExperts* calls, int64_t coun
 // group with weights in 4 bits.
 extern "C" void octavo_experts(const void* x, int64_t row_stride, const Routing* routing,
                                const ExpertsLayer* layer, void* y, int threads) {
-  const Given given(*routing);
+  const CallRouting call(*routing);
   switch (layer->weights) {
     case kFloat32:
-      return mix<WordProducts<Singles, float>>(x, row_stride, given.routing(), *layer, y, threads);
+      return mix<WordProducts<Singles, float>>(x, row_stride, call.routing(), *layer, y, threads);
     case kBFloat16:
-      return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, given.routing(), *layer, y, threads);
-    case kInt8: return mix<ByteProducts>(x, row_stride, given.routing(), *layer, y, threads);
-    case kInt4: return mix<NibbleProducts<Int4>>(x, row_stride, given.routing(), *layer, y, threads);
-    case kE2m1: return mix<NibbleProducts<E2m1>>(x, row_stride, given.routing(), *layer, y, threads);
+      return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, call.routing(), *layer, y, threads);
+    case kInt8: return mix<ByteProducts>(x, row_stride, call.routing(), *layer, y, threads);
+    case kInt4: return mix<NibbleProducts<Int4>>(x, row_stride, call.routing(), *layer, y, threads);
+    case kE2m1: return mix<NibbleProducts<E2m1>>(x, row_stride, call.routing(), *layer, y, threads);
   }
 }

@@ -7,7 +7,7 @@ enum ExpertWeights { kFloat32, kBFloat16, kInt8, kInt4, kE2m1 };
 
 // One of the two products of all experts. Weights are in panels, as in linear.h.
 struct ExpertProduct {
-  const void* panels;    // one expert's after the other's
+  const void* panels;    // one expert's after another's
   const float* bias;     // [experts, padded outputs]
   const float* factors;  // of inputs in 8 bits
   int64_t factor_stride;  // from one expert's factors to the next one's
@@ -36,8 +36,8 @@ struct Routing {
   int64_t rows, chosen;
 };
 
-// What one call of this thread computes in place of its own routing, and where it writes that.
-// Arrays are [rows, chosen], for the call's rows from `first` on.
+// The routing that one call of this thread computes in place of its own, and where it writes its
+// own. Arrays are [rows, chosen], for the call's rows from `first` on.
 struct ForcedExperts {
   const int64_t* experts;
   const float* weights;

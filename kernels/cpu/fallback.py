@@ -139,7 +139,7 @@ def paged_attention(
 
 
 def _first_seen(query_positions: Tensor, sliding_window: int | None, chunk: int | None) -> Tensor:
-    """Return the first position that a query at each position of `own` sees."""
+    """Return the first position that a query at each of these positions sees."""
     if sliding_window is not None:
         return (query_positions - sliding_window + 1).clamp(min=0)
     return (

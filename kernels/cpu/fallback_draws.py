@@ -96,7 +96,7 @@ def _truncate(
     values, ids = scaled.topk(width, dim=-1)
     within_k = torch.arange(width) < top_k
     weights = _weigh(values - values[:, :1]) * within_k
-    # top-p is a share of what top-k keeps, which is all tokens if top-k is off.
+    # top-p is a share of the tokens that top-k keeps: all tokens if top-k is off.
     everything = _weigh(scaled - values[:, :1]).sum(dim=-1, keepdim=True, dtype=torch.float64)
     running = weights.cumsum(dim=-1, dtype=torch.float64)
     total = torch.where(top_k <= width, running[:, -1:], everything)

@@ -1,8 +1,8 @@
 // The 8-bit floating-point types that a KV cache may be stored in (Micikevicius et al., "FP8 Formats
 // for Deep Learning", 2022). CPUs have no products of them, so attention widens them.
 //
-// Products of bfloat16 pairs take subnormal numbers for zeros, so the cache has none: writing rounds
-// what is less than the least normal number to it or to zero.
+// Products of bfloat16 pairs take subnormal numbers for zeros, so the cache has none: writing
+// rounds a number below the least normal one to that or to zero.
 #pragma once
 
 #include <cmath>
@@ -19,7 +19,7 @@ enum Fp8 : int32_t { kNotFp8 = 0, kE4M3 = 1, kE5M2 = 2 };
 // A type: a sign, exponents with a bias, and bits of a mantissa.
 struct Fp8Format {
   int mantissa_bits, bias;
-  float greatest;  // that is finite
+  float greatest;  // finite number
 
   float least_normal() const { return std::ldexp(1.f, 1 - bias); }
 };
@@ -59,9 +59,9 @@ void to_fp8(const typename T::Stored* from, int count, float scale, Fp8 type, ui
 // Widens bytes to elements of T.
 //
 // Where a word of a product has two elements, four bytes lie together: first, third, second, fourth.
-// So shifts make each half of the pack bfloat16. These have the exponents of the bytes, whose bias is
-// less: all of them are too small by one power of two. The other factor of a product is made 2^kGrown
-// times as great, so that the product is not subnormal. `unit` makes up for both.
+// So shifts make each half of the pack bfloat16. Its exponents are those of the bytes, whose bias
+// is smaller, so that all numbers are too small by one power of two. The other factor of a product
+// is made 2^kGrown times as great, so that the product is not subnormal. `unit` makes up for both.
 template <class T>
 class Fp8Widener {
   using Stored = typename T::Stored;
@@ -136,6 +136,6 @@ class Fp8Widener {
   }
 
   const Fp8Format format_;
-  const int more_;  // bits that bfloat16's exponent has more
+  const int more_;  // bits by which bfloat16's exponent is longer
   const int16_t kept_;
 };

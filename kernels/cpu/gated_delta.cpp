@@ -9,7 +9,7 @@
 // where k_ji is k_j decayed from token j to token i, and returns (D_i q_i) S plus the sum over
 // j <= i of (q_i . k_ji) u_j. The u_i are solved in turn, which is the UT transform of section 3.3
 // without its inverse. Decays are multiplied up token by token: all factors are at most 1, for any
-// decay and also for one of each key element (Kimi Delta Attention).
+// decay, also for a decay of each key element (Kimi Delta Attention).
 
 #include <algorithm>
 #include <cmath>
@@ -69,7 +69,7 @@ class Worker {
   }
 
  private:
-  // Makes state_ an item's columns of the state, with rows of whole vectors stride_ apart.
+  // Sets state_ to an item's columns of the state, with rows of whole vectors stride_ apart.
   void open(const Item& item) {
     float* row = p_.rows.template row<float>(item.seq, item.head) + item.begin;
     stride_ = in_place_ ? p_.value_dim : width_ + kPadding;
@@ -93,10 +93,10 @@ class Worker {
 
   // Loads a token's query, key and decays, scaled and normalized.
   void load_token(int64_t token, int head) {
-    const int own = head / (p_.value_heads / p_.key_heads) * p_.key_dim;
-    widen<T>(static_cast<const Stored*>(p_.query) + token * p_.query_stride + own, p_.key_dim,
+    const int key_head = head / (p_.value_heads / p_.key_heads) * p_.key_dim;
+    widen<T>(static_cast<const Stored*>(p_.query) + token * p_.query_stride + key_head, p_.key_dim,
              query_.data());
-    widen<T>(static_cast<const Stored*>(p_.key) + token * p_.key_stride + own, p_.key_dim,
+    widen<T>(static_cast<const Stored*>(p_.key) + token * p_.key_stride + key_head, p_.key_dim,
              key_.data());
     scale(query_.data(), p_.scale);
     scale(key_.data(), 1.f);
@@ -122,7 +122,7 @@ class Worker {
       load_token(token + i, item.head);
       compare(i, count);
     }
-    // Rows of known_: first what the old state knows of each key, then the queries' results.
+    // Rows of known_: first the old state's values of the keys, then the queries' results.
     multiply(2 * count, p_.key_dim, reading_.data(), key_width_, {state_, stride_},
              columns / kLanes, known_.data(), width_, nullptr);
     for (int i = 0; i < count; i++) solve(i, token + i, item);
@@ -176,7 +176,7 @@ class Worker {
 
   void run_token(int64_t token, const Item& item, const float* next) {
     load_token(token, item.head);
-    const float own = dot(key_.data(), query_.data(), key_width_);
+    const float key_dot_query = dot(key_.data(), query_.data(), key_width_);
     for (int i = 0; i < key_width_; i += kLanes) {
       const Floats decay = load<Floats>(&decay_[i]);
       store(&reading_[i], load<Floats>(&key_[i]) * decay);
@@ -186,15 +186,15 @@ class Worker {
     const float beta = p_.beta[token * p_.value_heads + item.head];
     int at = 0;
     for (; at + kTileVectors * kLanes <= columns_of_item_; at += kTileVectors * kLanes)
-      update<kTileVectors>(at, beta, own, next);
-    for (; at < columns_of_item_; at += kLanes) update<1>(at, beta, own, next);
+      update<kTileVectors>(at, beta, key_dot_query, next);
+    for (; at < columns_of_item_; at += kLanes) update<1>(at, beta, key_dot_query, next);
     narrow<T>(known_.data(), item.end - item.begin, out(token, item));
   }
 
   // Reads kVectors columns of the state for one token, then updates them. Prefetches the columns
   // after them, or those of the next item.
   template <int kVectors>
-  void update(int column, float beta, float own, const float* next) {
+  void update(int column, float beta, float key_dot_query, const float* next) {
     constexpr int kWidth = kVectors * kLanes;
     const float* ahead = column + kWidth < columns_of_item_ ? state_ + column + kWidth : next;
     float* state = state_ + column;
@@ -214,7 +214,7 @@ class Worker {
     for (int v = 0; v < kVectors; v++) {
       const int at = column + v * kLanes;
       known[v] = (load<Floats>(&changes_[at]) - known[v]) * beta;
-      store(&known_[at], result[v] + known[v] * own);
+      store(&known_[at], result[v] + known[v] * key_dot_query);
     }
     for (int i = 0; i < p_.key_dim; i++)
 #pragma GCC unroll 4

@@ -3,10 +3,10 @@
 //
 // There are two ways. Absorbed: each query is multiplied by the matrix that makes keys, each result
 // by the one that makes values, and attention is over the latents, which are wider than keys and
-// values. Expanded: a sequence's latents are multiplied to keys and values, once for all of its
-// queries. Absorbed takes fewer products for decodes, expanded for long chunks of prefills. A thread
-// expands one head's keys and values at a time, at most kMostKeys of them, which then come from its
-// core's cache.
+// values. Expanded: keys and values are made from a sequence's latents, once for all of its
+// queries. Absorbed takes fewer products for decodes, expanded for long chunks of prefills. A
+// thread expands one head's keys and values at a time, at most kMostKeys of them, which then come
+// from its core's cache.
 
 #include "latent.h"
 
@@ -55,24 +55,24 @@ template <class T>
 struct WordsOf;
 template <>
 struct WordsOf<Float32> {
-  using Kind = Singles;
+  using WordKind = Singles;
 };
 template <>
 struct WordsOf<BFloat16> {
-  using Kind = Pairs;
+  using WordKind = Pairs;
 };
 
 // The panels of a product of each head.
 template <class T>
 struct HeadPanels {
   using Stored = typename T::Stored;
-  using Kind = typename WordsOf<T>::Kind;
+  using WordKind = typename WordsOf<T>::WordKind;
 
   const uint32_t* first;
   int64_t inputs, outputs;
 
   int64_t depth() const { return inputs * int64_t(sizeof(Stored)) / int64_t(sizeof(uint32_t)); }
-  int64_t row_words() const { return depth() * Kind::kParts; }
+  int64_t row_words() const { return depth() * WordKind::kParts; }
   int64_t count() const { return panels_of(outputs); }
   const uint32_t* at(int64_t head, int64_t panel) const {
     return first + (head * count() + panel) * depth() * kPanel;
@@ -92,7 +92,7 @@ void multiply_heads(const HeadPanels<T>& panels, int64_t heads, int64_t rows, in
   std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(threads)
   {
-    PanelProducts<typename HeadPanels<T>::Kind> products;
+    PanelProducts<typename HeadPanels<T>::WordKind> products;
 #pragma omp for
     for (int64_t i = 0; i < heads * rows; i++) prepare(i / rows, i % rows, words + i * stride);
     for (int64_t item = free++, next; item < items; item = next) {
@@ -141,7 +141,7 @@ struct Selection {
 template <class T>
 class LatentAttention {
   using Stored = typename T::Stored;
-  using Kind = typename WordsOf<T>::Kind;
+  using WordKind = typename WordsOf<T>::WordKind;
   static constexpr int kPack = T::kPack;
 
  public:
@@ -215,7 +215,7 @@ class LatentAttention {
         absorbing, heads, tokens, call_.threads,
         [&](int64_t head, int64_t row, uint32_t* words) {
           const Stored* from = query_of(chosen.tokens[row], head);
-          take_apart<Kind>(from, absorbing.depth(), words);
+          take_apart<WordKind>(from, absorbing.depth(), words);
           std::copy_n(from + key_dim, call_.rotated,
                       queries.data() + (row * heads + head) * wide + latent);
         },
@@ -230,7 +230,8 @@ class LatentAttention {
     multiply_heads<T>(
         expanding, heads, tokens, call_.threads,
         [&](int64_t head, int64_t row, uint32_t* words) {
-          take_apart<Kind>(results.data() + (row * heads + head) * latent, expanding.depth(), words);
+          take_apart<WordKind>(results.data() + (row * heads + head) * latent, expanding.depth(),
+                               words);
         },
         [&](int64_t head, int64_t row, int64_t output, Floats values) {
           put<T>(out_of(chosen.tokens[row], head), output, expanding.outputs, values);
@@ -263,44 +264,44 @@ class LatentAttention {
     std::atomic<int64_t> free{0};
 #pragma omp parallel num_threads(call_.threads)
     {
-      PanelProducts<Kind> products;
+      PanelProducts<WordKind> products;
       for (int64_t item = free++; item < items; item = free++)
         attend_head(products, sequences[item / call_.num_heads], item % call_.num_heads);
     }
   }
 
-  // Gathers a sequence's latents and plans the work on one head.
-  void prepare(int seq, Expanded& own) const {
+  // Gathers a sequence's latents, and plans the work on one head.
+  void prepare(int seq, Expanded& expanded) const {
     const Batch& batch = call_.batch;
-    own.seq = seq;
-    own.seq_len = own.end = batch.seq_lens[seq];
-    own.query_starts[0] = batch.query_starts[seq];
-    own.query_starts[1] = batch.query_starts[seq + 1];
-    own.first = begin_at(call_.sight.first_key(own.end - batch.query_count(seq)));
-    own.base = own.first / kTile * kTile;
-    const int tiles = (own.end + kTile - 1) / kTile;
-    own.table.resize(tiles);
-    for (int i = own.base / kTile; i < tiles; i++)
-      own.table[i] = (i - own.base / kTile) % (kMostKeys / kTile);
-    gather(own, batch.block_tables + seq * batch.table_stride);
-    plan(own);
+    expanded.seq = seq;
+    expanded.seq_len = expanded.end = batch.seq_lens[seq];
+    expanded.query_starts[0] = batch.query_starts[seq];
+    expanded.query_starts[1] = batch.query_starts[seq + 1];
+    expanded.first = begin_at(call_.sight.first_key(expanded.end - batch.query_count(seq)));
+    expanded.base = expanded.first / kTile * kTile;
+    const int tiles = (expanded.end + kTile - 1) / kTile;
+    expanded.table.resize(tiles);
+    for (int i = expanded.base / kTile; i < tiles; i++)
+      expanded.table[i] = (i - expanded.base / kTile) % (kMostKeys / kTile);
+    gather(expanded, batch.block_tables + seq * batch.table_stride);
+    plan(expanded);
   }
 
-  void gather(Expanded& own, const int32_t* table) const {
+  void gather(Expanded& expanded, const int32_t* table) const {
     const int64_t depth = key_panels().depth(), stride = key_panels().row_words();
     const int64_t latent = call_.latent_dim(), wide = call_.cache.key_dim;
     const int64_t rotated_tile = call_.rotated * kTile;
-    own.latents.resize((own.end - own.first) * stride);
-    own.rotated.resize(((own.end - own.base + kTile - 1) / kTile) * rotated_tile);
+    expanded.latents.resize((expanded.end - expanded.first) * stride);
+    expanded.rotated.resize(((expanded.end - expanded.base + kTile - 1) / kTile) * rotated_tile);
 #pragma omp parallel num_threads(call_.threads)
     {
       Stored* const row = scratch<Stored>(wide);
 #pragma omp for
-      for (int key = own.first; key < own.end; key++) {
+      for (int key = expanded.first; key < expanded.end; key++) {
         read_key(table, key, row);
-        take_apart<Kind>(row, depth, own.latents.data() + (key - own.first) * stride);
-        const int place = key - own.base;
-        Stored* to = own.rotated.data() + place / kTile * rotated_tile + place % kTile * kPack;
+        take_apart<WordKind>(row, depth, expanded.latents.data() + (key - expanded.first) * stride);
+        const int place = key - expanded.base;
+        Stored* to = expanded.rotated.data() + place / kTile * rotated_tile + place % kTile * kPack;
         for (int64_t k = 0; k < call_.rotated; k += kPack)
           std::memcpy(to + k * kTile, row + latent + k, kPack * sizeof *to);
       }
@@ -326,34 +327,38 @@ class LatentAttention {
     Widener(cache.fp8).widen(bytes, cache.key_dim, row);
   }
 
-  Batch batch_of(const Expanded& own) const {
-    const int32_t width = int32_t(own.table.size());
-    return {own.query_starts, &own.seq_len, own.table.data(), width, width, 1, nullptr, 0};
+  Batch batch_of(const Expanded& expanded) const {
+    const int32_t width = int32_t(expanded.table.size());
+    return {expanded.query_starts, &expanded.seq_len, expanded.table.data(), width, width, 1,
+            nullptr, 0};
   }
 
   // Makes the items of a head, each divided where the keys in the buffer change.
-  void plan(Expanded& own) const {
-    const Plan whole = make_plan(batch_of(own), 1, 1, call_.sight);
+  void plan(Expanded& expanded) const {
+    const Plan whole = make_plan(batch_of(expanded), 1, 1, call_.sight);
     for (Item item : whole.items) {
-      const int begin = piece_of(own, item.key_begin);
-      const int end = std::max(begin + 1, piece_of(own, item.key_end - 1) + 1);
+      const int begin = piece_of(expanded, item.key_begin);
+      const int end = std::max(begin + 1, piece_of(expanded, item.key_end - 1) + 1);
       const int last = item.key_end;
-      if (end - begin > 1) own.plan.merges.push_back({item, own.plan.parts, end - begin});
+      if (end - begin > 1) expanded.plan.merges.push_back({item, expanded.plan.parts, end - begin});
       for (int piece = begin; piece < end; piece++) {
-        item.key_end = std::min(last, own.base + (piece + 1) * kMostKeys);
-        item.part = end - begin > 1 ? own.plan.parts++ : -1;
-        own.plan.items.push_back(item);
+        item.key_end = std::min(last, expanded.base + (piece + 1) * kMostKeys);
+        item.part = end - begin > 1 ? expanded.plan.parts++ : -1;
+        expanded.plan.items.push_back(item);
         item.key_begin = item.key_end;
       }
     }
     const auto earlier = [&](const Item& a, const Item& b) {
-      return piece_of(own, a.key_begin) < piece_of(own, b.key_begin);
+      return piece_of(expanded, a.key_begin) < piece_of(expanded, b.key_begin);
     };
-    std::stable_sort(own.plan.items.begin(), own.plan.items.end(), earlier);
+    std::stable_sort(expanded.plan.items.begin(), expanded.plan.items.end(), earlier);
   }
-  static int piece_of(const Expanded& own, int key) { return (key - own.base) / kMostKeys; }
+  static int piece_of(const Expanded& expanded, int key) {
+    return (key - expanded.base) / kMostKeys;
+  }
 
-  void attend_head(PanelProducts<Kind>& products, const Expanded& own, int64_t head) const {
+  void attend_head(PanelProducts<WordKind>& products, const Expanded& expanded,
+                   int64_t head) const {
     const int64_t key_dim = call_.query_dim(), value_dim = call_.products.value_dim;
     std::vector<Stored>& keys = kept<2>();
     std::vector<Stored>& values = kept<3>();
@@ -363,7 +368,7 @@ class LatentAttention {
                       kMostKeys / kTile, 1,                  int32_t(key_dim), int32_t(value_dim),
                       kTile,            call_.cache.dtype,    kNotFp8,         call_.cache.key_scale,
                       call_.cache.value_scale};
-    const Batch batch = batch_of(own);
+    const Batch batch = batch_of(expanded);
     const Attention attention{cache,
                               batch,
                               query_of(0, head),
@@ -379,36 +384,37 @@ class LatentAttention {
                               call_.scale,
                               call_.soft_cap};
     float* const parts =
-        scratch<float>(own.plan.parts * Worker<T>::part_size(attention.value_width()));
+        scratch<float>(expanded.plan.parts * Worker<T>::part_size(attention.value_width()));
     Worker<T> worker(attention, parts);
     int piece = -1;
-    for (const Item& item : own.plan.items) {
-      if (piece_of(own, item.key_begin) != piece) {
-        piece = piece_of(own, item.key_begin);
-        const int begin = std::max(own.first, own.base + piece * kMostKeys);
-        const int end = std::min(own.end, own.base + (piece + 1) * kMostKeys);
-        expand_keys(products, own, head, begin, end, keys.data());
-        expand_values(products, own, head, begin, end, values.data());
+    for (const Item& item : expanded.plan.items) {
+      if (piece_of(expanded, item.key_begin) != piece) {
+        piece = piece_of(expanded, item.key_begin);
+        const int begin = std::max(expanded.first, expanded.base + piece * kMostKeys);
+        const int end = std::min(expanded.end, expanded.base + (piece + 1) * kMostKeys);
+        expand_keys(products, expanded, head, begin, end, keys.data());
+        expand_values(products, expanded, head, begin, end, values.data());
       }
       worker.start(item);
       worker.run(item, nullptr);
     }
-    for (const Merge& merge : own.plan.merges) worker.merge(merge);
+    for (const Merge& merge : expanded.plan.merges) worker.merge(merge);
   }
 
   // Returns the rows of latents of keys [begin, end).
-  Rows rows_of(const Expanded& own, int begin, int end) const {
+  Rows rows_of(const Expanded& expanded, int begin, int end) const {
     const int64_t stride = key_panels().row_words();
-    return {own.latents.data() + (begin - own.first) * stride, end - begin, stride};
+    return {expanded.latents.data() + (begin - expanded.first) * stride, end - begin, stride};
   }
 
   // Makes a head's keys from latents, in K's layout with blocks of kTile (see cache.h).
-  void expand_keys(PanelProducts<Kind>& products, const Expanded& own, int64_t head, int begin,
+  void expand_keys(PanelProducts<WordKind>& products, const Expanded& expanded, int64_t head,
+                   int begin,
                    int end, Stored* keys) const {
     const auto panels = key_panels();
     const int64_t tile_size = call_.query_dim() * kTile, made = panels.outputs;
-    const int first = (begin - own.base) % kMostKeys;
-    const Rows rows = rows_of(own, begin, end);
+    const int first = (begin - expanded.base) % kMostKeys;
+    const Rows rows = rows_of(expanded, begin, end);
     for (int64_t panel = 0; panel < panels.count(); panel++) {
       const uint32_t* ahead = panels.at(head, std::min(panel + 1, panels.count() - 1));
       products.run(rows, panels.at(head, panel), panels.depth(), ahead,
@@ -424,18 +430,19 @@ class LatentAttention {
                    });
     }
     const int64_t rotated = call_.rotated * kTile;
-    for (int tile = (begin - own.base) / kTile; tile * kTile < end - own.base; tile++)
-      std::copy_n(own.rotated.data() + tile * rotated, rotated,
+    for (int tile = (begin - expanded.base) / kTile; tile * kTile < end - expanded.base; tile++)
+      std::copy_n(expanded.rotated.data() + tile * rotated, rotated,
                   keys + tile % (kMostKeys / kTile) * tile_size + made * kTile);
   }
 
-  // Makes a head's values from latents, in V's layout likewise.
-  void expand_values(PanelProducts<Kind>& products, const Expanded& own, int64_t head, int begin,
+  // Makes a head's values from latents, in V's layout with blocks of kTile.
+  void expand_values(PanelProducts<WordKind>& products, const Expanded& expanded, int64_t head,
+                     int begin,
                      int end, Stored* values) const {
     const auto panels = value_panels();
     const int64_t tile_size = panels.outputs * kTile;
-    const int first = (begin - own.base) % kMostKeys;  // even
-    const Rows rows = rows_of(own, begin, end);
+    const int first = (begin - expanded.base) % kMostKeys;  // even
+    const Rows rows = rows_of(expanded, begin, end);
     for (int64_t panel = 0; panel < panels.count(); panel++) {
       const uint32_t* ahead = panels.at(head, std::min(panel + 1, panels.count() - 1));
       const int64_t dim = panel * kPanel;

@@ -20,11 +20,12 @@ void multiply(const void* words, int64_t rows, int64_t stride, const LinearLayer
       .run(threads, prepare);
 }
 
-// Lines that are a multiple of this apart share the few places that a first cache has for them.
+// Lines whose addresses differ by a multiple of this share one set of the first cache, of few
+// lines.
 constexpr int kSetBytes = 4096;
 
-// Weights are of the rows' type. Rows of which a tile would not fit into the first cache are copied:
-// 48 rows of 4 or 8 KiB take 7% less time so on a Zen 4.
+// Weights have the rows' type. Rows are copied if a tile of them would not fit into the first
+// cache: 48 rows of 4 or 8 KiB then take 7% less time on a Zen 4.
 template <class Row, class Element>
 void linear(const Row* x, int64_t rows, int64_t row_stride, const LinearLayer& layer, Element* y,
             int threads) {
@@ -51,32 +52,32 @@ void linear(const Row* x, int64_t rows, int64_t row_stride, const LinearLayer& l
   multiply<Own>(words, rows, stride, layer, depth, threads, prepare, store);
 }
 
-// Lays out words first to end - 1 of up to kPanel rows, with the rows of each side by side. Rows that
-// there are not become zeros.
+// Lays out words first to end - 1 of up to kPanel rows, with all rows of a word side by side.
+// Missing rows become zeros.
 void pack_words(const uint8_t* from, int64_t row_bytes, int rows, int64_t first, int64_t end,
                 uint32_t* to) {
   constexpr int kSquare = 4, kAheadBytes = 256;
   const int64_t squares = first + (end - first) / kSquare * kSquare;
   for (int row = 0; row < kPanel; row += kSquare) {
-    const uint8_t* own[kSquare];
+    const uint8_t* row_at[kSquare];
     uint32_t mask[kSquare];
     for (int i = 0; i < kSquare; i++) {
       const bool exists = row + i < rows;
-      own[i] = from + (exists ? row + i : 0) * row_bytes;
+      row_at[i] = from + (exists ? row + i : 0) * row_bytes;
       mask[i] = exists ? ~0u : 0;
-      __builtin_prefetch(own[i] + first * 4 + kAheadBytes);
+      __builtin_prefetch(row_at[i] + first * 4 + kAheadBytes);
     }
     for (int64_t k = first; k < squares; k += kSquare) {
       Four square[kSquare];
 #pragma GCC unroll 4
-      for (int i = 0; i < kSquare; i++) square[i] = load<Four>(own[i] + k * 4) & mask[i];
+      for (int i = 0; i < kSquare; i++) square[i] = load<Four>(row_at[i] + k * 4) & mask[i];
       transpose(square);
 #pragma GCC unroll 4
       for (int i = 0; i < kSquare; i++) store(to + (k + i) * kPanel + row, square[i]);
     }
     for (int64_t k = squares; k < end; k++)
       for (int i = 0; i < kSquare; i++)
-        to[k * kPanel + row + i] = load<uint32_t>(own[i] + k * 4) & mask[i];
+        to[k * kPanel + row + i] = load<uint32_t>(row_at[i] + k * 4) & mask[i];
   }
 }
 
@@ -94,7 +95,7 @@ extern "C" void octavo_linear_float32(const float* x, int64_t rows, int64_t row_
   linear(x, rows, row_stride, *layer, y, threads);
 }
 
-// As octavo_linear, with y in float32.
+// Does the same as octavo_linear, with y in float32.
 extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const LinearLayer* layer, float* y, int threads) {
   linear(x, rows, row_stride, *layer, y, threads);
@@ -111,9 +112,9 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
   uint32_t* const words = kAsTheyAre ? nullptr : scratch<uint32_t>(rows * stride);
   Range* const ranges = scratch<Range>(rows);
   auto prepare = [=](int64_t row) {
-    uint8_t* const own = bytes + row * layer->inputs;
-    ranges[row] = round_row(x + row * row_stride, *layer, scales->factors, own);
-    if (words) take_apart<Fours>(own, depth, words + row * stride);
+    uint8_t* const to = bytes + row * layer->inputs;
+    ranges[row] = round_row(x + row * row_stride, *layer, scales->factors, to);
+    if (words) take_apart<Fours>(to, depth, words + row * stride);
   };
   const Outputs<uint16_t> out{y, *layer};
   auto store = [&](int64_t row, int64_t panel, const Ints* sums) {

@@ -26,15 +26,15 @@ constexpr int kTileRows = 12;  // of 32 registers
 constexpr int kLineWords = 16;
 constexpr int kGroupInputs = 32;  // that share a scale in 4 bits, as in linear.py
 
-// Rows of words as the products take them: T::kParts for each word, those of part i from
-// i * depth on.
+// Rows of words as the products take them: T::kParts parts of each word; part i of all words begins
+// at i * depth.
 struct Rows {
   const uint32_t* words;
   int64_t count, stride;
 };
 
-// Rows for weights whose groups of inputs have scales: the words of the inputs, rounded group
-// by group or as they are, and of each group the sum and the value of a step.
+// Rows for weights whose groups of inputs have scales: the words of the inputs, rounded group by
+// group or as they are, and each group's sum and value of a step.
 struct GroupedRows {
   const uint32_t* words;
   int64_t stride;
@@ -51,7 +51,7 @@ using Sums = typename T::Sum (*)[kPanelVectors];
 template <class T, int kRows, int kAhead>
 __attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t stride, const uint32_t* b,
                                              int64_t depth, const uint32_t* ahead, Sums<T> sums) {
-  typename T::Sum own[kRows][kPanelVectors] = {};
+  typename T::Sum totals[kRows][kPanelVectors] = {};
   for (int64_t k = 0; k < depth; k++) {
 #pragma GCC unroll 2
     for (int line = 0; line < kAhead; line++)
@@ -64,14 +64,14 @@ __attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t stride, 
 #pragma GCC unroll 12
       for (int i = 0; i < kRows; i++) {
         const Words element = broadcast(a[i * stride + part * depth + k]);
-        own[i][0] = T::multiply_add(own[i][0], element, lefts);
-        own[i][1] = T::multiply_add(own[i][1], element, rights);
+        totals[i][0] = T::multiply_add(totals[i][0], element, lefts);
+        totals[i][1] = T::multiply_add(totals[i][1], element, rights);
       }
     }
   }
 #pragma GCC unroll 12
   for (int i = 0; i < kRows; i++)
-    for (int j = 0; j < kPanelVectors; j++) sums[i][j] = own[i][j];
+    for (int j = 0; j < kPanelVectors; j++) sums[i][j] = totals[i][j];
 }
 
 // The same for `rows` rows, at most kRows.
@@ -88,7 +88,7 @@ template <class T>
 class PanelProducts {
  public:
   // Calls store(row, sums) with each row's sums of a panel of `depth` words of each output.
-  // Prefetches as much of `ahead` as it reads of the panel.
+  // Prefetches as many bytes of `ahead` as it reads from the panel.
   template <class Store>
   void run(const Rows& rows, const uint32_t* panel, int64_t depth, const uint32_t* ahead,
            Store store) {
@@ -115,7 +115,7 @@ class PanelProducts {
     }
   }
 
-  // As `run`, for a single row; prefetches what follows in memory.
+  // Does the same as `run` for a single row; prefetches the memory that follows.
   template <class Store>
   void stream(const Rows& rows, const uint32_t* panel, int64_t depth, Store store) {
     typename T::Sum sums[1][kPanelVectors];
@@ -231,8 +231,8 @@ struct LinearLayer {
   const LowRankSums* adapted;  // added to the products before all else, or null
 };
 
-// Of the rows and outputs of layers in blocks: bfloat16, float32 outputs alone, or float32; the same
-// as in blocks.py.
+// Types of the rows and outputs of layers in blocks: bfloat16; bfloat16 with float32 outputs; or
+// float32. The same as in blocks.py.
 enum BlockElements { kNarrowBlocks, kWideOutputBlocks, kWideBlocks };
 
 // Factors of 8-bit weights and activations; the same as in linear.py.

@@ -1,9 +1,8 @@
 // Linear layers and embeddings of weights in GGUF's block formats.
 //
-// Rows become bytes, group by group, and the weights' codes are multiplied as they are: the sums of a
-// group are exact, and those of groups are added in the same order for one row and for many, so that
-// a row's products do not depend on the others. Rows in float32 stay so: a panel is widened to
-// float32.
+// Rows become bytes, group by group, and are multiplied by the weights' codes: the sums of a group
+// are exact, and the groups' sums are added in the same order for one row and for many, so that a
+// row's products do not depend on the others. For rows in float32, panels are widened to float32.
 
 #include <algorithm>
 #include <atomic>
@@ -64,10 +63,11 @@ void multiply(const uint16_t* x, int64_t rows, int64_t row_stride, const LinearL
     for (int64_t tile = 0; tile < tiles; tile++) {
       const int64_t row = rows * tile / tiles;
       const int count = rows * (tile + 1) / tiles - row;
-      const GroupedRows own{few.words + row * few.stride, few.stride, few.sums + row * few.groups,
+      const GroupedRows tile_rows{few.words + row * few.stride, few.stride,
+                                  few.sums + row * few.groups,
                         few.steps + row * few.groups, few.groups};
       multiply_blocks<K, kSecondCache>(
-          count, own, at, tile ? at : ahead,
+          count, tile_rows, at, tile ? at : ahead,
           [&](int i, const Floats* values) { out.write(row + i, panel, values); });
     }
   }
@@ -129,8 +129,8 @@ void widen_output(const uint8_t* panels, int64_t inputs, int64_t output, Element
 extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_stride,
                                      const LinearLayer* layer, int64_t format, int64_t elements,
                                      void* y, int threads) {
-  with_format(format, [&](auto own) {
-    using K = decltype(own);
+  with_format(format, [&](auto kind) {
+    using K = decltype(kind);
     const auto* narrow = static_cast<const uint16_t*>(x);
     if (elements == kNarrowBlocks)
       multiply<K>(narrow, rows, row_stride, *layer, static_cast<uint16_t*>(y), threads);
@@ -147,8 +147,8 @@ extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_st
 extern "C" void octavo_embed_blocks(const int64_t* outputs, int64_t rows, const uint8_t* panels,
                                     int64_t inputs, int64_t format, int64_t wide, void* y,
                                     int threads) {
-  with_format(format, [&](auto own) {
-    using K = decltype(own);
+  with_format(format, [&](auto kind) {
+    using K = decltype(kind);
 #pragma omp parallel for num_threads(threads)
     for (int64_t row = 0; row < rows; row++) {
       if (wide)

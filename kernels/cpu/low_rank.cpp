@@ -1,4 +1,4 @@
-// Products of low rank for rows of a batch, of which each has its own pair of matrices.
+// Products of low rank for the rows of a batch, each of which may have its own pair of matrices.
 
 #include "low_rank.h"
 
@@ -55,7 +55,7 @@ void multiply_up(const float* factors, const typename Type::Stored* matrix, int6
   }
 }
 
-struct GivenRows {
+struct RowPointers {
   const void* x;
   void* out;
   const int32_t* rows;
@@ -63,46 +63,46 @@ struct GivenRows {
 };
 
 template <class Type, class Out>
-void add_tile(const GivenRows& given, const LowRankTile& tile, const LowRankRecord& record,
+void add_tile(const RowPointers& call, const LowRankTile& tile, const LowRankRecord& record,
               std::vector<float>& memory) {
   using Stored = typename Type::Stored;
   const int count = tile.end - tile.begin;
   const int64_t rank = record.rank;
-  const int64_t inputs = (given.inputs + kLanes - 1) / kLanes * kLanes;
-  const int64_t outputs = (given.outputs + kLanes - 1) / kLanes * kLanes;
+  const int64_t inputs = (call.inputs + kLanes - 1) / kLanes * kLanes;
+  const int64_t outputs = (call.outputs + kLanes - 1) / kLanes * kLanes;
   memory.assign(count * (inputs + outputs + rank), 0.f);
   float *x = memory.data(), *sums = x + count * inputs, *inner = sums + count * outputs;
   for (int row = 0; row < count; row++) {
-    const auto* from = static_cast<const Stored*>(given.x) +
-                       given.rows[tile.begin + row] * given.x_stride;
+    const auto* from = static_cast<const Stored*>(call.x) +
+                       call.rows[tile.begin + row] * call.x_stride;
     for (int64_t i = 0; i < inputs; i += kLanes)
-      store(x + row * inputs + i, load_some<Type>(from + i, given.inputs - i));
+      store(x + row * inputs + i, load_some<Type>(from + i, call.inputs - i));
   }
   const auto *down = static_cast<const Stored*>(record.down),
              *up = static_cast<const Stored*>(record.up);
   int64_t k = 0;
   for (; k + kTogether <= rank; k += kTogether)
     for (int row = 0; row < count; row++)
-      multiply_down<Type, kTogether>(x + row * inputs, down + k * given.inputs, given.inputs,
+      multiply_down<Type, kTogether>(x + row * inputs, down + k * call.inputs, call.inputs,
                                      inner + row * rank + k);
   for (; k < rank; k++)
     for (int row = 0; row < count; row++)
-      multiply_down<Type, 1>(x + row * inputs, down + k * given.inputs, given.inputs,
+      multiply_down<Type, 1>(x + row * inputs, down + k * call.inputs, call.inputs,
                              inner + row * rank + k);
   for (k = 0; k + kTogether <= rank; k += kTogether)
     for (int row = 0; row < count; row++)
-      multiply_up<Type, kTogether>(inner + row * rank + k, up + k * given.outputs, given.outputs,
+      multiply_up<Type, kTogether>(inner + row * rank + k, up + k * call.outputs, call.outputs,
                                    sums + row * outputs);
   for (; k < rank; k++)
     for (int row = 0; row < count; row++)
-      multiply_up<Type, 1>(inner + row * rank + k, up + k * given.outputs, given.outputs,
+      multiply_up<Type, 1>(inner + row * rank + k, up + k * call.outputs, call.outputs,
                            sums + row * outputs);
   const float scale = record.scale;
   for (int row = 0; row < count; row++) {
-    auto* to = static_cast<typename Out::Stored*>(given.out) +
-               given.rows[tile.begin + row] * given.out_stride;
-    for (int64_t i = 0; i < given.outputs; i += kLanes) {
-      const int64_t left = given.outputs - i;
+    auto* to = static_cast<typename Out::Stored*>(call.out) +
+               call.rows[tile.begin + row] * call.out_stride;
+    for (int64_t i = 0; i < call.outputs; i += kLanes) {
+      const int64_t left = call.outputs - i;
       const Floats sum = load_some<Out>(to + i, left) + scale * load<Floats>(sums + row * outputs + i);
       store_some<Out>(to + i, left, sum);
     }
@@ -110,7 +110,8 @@ void add_tile(const GivenRows& given, const LowRankTile& tile, const LowRankReco
 }
 
 template <class Type, class Out>
-void add_tiles(const GivenRows& rows, const LowRankTile* tiles, int64_t num_tiles, const LowRankRecord* records,
+void add_tiles(const RowPointers& rows, const LowRankTile* tiles, int64_t num_tiles,
+               const LowRankRecord* records,
                int threads) {
 #pragma omp parallel num_threads(threads) if (num_tiles > 1)
   {
@@ -133,19 +134,20 @@ struct PackedRows {
 // Sets `inner`, [kCount] for each row of a tile and `stride` apart, to the rows' products with
 // `kCount` rows of `down` times the scale.
 template <int kCount, class Element>
-void multiply_share(const PackedRows<Element>& given, const LowRankBatch& batch, const LowRankTile& tile,
+void multiply_share(const PackedRows<Element>& packed, const LowRankBatch& batch,
+                    const LowRankTile& tile,
                     const LowRankRecord& record, int64_t k, float* inner, int64_t stride) {
-  const Element* down = static_cast<const Element*>(record.down) + k * given.inputs;
+  const Element* down = static_cast<const Element*>(record.down) + k * packed.inputs;
   const Floats scale = broadcast(static_cast<float>(record.scale));
   for (int32_t place = tile.begin; place < tile.end; place++) {
     const int64_t row = batch.rows[place];
-    const Element* x = given.x + row * given.stride;
+    const Element* x = packed.x + row * packed.stride;
     Floats sums[kCount] = {};
-    for (int64_t i = 0; i < given.inputs; i += kLanes) {
-      const int64_t left = given.inputs - i;
+    for (int64_t i = 0; i < packed.inputs; i += kLanes) {
+      const int64_t left = packed.inputs - i;
       const Floats values = load_first_floats(x + i, left);
       for (int j = 0; j < kCount; j++)
-        sums[j] += values * load_first_floats(down + j * given.inputs + i, left);
+        sums[j] += values * load_first_floats(down + j * packed.inputs + i, left);
     }
     for (int j = 0; j < kCount; j++)
       inner[row * stride + k + j] = reduce_add(sums[j]) * scale[0];
@@ -170,7 +172,7 @@ void multiply_rows_down(const LowRankBatch& batch, const LowRankPart* parts, int
   };
   auto* const normed =
       layer.norm ? reinterpret_cast<Element*>(scratch<Normed>(rows * layer.inputs)) : nullptr;
-  const PackedRows<Element> given{normed ? normed : x, normed ? layer.inputs : row_stride,
+  const PackedRows<Element> packed{normed ? normed : x, normed ? layer.inputs : row_stride,
                                   layer.inputs};
   const int64_t shares = (batch.max_rank + kShare - 1) / kShare;
   const int64_t tasks = batch.num_tiles * num_parts * shares;
@@ -188,13 +190,13 @@ void multiply_rows_down(const LowRankBatch& batch, const LowRankPart* parts, int
       const int64_t part = task / shares % num_parts;
       const LowRankRecord& record =
           batch.records[parts[part].layer * batch.num_adapters + tile.adapter];
-      float* const own = inner + part * batch.max_rank;
+      float* const products = inner + part * batch.max_rank;
       const int64_t stride = num_parts * batch.max_rank;
       int64_t k = task % shares * kShare;
       const int64_t end = std::min(record.rank, k + kShare);
       for (; k + kTogether <= end; k += kTogether)
-        multiply_share<kTogether>(given, batch, tile, record, k, own, stride);
-      for (; k < end; k++) multiply_share<1>(given, batch, tile, record, k, own, stride);
+        multiply_share<kTogether>(packed, batch, tile, record, k, products, stride);
+      for (; k < end; k++) multiply_share<1>(packed, batch, tile, record, k, products, stride);
     }
   }
 }
@@ -211,8 +213,9 @@ extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart
                                     int threads) {
   if (rows != batch->num_rows) return -1;
   if (!is_adapted(*batch, parts, num_parts)) return 0;
-  const auto run = [&](const auto* own) {
-    multiply_rows_down(*batch, parts, num_parts, own, rows, row_stride, *layer, inner, threads);
+  const auto run = [&](const auto* elements) {
+    multiply_rows_down(*batch, parts, num_parts, elements, rows, row_stride, *layer, inner,
+                       threads);
   };
   if (wide)
     run(static_cast<const float*>(x));

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-// A layer's matrices of one adapter; as make_record.
+// The matrices of one adapter for one layer; see make_record.
 struct LowRankRecord {
   const void* down;  // [rank, inputs]
   const void* up;    // [rank, outputs], or in panels: see LowRankPart
@@ -12,12 +12,12 @@ struct LowRankRecord {
   double scale;
 };
 
-// Rows of one adapter; as LowRankBatch.tiles.
+// Rows of one adapter; see LowRankBatch.tiles in low_rank.py.
 struct LowRankTile {
   int32_t adapter, begin, end;
 };
 
-// The rows of a batch that have adapters; as LowRankBatch.
+// The rows of a batch that have adapters; the same as in low_rank.py.
 struct LowRankBatch {
   const int32_t* rows;      // sorted by adapter
   const int32_t* adapters;  // of each row of the batch; -1 for none
@@ -45,7 +45,7 @@ struct StepAdapters {
   int64_t num_layers;
 };
 
-// What a packed layer adds to its outputs.
+// The sums of adapters that a packed layer adds to its outputs.
 struct LowRankSums {
   const LowRankBatch* batch;
   const LowRankPart* parts;

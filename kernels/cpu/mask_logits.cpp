@@ -1,4 +1,4 @@
-// Makes tokens impossible that a bit mask leaves out.
+// Makes the tokens that a bit mask leaves out impossible.
 
 #include <algorithm>
 #include <cstdint>

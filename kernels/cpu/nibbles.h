@@ -1,8 +1,8 @@
 // Products of a few rows and 4-bit weights.
 //
-// A weight is a number of 4 bits times a scale, which an output has for each group of inputs, and
-// whole numbers have a zero besides. The kernel sums a group's products with the numbers first, and
-// multiplies the sum by the scale once.
+// A weight is a number of 4 bits times a scale; whole numbers also have a zero. An output has a
+// scale, and a zero, for each group of inputs. The kernel sums a group's products with the numbers
+// first, and multiplies the sum by the scale once.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,13 @@
 #include "streams.h"
 
 // A panel's group is kPanelVectors times four vectors of 4-bit numbers, then the scales, then the
-// zeros. Lane h of an output's two in vector t has, from its low bits up, the weights of inputs
-// 8 t + h, 8 t + h + 2, ...; so its n-th numbers are those of the row's word 4 t + n.
-template <class Kind>
+// zeros. An output has two lanes in vector t. Lane h has, from its low bits up, the weights of
+// inputs 8 t + h, 8 t + h + 2, ...; so its n-th number belongs to the row's word 4 t + n.
+template <class NumberKind>
 struct GroupOf {
   static constexpr int kWords = kGroupInputs / 2;
   static constexpr int kNibbles = kPanel * kGroupInputs / 2;  // bytes
-  static constexpr int kBytes = kNibbles + kPanel * Kind::kScaleBytes;
+  static constexpr int kBytes = kNibbles + kPanel * NumberKind::kScaleBytes;
 };
 constexpr int kFewRows = 4;  // twice two sums each, besides the operands
 
@@ -40,13 +40,13 @@ struct Int4 {
   static constexpr float number(int code) { return code - 8; }
   static Words whole(Words codes) { return codes; }
 
-  // Of the outputs of vector j.
+  // The scale and the zero of the outputs of vector j.
   Int4(const uint8_t* scales, int j)
       : scale(BFloat16::load_floats(halves(scales) + j * kLanes)),
         zero(BFloat16::load_floats(halves(scales) + kPanel + j * kLanes)) {
     if (kRoundsRows) zero -= scale * kShift;
   }
-  // Returns products with weights, of those with numbers and the sum of the inputs.
+  // Returns products with weights from the products with numbers and the sum of the inputs.
   Floats weigh(Floats products, float sum) const { return products * scale + zero * sum; }
 
   Floats scale, zero;
@@ -109,14 +109,14 @@ struct E2m1 {
 #if defined(__AVX512BF16__)
 
 // Numbers become bfloat16, which represents them exactly, by a table.
-template <class Kind>
+template <class NumberKind>
 struct Numbers {
   using Sum = Floats;
 
   Numbers() {
     alignas(64) uint16_t table[32];  // twice, as the fifth bit of an index is ignored
     for (int i = 0; i < 32; i++) {
-      const float value = Kind::number(i % 16);
+      const float value = NumberKind::number(i % 16);
       uint32_t bits;
       std::memcpy(&bits, &value, sizeof bits);
       table[i] = bits >> 16;
@@ -137,11 +137,11 @@ struct Numbers {
 #else
 
 // Numbers are whole, and so are rows.
-template <class Kind>
+template <class NumberKind>
 struct Numbers {
   using Sum = Ints;
 
-  Words at(Words lanes, int n) const { return Kind::whole((lanes >> (4 * n)) & 0x000f000f); }
+  Words at(Words lanes, int n) const { return NumberKind::whole((lanes >> (4 * n)) & 0x000f000f); }
   static Sum multiply_add(Sum sum, Words row, Words numbers) {
     return add_products(sum, row, numbers);
   }
@@ -170,16 +170,16 @@ inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
   return step;
 }
 
-template <class Kind, int kRows, class Store>
+template <class NumberKind, int kRows, class Store>
 void multiply_groups(const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead, Store store) {
-  using Group = GroupOf<Kind>;
-  const Numbers<Kind> numbers;
+  using Group = GroupOf<NumberKind>;
+  const Numbers<NumberKind> numbers;
   Floats total[kRows][kPanelVectors] = {};
   for (int64_t group = 0; group < few.groups; group++) {
     const uint8_t* at = panel + group * Group::kBytes;
     for (int line = 0; line < Group::kBytes; line += 64)
       __builtin_prefetch(ahead + group * Group::kBytes + line, 0, kSecondCache);
-    typename Numbers<Kind>::Sum sums[kRows][kPanelVectors] = {};
+    typename Numbers<NumberKind>::Sum sums[kRows][kPanelVectors] = {};
 #pragma GCC unroll 4
     for (int t = 0; t < 4; t++) {
       Words lanes[kPanelVectors];
@@ -197,18 +197,19 @@ void multiply_groups(const GroupedRows& few, const uint8_t* panel, const uint8_t
               broadcast(few.words[i * few.stride + group * Group::kWords + 4 * t + n]);
 #pragma GCC unroll 2
           for (int j = 0; j < kPanelVectors; j++)
-            sums[i][j] = Numbers<Kind>::multiply_add(sums[i][j], element, weights[j]);
+            sums[i][j] = Numbers<NumberKind>::multiply_add(sums[i][j], element, weights[j]);
         }
       }
     }
 #pragma GCC unroll 2
     for (int j = 0; j < kPanelVectors; j++) {
-      const Kind scales(at + Group::kNibbles, j);
+      const NumberKind scales(at + Group::kNibbles, j);
 #pragma GCC unroll 4
       for (int i = 0; i < kRows; i++) {
-        const int64_t own = i * few.groups + group;
+        const int64_t index = i * few.groups + group;
         total[i][j] +=
-            scales.weigh(Numbers<Kind>::to_floats(sums[i][j], few.steps[own]), few.sums[own]);
+            scales.weigh(Numbers<NumberKind>::to_floats(sums[i][j], few.steps[index]),
+                         few.sums[index]);
       }
     }
   }
@@ -225,22 +226,22 @@ inline float sum_of_group(const uint16_t* from) {
 inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words, float* sums,
                            float* steps) {
   for (int64_t group = 0; group < groups; group++) {
-    const uint16_t* own = from + group * kGroupInputs;
+    const uint16_t* group_from = from + group * kGroupInputs;
     if constexpr (kRoundsRows)
-      steps[group] = round_group(own, words + group * kGroupInputs / 2, sums + group);
+      steps[group] = round_group(group_from, words + group * kGroupInputs / 2, sums + group);
     else
-      sums[group] = sum_of_group(own);
+      sums[group] = sum_of_group(group_from);
   }
 }
 
 // Calls store(row, sums) with each row's products with a panel, for at most kFewRows rows.
-template <class Kind, class Store>
+template <class NumberKind, class Store>
 void multiply_few(int rows, const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead,
                   Store store) {
   switch (rows) {
-    case 1: return multiply_groups<Kind, 1>(few, panel, ahead, store);
-    case 2: return multiply_groups<Kind, 2>(few, panel, ahead, store);
-    case 3: return multiply_groups<Kind, 3>(few, panel, ahead, store);
-    case 4: return multiply_groups<Kind, 4>(few, panel, ahead, store);
+    case 1: return multiply_groups<NumberKind, 1>(few, panel, ahead, store);
+    case 2: return multiply_groups<NumberKind, 2>(few, panel, ahead, store);
+    case 3: return multiply_groups<NumberKind, 3>(few, panel, ahead, store);
+    case 4: return multiply_groups<NumberKind, 4>(few, panel, ahead, store);
   }
 }

@@ -1,5 +1,5 @@
-// Octavo's operators, which programs call without Python. Those that update states are in
-// state_operators.cpp.
+// Octavo's operators, which programs call without Python; state_operators.cpp has those that update
+// states.
 
 #include <cstdint>
 #include <cstring>
@@ -46,8 +46,8 @@ __thread Spent spent;
 
 namespace {
 
-// A linear layer's rows and results; `out` is null if the kernels do not support the call. The
-// layer adds what the step's adapters add if `adapted` is its number among those that may.
+// A linear layer's rows and results; `out` is null if the kernels do not support the call. If
+// `adapted` is the layer's number among those that adapters adapt, the layer adds their sums.
 struct LinearCall {
   const View& rows;
   LinearLayer layer;
@@ -78,22 +78,22 @@ struct LinearCall {
   int64_t row_stride() const { return rows.strides[0]; }
 
  private:
-  // Prepares what adapters add; returns whether the rows are those of the step.
+  // Prepares the sums of adapters; returns whether the rows are those of the step.
   bool adapt(int64_t number) {
     if (number >= step.adapters->num_layers) return false;
-    const LowRankLayer& own = step.adapters->layers[number];
-    const LowRankBatch& batch = own.of_logits ? step.adapters->logits : step.adapters->tokens;
+    const LowRankLayer& adapted = step.adapters->layers[number];
+    const LowRankBatch& batch = adapted.of_logits ? step.adapters->logits : step.adapters->tokens;
     struct Inner {  // kernels have a buffer of floats of their own
       float value;
     };
     auto* const inner = reinterpret_cast<float*>(
-        scratch<Inner>(num_rows() * own.num_parts * batch.max_rank));
-    const int found = octavo_multiply_down(&batch, own.parts, own.num_parts, rows.data,
+        scratch<Inner>(num_rows() * adapted.num_parts * batch.max_rank));
+    const int status = octavo_multiply_down(&batch, adapted.parts, adapted.num_parts, rows.data,
                                            is_float32(), num_rows(), row_stride(), &layer, inner,
                                            step.threads);
-    sums = {&batch, own.parts, own.num_parts, inner};
-    if (found > 0) layer.adapted = &sums;
-    return found >= 0;
+    sums = {&batch, adapted.parts, adapted.num_parts, inner};
+    if (status > 0) layer.adapted = &sums;
+    return status >= 0;
   }
 };
 
@@ -128,14 +128,14 @@ int64_t expert_inputs(const View& panels) {
 }  // namespace
 
 // Adds up `elements` of `x` over all ranks to `out`; `dtype` is 0 for float32, 1 for float16 and 2
-// for bfloat16. Returns 0 if it could.
+// for bfloat16. Returns 0 on success.
 using SumOverRanks = int (*)(const void* x, void* out, int64_t elements, int dtype);
 static SumOverRanks add_up = nullptr;
 
-// Sets what adds up over ranks for all steps of this process.
+// Sets the function that adds up over ranks for all steps of this process.
 extern "C" void octavo_set_sum(SumOverRanks function) { add_up = function; }
 
-// Sets this thread's step for the operators. What it points to must outlive their calls.
+// Sets this thread's step for the operators. The memory that it points to must outlive their calls.
 extern "C" void octavo_set_step(const Step* within) { step = *within; }
 
 // Returns the seconds of this thread's steps since its last call.

@@ -1,4 +1,4 @@
-// What Octavo's operators share, and how programs call them; see program.cpp.
+// The types that Octavo's operators share, and the calls of programs; see program.cpp.
 #pragma once
 
 #include <algorithm>
@@ -39,10 +39,10 @@ int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_int8();
 }
 
-// Else other libraries of the process could define what we declare.
+// Otherwise other libraries of the process could define the names declared here.
 #define HIDDEN __attribute__((visibility("hidden")))
 
-// Where the states of one convolution or recurrence of one layer lie; the same as in native.py.
+// The place of the states of one convolution or recurrence of one layer; the same as in native.py.
 // The stride and the size are in elements.
 struct StateCache {
   void* state;
@@ -63,7 +63,7 @@ struct Step {
 };
 extern __thread Step step HIDDEN;
 
-// Seconds of this thread's steps. `linear` includes what is fused into the products.
+// Seconds of this thread's steps. `linear` includes the operators fused into the products.
 struct Spent {
   double attention, linear, states;
 };
@@ -97,7 +97,7 @@ struct View {
   }
 };
 
-// The number of a floating-point dtype in the kernels, or -1 of another.
+// Returns the number of a floating-point dtype in the kernels, or -1 for others.
 inline int dtype_number(int32_t dtype) {
   if (dtype == aoti_torch_dtype_float32()) return 0;
   if (dtype == aoti_torch_dtype_float16()) return 1;
@@ -161,7 +161,7 @@ struct Tensors {
   }
 };
 
-// How an argument of an operator is taken from a word of a program, and its letter in signatures.
+// The conversion of a program's word to an operator's argument, and its letter in signatures.
 template <class T>
 struct Argument {
   static constexpr char kLetter = std::is_floating_point_v<T> ? 'f' : 'i';
@@ -192,7 +192,7 @@ struct Argument<const View*> {
   }
 };
 
-// An operator. `run` returns whether it could.
+// An operator. `run` returns whether it succeeded.
 struct Operator {
   const char* name;
   std::string signature;  // a letter for each argument
@@ -202,17 +202,17 @@ struct Operator {
 template <auto function>
 struct Caller;
 
-template <class... Given, bool (*function)(const Result&, Given...)>
+template <class... Arguments, bool (*function)(const Result&, Arguments...)>
 struct Caller<function> {
   template <size_t... i>
   static bool call(const Result& result, const int64_t* words, const Tensors& tensors,
                    std::index_sequence<i...>) {
-    return function(result, Argument<Given>::take(words[i], tensors)...);
+    return function(result, Argument<Arguments>::take(words[i], tensors)...);
   }
   static bool run(const Result& result, const int64_t* words, const Tensors& tensors) {
-    return call(result, words, tensors, std::index_sequence_for<Given...>{});
+    return call(result, words, tensors, std::index_sequence_for<Arguments...>{});
   }
-  static Operator named(const char* name) { return {name, {Argument<Given>::kLetter...}, run}; }
+  static Operator named(const char* name) { return {name, {Argument<Arguments>::kLetter...}, run}; }
 };
 
 template <auto function>

@@ -12,7 +12,7 @@ inline int64_t num_panels(const LinearLayer& layer) {
   return (layer.outputs + outputs - 1) / outputs;
 }
 
-// Adds `factors` times the rows of a panel of `up`; of each row, `kVectors` vectors.
+// Adds `factors` times the rows of a panel of `up`, `kVectors` vectors of each row.
 template <int kVectors, class Element>
 void add_panel(const float* factors, const Element* up, int64_t rank, Floats* sums) {
   Floats odd[kVectors] = {};
@@ -28,20 +28,21 @@ void add_panel(const float* factors, const Element* up, int64_t rank, Floats* su
   }
 }
 
-// Adds what a row's adapter, of matrices of `Element`, adds to a panel's outputs.
+// Adds the product of a row's adapter, whose matrices have the type `Element`, to a panel's
+// outputs.
 template <class Element>
-void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Floats& left,
+void add_low_rank(const LowRankSums& adapters, int64_t row, int64_t panel, Floats& left,
                          Floats& right) {
-  const LowRankBatch& batch = *own.batch;
+  const LowRankBatch& batch = *adapters.batch;
   const int32_t adapter = batch.adapters[row];
   if (adapter < 0) return;
   Floats sums[kPanelVectors] = {left, right};
-  for (int64_t i = 0; i < own.num_parts; i++) {
-    const LowRankPart& part = own.parts[i];
+  for (int64_t i = 0; i < adapters.num_parts; i++) {
+    const LowRankPart& part = adapters.parts[i];
     const int64_t at = panel - part.panel;
     if (at < 0 || at >= part.panels) continue;
     const LowRankRecord& record = batch.records[part.layer * batch.num_adapters + adapter];
-    const float* factors = own.inner + (row * own.num_parts + i) * batch.max_rank;
+    const float* factors = adapters.inner + (row * adapters.num_parts + i) * batch.max_rank;
     const auto* up = static_cast<const Element*>(record.up) + at * record.rank * part.lanes;
     if (part.lanes == kPanel)
       add_panel<kPanelVectors>(factors, up, record.rank, sums);
@@ -52,7 +53,7 @@ void add_low_rank(const LowRankSums& own, int64_t row, int64_t panel, Floats& le
   right = sums[1];
 }
 
-// Writes results of rows of `Row`, as such or in float32.
+// Writes the results of rows of type `Row`, in that type or in float32.
 template <class Row, class Element = Row>
 struct Outputs {
   Element* first;
@@ -74,8 +75,8 @@ struct Outputs {
     if (column >= layer.outputs) return;
     const int64_t left = layer.outputs - column;
     if (layer.residual) {
-      const Row* own = static_cast<const Row*>(layer.residual) + row * layer.residual_stride;
-      values = rounded<Element>(values) + load_first_floats(own + column, left);
+      const Row* residual = static_cast<const Row*>(layer.residual) + row * layer.residual_stride;
+      values = rounded<Element>(values) + load_first_floats(residual + column, left);
     }
     store_first_floats(first + row * layer.outputs + column, left, values);
   }

@@ -3,8 +3,8 @@
 #include <omp.h>
 #include <sched.h>
 
-// Pins thread i of the calling thread's pool to cpus[ends[i - 1]] to cpus[ends[i]], not including
-// the latter; the first begins at cpus[0]. Returns the number of pinned threads.
+// Pins thread i of the calling thread's pool to the CPUs from cpus[ends[i - 1]] to before
+// cpus[ends[i]]; the first begins at cpus[0]. Returns the number of pinned threads.
 extern "C" int octavo_pin_threads(const int* cpus, const int* ends, int threads) {
   int pinned = 0;
 #pragma omp parallel num_threads(threads) reduction(+ : pinned)

@@ -1,6 +1,6 @@
 """Compiles the kernels without PyTorch, and outside of the package.
 
-protos/build_hook.py makes those of a wheel: one library for each instruction set in levels.py.
+protos/build_hook.py makes a wheel's kernels: one library for each instruction set in levels.py.
 `make` runs this file, which makes one for this machine while packages are installed; see build.py.
 """
 

@@ -1,8 +1,8 @@
 // Programs: a traced step's calls of Octavo's operators, run without Python and without PyTorch's
 // dispatcher, which would take longer than a small model's products.
 //
-// program.py writes them, as words of 64 bits. A tensor is named by its number: first a program's
-// inputs, then what it makes. Sizes are linear in a step's number of tokens and of rows.
+// program.py writes them, as words of 64 bits. Tensors have numbers: first a program's inputs, then
+// its results. Sizes are linear in a step's number of tokens and of rows.
 
 #include <cstdint>
 #include <stdexcept>
@@ -27,7 +27,7 @@ Error aoti_torch_library_impl(Library library, const char* name,
                               void (*function)(Value*, uint64_t, uint64_t));
 }
 
-// What an instruction begins with, unless it is the number of an operator; the same as in
+// The first word of an instruction that is not the number of an operator; the same as in
 // program.py.
 //
 //   operator  result, output (or -1), arguments...
@@ -44,7 +44,7 @@ struct Program {
   int64_t num_words, num_tensors;
 };
 
-// Tensors of PyTorch's that a run owns.
+// PyTorch tensors that a run owns.
 struct Owned {
   std::vector<Tensor> tensors;
   ~Owned() {

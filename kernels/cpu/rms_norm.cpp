@@ -1,5 +1,5 @@
-// RMSNorm (Zhang and Sennrich, 2019) of rows that no product norms itself: of heads, and of what a
-// layer adds to its input.
+// RMSNorm (Zhang and Sennrich, 2019) of rows that no product norms itself: of heads, and of the
+// results that a layer adds to its input.
 
 #include <algorithm>
 #include <cmath>

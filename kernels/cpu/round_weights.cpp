@@ -49,13 +49,13 @@ RoundedGroup<Scale> round_to_4_bits(const typename Element::Stored* from) {
   float errors[kTried];
 #pragma GCC unroll 4
   for (int i = 0; i < kTried; i++) {
-    const Floats own = broadcast(scale[i]), middle = broadcast(zero[i]);
+    const Floats step = broadcast(scale[i]), middle = broadcast(zero[i]);
     Floats squares{};
 #pragma GCC unroll 8
     for (int v = 0; v < kVectors; v++) {
-      const Floats place = (x[v] - middle) / own + 8;
+      const Floats place = (x[v] - middle) / step + 8;
       const Floats rounded = min(max(place, Floats{}), broadcast(15.f)) + kMagic;
-      const Floats distance = (rounded - kMagic - 8) * own + middle - x[v];
+      const Floats distance = (rounded - kMagic - 8) * step + middle - x[v];
       squares += distance * distance;
       store(codes[i] + v * kLanes,
             __builtin_convertvector((Words)rounded - (Words)broadcast(kMagic), Bytes));
@@ -66,20 +66,20 @@ RoundedGroup<Scale> round_to_4_bits(const typename Element::Stored* from) {
   float least_error = std::numeric_limits<float>::infinity();
   for (int i = 0; i < kTried; i++)
     if (errors[i] < least_error && scale[i] > 0) least_error = errors[i], best = i;
-  RoundedGroup<Scale> found{};
+  RoundedGroup<Scale> group{};
   if (best < 0) {  // all are equal
     Scale::store_floats(zeros, broadcast(low));
-    found.zero = zeros[0];
-    return found;
+    group.zero = zeros[0];
+    return group;
   }
-  std::memcpy(found.codes, codes[best], sizeof found.codes);
-  found.scale = scales[best];
-  found.zero = zeros[best];
-  return found;
+  std::memcpy(group.codes, codes[best], sizeof group.codes);
+  group.scale = scales[best];
+  group.zero = zeros[best];
+  return group;
 }
 
-// Stores a block of GGUF's Q4_1: the scale, the least weight, and codes, of which the halves of the
-// block share bytes.
+// Stores a block of GGUF's Q4_1: the scale, the least weight, and the codes, where the two halves
+// of the block share bytes.
 void store_q4_1(const RoundedGroup<Float16>& group, uint8_t* to) {
   uint16_t halves[kLanes] = {group.scale, group.zero};
   const Floats wide = Float16::load_floats(halves);
@@ -112,7 +112,7 @@ Floats load_some(const typename Element::Stored* from, int64_t count) {
 }
 
 // Sets `bytes` to an output's weights times `factors`, in 127 steps; returns the value of a step.
-// `sum` is that of the bytes.
+// `sum` gets the sum of the bytes.
 template <class Element>
 float round_to_bytes(const typename Element::Stored* from, const float* factors, int64_t inputs,
                      int8_t* bytes, int32_t* sum) {
@@ -156,15 +156,15 @@ void find_widest(const typename Element::Stored* weight, int64_t stride, int64_t
   constexpr int64_t kInputs = 32 * kLanes;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
   for (int64_t first = 0; first < inputs; first += kInputs) {
-    Floats found[kInputs / kLanes] = {};
+    Floats greatest[kInputs / kLanes] = {};
     const int64_t count = std::min(kInputs, inputs - first);
     for (int64_t output = 0; output < outputs; output++)
       for (int64_t i = 0; i < count; i += kLanes) {
         const Floats x =
             load_some<Element>(weight + output * stride + first + i, count - i);
-        found[i / kLanes] = max(found[i / kLanes], max(x, -x));
+        greatest[i / kLanes] = max(greatest[i / kLanes], max(x, -x));
       }
-    std::memcpy(widest + first, found, count * sizeof *widest);
+    std::memcpy(widest + first, greatest, count * sizeof *widest);
   }
 }
 

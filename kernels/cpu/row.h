@@ -1,8 +1,8 @@
 // A row of logits and its truncation without sorting.
 //
-// A bound on the logit excludes tokens that cannot be among the most likely ones. Of the rest, tens
-// to thousands of tokens, the cut is found by narrowing a range of keys: integers that rise with
-// the logits. All sums are over one row, in an order that depends on this row only.
+// A bound on the logit excludes tokens that cannot be among the most likely ones. Tens to thousands
+// of tokens are left, and the cut among them is found by narrowing a range of keys: integers that
+// rise with the logits. All sums are over one row, in an order that depends on this row only.
 #pragma once
 
 #include <algorithm>
@@ -126,9 +126,9 @@ struct Candidates {
   void append(Ints some, int32_t place, Ints chosen) {
 #if defined(__AVX512F__)
     const __mmask16 mask = _mm512_test_epi32_mask((__m512i)chosen, (__m512i)chosen);
-    const Ints own = kLane + broadcast(place);
+    const Ints ids_of_lanes = kLane + broadcast(place);
     store(&keys[count], _mm512_maskz_compress_epi32(mask, (__m512i)some));
-    store(&places[count], _mm512_maskz_compress_epi32(mask, (__m512i)own));
+    store(&places[count], _mm512_maskz_compress_epi32(mask, (__m512i)ids_of_lanes));
     count += __builtin_popcount(mask);
 #else
     for (int lane = 0; lane < kLanes; lane++) {
@@ -162,7 +162,7 @@ struct Cut {
   double spare;
 };
 
-// A range of keys, and the measure of candidates from its end on.
+// A range of keys, and the measure of the candidates with keys from its end on.
 struct Range {
   int64_t begin, end;
   double measured = 0;
@@ -176,7 +176,7 @@ Range narrow(const Candidates& candidates, Range range, double target, Measure m
   while (range.end - range.begin > 1) {
     const int64_t step = (range.end - range.begin + kBounds) / (kBounds + 1);
     int64_t bounds[kBounds];
-    double found[kBounds] = {};
+    double reached[kBounds] = {};
     for (int b = 0; b < kBounds; b++)
       bounds[b] = std::min(range.begin + (b + 1) * step, range.end - 1);
     for (int64_t first = 0; first < vectors; first += kChunk) {
@@ -187,12 +187,12 @@ Range narrow(const Candidates& candidates, Range range, double target, Measure m
           const Ints within = candidates.keys_at(i) >= broadcast(int32_t(bounds[b]));
           sums[b] += within ? measure(i) : Floats{};
         }
-      for (int b = 0; b < kBounds; b++) found[b] += reduce_add(sums[b]);
+      for (int b = 0; b < kBounds; b++) reached[b] += reduce_add(sums[b]);
     }
     int enough = 0;
-    while (enough < kBounds && found[enough] >= target) enough++;
+    while (enough < kBounds && reached[enough] >= target) enough++;
     if (enough > 0) range.begin = bounds[enough - 1];
-    if (enough < kBounds) range.end = bounds[enough], range.measured = found[enough];
+    if (enough < kBounds) range.end = bounds[enough], range.measured = reached[enough];
   }
   return range;
 }

@@ -37,13 +37,13 @@ extern "C" void octavo_score_tokens(const float* logits, int64_t num_rows, int64
                                     int threads) {
 #pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
   for (int64_t i = 0; i < num_rows; i++) {
-    const float* own = logits + i * stride;
-    const Row row(own, size, 1);
+    const float* row_logits = logits + i * stride;
+    const Row row(row_logits, size, 1);
     const double total =
         add_all(row.vectors(), [&](int64_t at) { return row.weigh(row.at(at)); });
     const float normaliser = row.greatest() + std::log(total);
     const bool known = tokens[i] >= 0 && tokens[i] < size;
-    logprobs[i] = known ? own[tokens[i]] - normaliser : NAN;
+    logprobs[i] = known ? row_logits[tokens[i]] - normaliser : NAN;
     if (most) write_top(row, normaliser, most, top + i * most, top_logprobs + i * most);
   }
 }

@@ -46,7 +46,7 @@ class Worker {
            channel % p_.channels_per_row * p_.state_size;
   }
 
-  // Loads b and c, the steps, their products with x, and the results as far as they are d * x.
+  // Loads b and c, the steps and their products with x, and sets the results to d * x.
   void load_tokens(int64_t token, int count) {
     for (int t = 0; t < count; t++, token++) {
       widen<T>(static_cast<const Stored*>(p_.b) + token * p_.b_stride, p_.state_size,
@@ -56,9 +56,9 @@ class Worker {
       widen<T>(static_cast<const Stored*>(p_.x) + token * p_.x_stride + first_, count_,
                inputs_[t]);
       with_dtype(p_.dt_dtype, [&](auto type) {
-        using Step = decltype(type);
-        const auto* dt = static_cast<const typename Step::Stored*>(p_.dt);
-        widen<Step>(dt + token * p_.dt_stride + first_, count_, steps_[t]);
+        using StepType = decltype(type);
+        const auto* dt = static_cast<const typename StepType::Stored*>(p_.dt);
+        widen<StepType>(dt + token * p_.dt_stride + first_, count_, steps_[t]);
       });
       for (int i = 0; i < count_; i += kLanes) {
         Floats dt = load<Floats>(&steps_[t][i]);
@@ -112,23 +112,23 @@ class Worker {
     Floats h[kVectors], rates[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) {
-      const int own = at + v * kLanes, left = p_.state_size - own;
-      h[v] = is_new ? Floats{} : load_first<Floats>(state + own, left);
-      rates[v] = load_first<Floats>(a + own, left) * kLog2OfE;
+      const int element = at + v * kLanes, left = p_.state_size - element;
+      h[v] = is_new ? Floats{} : load_first<Floats>(state + element, left);
+      rates[v] = load_first<Floats>(a + element, left) * kLog2OfE;
     }
     for (int t = 0; t < count; t++) {
       const float dt = steps_[t][channel], input = inputs_[t][channel];
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; v++) {
-        const int own = t * width_ + at + v * kLanes;
-        h[v] = h[v] * power_of_2(rates[v] * dt) + load<Floats>(&b_[own]) * input;
-        sums[t] += h[v] * load<Floats>(&c_[own]);
+        const int element = t * width_ + at + v * kLanes;
+        h[v] = h[v] * power_of_2(rates[v] * dt) + load<Floats>(&b_[element]) * input;
+        sums[t] += h[v] * load<Floats>(&c_[element]);
       }
     }
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; v++) {
-      const int own = at + v * kLanes;
-      store_first(state + own, p_.state_size - own, h[v]);
+      const int element = at + v * kLanes;
+      store_first(state + element, p_.state_size - element, h[v]);
     }
   }
 

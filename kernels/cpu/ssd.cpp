@@ -57,7 +57,7 @@ class Worker {
   }
 
  private:
-  // Makes states_[index] the state of a head, in rows of whole vectors.
+  // Sets states_[index] to the state of a head, in rows of whole vectors.
   void open(int seq, int head, int index) {
     float* row = p_.rows.template row<float>(seq, head);
     const bool in_place = padded_.empty();
@@ -98,7 +98,7 @@ class Worker {
              num_vectors(count), products_.data(), kTokens, nullptr);
   }
 
-  // Sets the steps of some tokens, and up to a whole vector zeros.
+  // Sets the steps of some tokens, with zeros up to a whole vector.
   void load_steps(int token, int count, int head, float* steps) const {
     for (int t = 0; t < count; t++) steps[t] = p_.dt[int64_t{token + t} * p_.heads + head];
     std::fill(steps + count, steps + whole_vectors(count), 0.f);

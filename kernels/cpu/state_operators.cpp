@@ -33,7 +33,8 @@ class Tokens : public View {
   bool fits_ = true, contiguous_;
 };
 
-// An optional contiguous tensor of one dtype. `ok` becomes false if it is neither.
+// An optional contiguous tensor of one dtype. `ok` becomes false if it is not contiguous or of
+// another dtype.
 template <class T = float>
 const T* read(const View* tensor, int32_t dtype, bool& ok) {
   if (!tensor) return nullptr;

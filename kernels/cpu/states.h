@@ -14,7 +14,7 @@
 constexpr float kLog2OfE = 1.4426950408889634f;
 constexpr int kFloatsPerLine = 16;
 
-// Calls `work` with the type of a number of states.py.
+// Calls `work` with the type that has this number in states.py.
 template <class Work>
 void with_dtype(int dtype, Work work) {
   switch (dtype) {

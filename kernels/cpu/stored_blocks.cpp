@@ -1,7 +1,7 @@
 // Weights in GGUF's block formats, from the bytes of a file: widened, or laid out for the kernels.
 //
-// ggml's ggml-common.h defines the bytes. Each product of a code and its scales is exact in float32,
-// and so is that of a minimum: compilers may fuse them with additions.
+// ggml's ggml-common.h defines the bytes. The products of a code and its scales and of a minimum
+// and its scales are exact in float32, so compilers may fuse them with additions.
 
 #include <algorithm>
 #include <cstdint>
@@ -178,7 +178,7 @@ void pack_codes(const uint8_t* codes, uint8_t* to) {
   for (int v = 0; v < K::kBits; v++) store(to + v * sizeof(Words), words[v]);
 }
 
-// Stores an output's unit in its panel's.
+// Stores an output's unit in its panel's unit.
 template <class K>
 void pack_unit(const StoredUnit<K>& unit, int output, uint8_t* to) {
   const int vector = output / kLanes, lane = output % kLanes;
@@ -206,7 +206,7 @@ void pack(const StoredRows& rows, int64_t outputs, uint8_t* panels, int threads)
       for (int i = 0; i < kPanel; i++) {
         const int64_t output = panel * kPanel + i;
         const uint8_t* const from = output < outputs ? rows.row(output) : nullptr;
-        StoredUnit<K> unit{};  // of an output that there is not: zeros
+        StoredUnit<K> unit{};  // zeros for an output that does not exist
         for (int64_t at = first; at < std::min(first + kChunk, units); at++) {
           if (from) unit.read(from + at * StoredUnit<K>::kBytes);
           pack_unit(unit, i, panels + (panel * units + at) * K::kUnitBytes);
@@ -217,12 +217,12 @@ void pack(const StoredRows& rows, int64_t outputs, uint8_t* panels, int threads)
 }  // namespace
 
 // Sets y, `[outputs, inputs]` in bfloat16 or, if `wide`, float32, to the weights of a file's rows.
-// Output i is of row order[i], or of row i if the order is null.
+// Output i is row order[i], or row i if the order is null.
 extern "C" void octavo_widen_blocks(const uint8_t* rows, int64_t row_bytes, const int64_t* order,
                                     int64_t outputs, int64_t format, int64_t wide, void* y,
                                     int threads) {
-  with_format(format, [&](auto own) {
-    using K = decltype(own);
+  with_format(format, [&](auto kind) {
+    using K = decltype(kind);
     const StoredRows stored{rows, row_bytes, order};
     if (wide) widen<K, Float32>(stored, outputs, y, threads);
     else widen<K, BFloat16>(stored, outputs, y, threads);
@@ -232,7 +232,7 @@ extern "C" void octavo_widen_blocks(const uint8_t* rows, int64_t row_bytes, cons
 // Lays out a file's rows in panels; outputs are padded with zeros to whole ones.
 extern "C" void octavo_pack_blocks(const uint8_t* rows, int64_t row_bytes, const int64_t* order,
                                    int64_t outputs, int64_t format, uint8_t* panels, int threads) {
-  with_format(format, [&](auto own) {
-    pack<decltype(own)>({rows, row_bytes, order}, outputs, panels, threads);
+  with_format(format, [&](auto kind) {
+    pack<decltype(kind)>({rows, row_bytes, order}, outputs, panels, threads);
   });
 }

@@ -10,7 +10,8 @@
 // How far ahead of its reads a thread prefetches, in bytes.
 constexpr int kStreamBytes = 4096;
 
-// The cache that __builtin_prefetch brings a line to. Panels that are read again do not fit the first.
+// The cache that __builtin_prefetch loads a line into. Panels that are read again do not fit the
+// first.
 enum Locality { kSecondCache = 2, kFirstCache = 3 };
 
 // Gives each thread a range of adjacent panels. A thread that has finished its range takes panels of

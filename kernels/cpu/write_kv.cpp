@@ -103,7 +103,7 @@ int64_t bad_slot(const Cache& cache, const int64_t* slots, int64_t num_tokens) {
 }  // namespace
 
 // Returns 0, or 1 + the index of the first slot that is past the cache's end; then
-// nothing has been written. Negative slots are skipped, and values if the cache has none.
+// nothing has been written. Negative slots are skipped, as are values if the cache has none.
 extern "C" int64_t octavo_write_kv(
     const Cache* cache, const void* key, int64_t key_token_stride, int64_t key_head_stride,
     const void* value, int64_t value_token_stride, int64_t value_head_stride,

@@ -48,8 +48,8 @@ def add_up(pairs: Tensor, expert_ids: Tensor, num_experts: int, out: Tensor) -> 
     """Add up each row's experts.
 
     Args:
-        pairs: `[rows * chosen, hidden]` float32, what a row's experts computed, weighted.
-        expert_ids: `[rows, chosen]` int64; what those left that do not exist may be NaN.
+        pairs: `[rows * chosen, hidden]` float32, the weighted results of a row's experts.
+        expert_ids: `[rows, chosen]` int64; pairs of experts that do not exist may be NaN.
         num_experts: The experts.
         out: `[rows, hidden]`.
     """
@@ -94,7 +94,7 @@ def activate(x, KIND: tl.constexpr, ALPHA: tl.constexpr):
 def _sum_kernel(  # noqa: PLR0917
     pairs, expert_ids, out, hidden, num_experts, CHOSEN: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Add up a row's weighted experts; what those left that do not exist may be NaN."""
+    """Add up a row's weighted experts; pairs of experts that do not exist may be NaN."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     real = column < hidden

@@ -78,7 +78,7 @@ def test_the_file_s_bytes(kernels, own, outputs):
 @pytest.mark.parametrize("outside", [-1, 7])
 def test_there_must_be_a_row_of_each_output(kernels, read, outside):
     own = FORMATS["Q4_0"]
-    with pytest.raises(IndexError, match="an output is of none of 7 rows"):
+    with pytest.raises(IndexError, match="an output is in none of 7 rows"):
         getattr(kernels[0], read)(random_bytes(own, 7, 3, 1), own, order=torch.tensor([outside]))
 
 

@@ -386,7 +386,7 @@ class SelfCheck:
             computed: `[rows, vocab_size]` float32.
             expected: `[rows, vocab_size]` float32.
             broken: The relation that does not hold if they differ.
-            tolerance: The quantization's, if they may differ by it.
+            tolerance: The quantization's tolerance, if they may differ by it.
 
         Raises:
             SelfCheckError: They differ by more than the tolerance and rounding explain.

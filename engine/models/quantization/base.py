@@ -115,7 +115,7 @@ class Scheme(ABC):
             convert = partial(self.convert, inputs=layer_inputs, is_head=first.layer is head)
             replace(model, group, convert, gates=has_quantized_kernels(first.layer))
         for layer in experts:
-            rows = inputs.experts.get(layer.path)  # none if the model does not call the layer
+            rows = inputs.experts.get(layer.path)  # None if the model does not call the layer
             with held(layer.module):
                 if rows is not None and (converted := self.convert_experts(layer, rows)):
                     layer.replace(converted)

@@ -237,7 +237,7 @@ def known(settings: Settings, allowed: Mapping[str, Callable[[Any], bool]]) -> N
 
     Args:
         settings: The settings.
-        allowed: Whether a value is read, by the setting's name.
+        allowed: Functions that return whether a value is known, by the setting's name.
 
     Raises:
         UnsupportedModelError: The message names the setting and its value.
