@@ -116,34 +116,22 @@ class Scheduler(Progress):
             Whether a group was preempted.
         """
         begins_block = self._decodes.begin_step()
-        others = [group for group in self.running if group.decode_row is None]
         counts = {
             group: [(decoder, 1)]
             if (decoder := group.decoder) is not None
             else self._count_tokens(group)
-            for group in others
+            for group in self.running
+            if group.decode_row is None
         }
         decodes = len(self._decodes)
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
-        drafts: Drafts = {}
-        if self.speculation is not None and decodes:
-            drafts = make_drafts(
-                self.speculation,
-                self.running,
-                self.cache,
-                decodes=decodes,
-                budget=budget,
-                model=self.draft_model,
-            )
-            budget -= sum(map(len, drafts.values()))
-            for group in self.running if drafts else ():
-                if group.decode_row is not None and group.sequences[0].id in drafts:
-                    self._decodes.remove(group)
-                    counts[group] = [(group.sequences[0], 1)]
-            if drafts:
-                others = [group for group in self.running if group.decode_row is None]
-                begins_block = [group for group in begins_block if group.decode_row is not None]
+        drafts = self._draft(counts, decodes, budget)
+        budget -= sum(map(len, drafts.values()))
+        others = [group for group in self.running if group.decode_row is None]
+        begins_block = [group for group in begins_block if group.decode_row is not None]
+        # If there are blocks for the whole step, plain decodes get theirs all at once. Else each
+        # takes its turn among the others, so that whoever is last in order is the one preempted.
         preempted = False
         most = self._most_blocks(counts, budget, drafts) if begins_block else 0
         if not self._decodes.begin_blocks(self.cache, begins_block, spare=most):
@@ -161,6 +149,32 @@ class Scheduler(Progress):
                     preempted = True
         batch.plain = self._decodes.next_step()
         return preempted
+
+    def _draft(
+        self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], decodes: int, budget: int
+    ) -> Drafts:
+        """Draft tokens; groups that have some are no plain decodes in this step.
+
+        Args:
+            counts: Numbers of tokens that other groups could compute; those with drafts are added.
+            decodes: Number of sequences that decode.
+            budget: Number of tokens that the step can compute beside these.
+        """
+        if self.speculation is None or not decodes:
+            return {}
+        drafts = make_drafts(
+            self.speculation,
+            self.running,
+            self.cache,
+            decodes=decodes,
+            budget=budget,
+            model=self.draft_model,
+        )
+        for group in self.running if drafts else ():
+            if group.decode_row is not None and group.sequences[0].id in drafts:
+                self._decodes.remove(group)
+                counts[group] = [(group.sequences[0], 1)]
+        return drafts
 
     def _most_blocks(
         self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], budget: int, drafts: Drafts
