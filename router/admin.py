@@ -24,18 +24,14 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         self._pool = pool
         self._adapters = PoolAdapters(pool)
 
-    async def ListEngines(  # noqa: N802 - the contract's name
-        self,
-        request: admin_pb2.ListEnginesRequest,  # noqa: ARG002 - it is empty
-        context: rpc.Context,  # noqa: ARG002
+    async def ListEngines(
+        self, request: admin_pb2.ListEnginesRequest, context: rpc.Context
     ) -> admin_pb2.ListEnginesResponse:
         """List every engine with its state."""
         return admin_pb2.ListEnginesResponse(engines=map(_status, self._pool.links))
 
-    async def AddEngine(  # noqa: N802
-        self,
-        request: admin_pb2.AddEngineRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def AddEngine(
+        self, request: admin_pb2.AddEngineRequest, context: rpc.Context
     ) -> admin_pb2.AddEngineResponse:
         """Add an engine, or let a drained one take requests again."""
         if not is_address(request.address):
@@ -46,27 +42,23 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("engine added", engine=request.address)
         return admin_pb2.AddEngineResponse(engine=_status(link))
 
-    async def DrainEngine(  # noqa: N802
-        self,
-        request: admin_pb2.DrainEngineRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def DrainEngine(
+        self, request: admin_pb2.DrainEngineRequest, context: rpc.Context
     ) -> admin_pb2.DrainEngineResponse:
         """Give an engine no new requests."""
         link = self._pool.drain(request.address)
         log.info("engine drained", engine=request.address)
         return admin_pb2.DrainEngineResponse(engine=_status(link))
 
-    async def RemoveEngine(  # noqa: N802
-        self,
-        request: admin_pb2.RemoveEngineRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def RemoveEngine(
+        self, request: admin_pb2.RemoveEngineRequest, context: rpc.Context
     ) -> admin_pb2.RemoveEngineResponse:
         """Remove an engine; its requests migrate to others."""
         await self._pool.remove(request.address)
         log.info("engine removed", engine=request.address)
         return admin_pb2.RemoveEngineResponse()
 
-    async def LoadAdapter(  # noqa: N802
+    async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Load an adapter on one engine, or on all."""
@@ -77,7 +69,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("adapter loaded", adapter=request.name, path=request.path)
         return admin_pb2.LoadAdapterResponse(adapter=self._adapters.status(request.name))
 
-    async def UnloadAdapter(  # noqa: N802
+    async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.UnloadAdapterResponse:
         """Unload an adapter from one engine, or from all."""
@@ -85,10 +77,8 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("adapter unloaded", adapter=request.name)
         return admin_pb2.UnloadAdapterResponse()
 
-    async def ListAdapters(  # noqa: N802
-        self,
-        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - it is empty
-        context: rpc.Context,  # noqa: ARG002
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: rpc.Context
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters that connected engines have."""
         return admin_pb2.ListAdaptersResponse(adapters=self._adapters.loaded())

@@ -18,7 +18,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    async def Generate(  # type: ignore[override]  # noqa: N802 - it writes, and yields nothing
+    async def Generate(  # type: ignore[override]  # it writes, and yields nothing
         self, request: generation_pb2.GenerateRequest, context: rpc.Context
     ) -> None:
         """Generate outputs and stream them."""
@@ -31,26 +31,20 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             accept_queued=True,
         )
 
-    async def Tokenize(  # noqa: N802
-        self,
-        request: generation_pb2.TokenizeRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def Tokenize(
+        self, request: generation_pb2.TokenizeRequest, context: rpc.Context
     ) -> generation_pb2.TokenizeResponse:
         """Turn text or a chat into tokens."""
         return await self._generator.tokenize(request, caller())
 
-    async def Detokenize(  # noqa: N802
-        self,
-        request: generation_pb2.DetokenizeRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def Detokenize(
+        self, request: generation_pb2.DetokenizeRequest, context: rpc.Context
     ) -> generation_pb2.DetokenizeResponse:
         """Turn tokens into text."""
         return await self._generator.detokenize(request, caller())
 
-    async def ListModels(  # noqa: N802
-        self,
-        request: generation_pb2.ListModelsRequest,  # noqa: ARG002
-        context: rpc.Context,  # noqa: ARG002
+    async def ListModels(
+        self, request: generation_pb2.ListModelsRequest, context: rpc.Context
     ) -> generation_pb2.ListModelsResponse:
         """List the models that the caller may use."""
         return self._generator.list_models(caller())

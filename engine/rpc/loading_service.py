@@ -24,7 +24,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
     def __init__(self) -> None:
         self.loaded: engine_pb2_grpc.EngineServiceServicer | None = None
 
-    async def Session(  # noqa: N802 - the contract's name
+    async def Session(
         self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
         """Carry one router's requests and tokens."""
@@ -33,7 +33,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
             async for response in responses:
                 yield response
 
-    async def GetEngineInfo(  # noqa: N802 - the contract's name
+    async def GetEngineInfo(
         self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
         """Return the description of the engine and its load."""
@@ -41,7 +41,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
         info: engine_pb2.GetEngineInfoResponse = await answer
         return info
 
-    async def LoadAdapter(  # noqa: N802 - the contract's name
+    async def LoadAdapter(
         self, request: engine_pb2.EngineServiceLoadAdapterRequest, context: Context
     ) -> engine_pb2.EngineServiceLoadAdapterResponse:
         """Load an adapter."""
@@ -49,7 +49,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
         response: engine_pb2.EngineServiceLoadAdapterResponse = await answer
         return response
 
-    async def UnloadAdapter(  # noqa: N802 - the contract's name
+    async def UnloadAdapter(
         self, request: engine_pb2.EngineServiceUnloadAdapterRequest, context: Context
     ) -> engine_pb2.EngineServiceUnloadAdapterResponse:
         """Unload an adapter."""

@@ -84,7 +84,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             constraints=_compiler(settings, parts),
         )
 
-    async def Session(  # noqa: N802 - the contract's name
+    async def Session(
         self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
         """Carry one router's requests and tokens."""
@@ -108,10 +108,8 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             del self._sessions[number]
             log.info("session closed", session=number)
 
-    async def GetEngineInfo(  # noqa: N802 - the contract's name
-        self,
-        request: engine_pb2.GetEngineInfoRequest,  # noqa: ARG002 - empty
-        context: Context,  # noqa: ARG002
+    async def GetEngineInfo(
+        self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
         """Return the description of the engine and its load."""
         parts, limits, settings = self._parts, self._parts.limits, self._settings
@@ -151,19 +149,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             aliases=settings.model_names[1:],
         )
 
-    async def LoadAdapter(  # noqa: N802 - the contract's name
-        self,
-        request: engine_pb2.EngineServiceLoadAdapterRequest,
-        context: Context,  # noqa: ARG002
+    async def LoadAdapter(
+        self, request: engine_pb2.EngineServiceLoadAdapterRequest, context: Context
     ) -> engine_pb2.EngineServiceLoadAdapterResponse:
         """Load an adapter beside the requests that run."""
         adapter = await self._adapters.load(request.name, request.path)
         return engine_pb2.EngineServiceLoadAdapterResponse(adapter=adapter)
 
-    async def UnloadAdapter(  # noqa: N802 - the contract's name
-        self,
-        request: engine_pb2.EngineServiceUnloadAdapterRequest,
-        context: Context,  # noqa: ARG002
+    async def UnloadAdapter(
+        self, request: engine_pb2.EngineServiceUnloadAdapterRequest, context: Context
     ) -> engine_pb2.EngineServiceUnloadAdapterResponse:
         """Unload an adapter; requests that have it finish."""
         self._adapters.unload(request.name)

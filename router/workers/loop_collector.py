@@ -1,7 +1,8 @@
 """Collect metrics in an event loop, on behalf of the threads that serve the metrics page."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator
+from typing import Any
 
 from prometheus_client import Metric
 from prometheus_client.registry import Collector
@@ -19,7 +20,7 @@ class LoopCollector(Collector):
         collect: Returns the metrics; runs in the event loop that makes this object.
     """
 
-    def __init__(self, collect: Callable[[], Awaitable[Iterable[Metric]]]) -> None:
+    def __init__(self, collect: Callable[[], Coroutine[Any, Any, Iterable[Metric]]]) -> None:
         self._collect = collect
         self._loop = asyncio.get_running_loop()
 
@@ -29,8 +30,4 @@ class LoopCollector(Collector):
         Raises:
             TimeoutError: The event loop does not run, or is too busy.
         """
-
-        async def run() -> Iterable[Metric]:
-            return await self._collect()
-
-        yield from wait_for_loop(self._loop, run(), SECONDS)
+        yield from wait_for_loop(self._loop, self._collect(), SECONDS)

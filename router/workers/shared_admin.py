@@ -53,19 +53,15 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
             member = self._members.add(slot)
             await wire.call(member.channel, "Connect", self._changes.to_json(), CALL_SECONDS)
 
-    async def ListEngines(  # noqa: N802 - the contract's name
-        self,
-        request: admin_pb2.ListEnginesRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def ListEngines(
+        self, request: admin_pb2.ListEnginesRequest, context: rpc.Context
     ) -> admin_pb2.ListEnginesResponse:
         """List every engine with its state."""
         lists = await self._all(lambda m: m.admin.ListEngines(request, timeout=CALL_SECONDS))
         return admin_pb2.ListEnginesResponse(engines=merged_lists(each.engines for each in lists))
 
-    async def AddEngine(  # noqa: N802
-        self,
-        request: admin_pb2.AddEngineRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def AddEngine(
+        self, request: admin_pb2.AddEngineRequest, context: rpc.Context
     ) -> admin_pb2.AddEngineResponse:
         """Add an engine, or let a drained one take requests again."""
         async with self._changing:
@@ -77,10 +73,8 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("engine added", engine=request.address)
         return admin_pb2.AddEngineResponse(engine=merged_status(r.engine for r in responses))
 
-    async def DrainEngine(  # noqa: N802
-        self,
-        request: admin_pb2.DrainEngineRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def DrainEngine(
+        self, request: admin_pb2.DrainEngineRequest, context: rpc.Context
     ) -> admin_pb2.DrainEngineResponse:
         """Give an engine no new requests."""
         async with self._changing:
@@ -92,10 +86,8 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("engine drained", engine=request.address)
         return admin_pb2.DrainEngineResponse(engine=merged_status(r.engine for r in responses))
 
-    async def RemoveEngine(  # noqa: N802
-        self,
-        request: admin_pb2.RemoveEngineRequest,
-        context: rpc.Context,  # noqa: ARG002
+    async def RemoveEngine(
+        self, request: admin_pb2.RemoveEngineRequest, context: rpc.Context
     ) -> admin_pb2.RemoveEngineResponse:
         """Remove an engine; its requests migrate to others."""
         async with self._changing:
@@ -109,7 +101,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
 
     # Engines hold the adapters: one worker asks them to load one, and they tell the other workers.
 
-    async def LoadAdapter(  # noqa: N802
+    async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.LoadAdapterResponse:
         """Load an adapter on one engine, or on all."""
@@ -118,7 +110,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         await self._until_known(request.name, set(response.adapter.addresses))
         return response
 
-    async def UnloadAdapter(  # noqa: N802
+    async def UnloadAdapter(
         self, request: admin_pb2.UnloadAdapterRequest, context: rpc.Context
     ) -> admin_pb2.UnloadAdapterResponse:
         """Unload an adapter from one engine, or from all."""
@@ -129,10 +121,8 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         await self._until_known(request.name, having)
         return response
 
-    async def ListAdapters(  # noqa: N802
-        self,
-        request: admin_pb2.ListAdaptersRequest,  # noqa: ARG002 - it is empty
-        context: rpc.Context,  # noqa: ARG002
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: rpc.Context
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters that connected engines have."""
         return await self._one(_list_adapters)
