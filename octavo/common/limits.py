@@ -255,12 +255,14 @@ def _check_ranges(name: str, message: Message, limits: Limits) -> None:
             check_number(parameter.path, value, allowed.low, high, above=allowed.above)
 
 
-def _check_length(field: str, text: str, most: int) -> None:
-    if len(text) > most:
-        raise rpc.invalid(field, f"{field} must be at most {most} characters; it has {len(text)}")
+def _check_length(field: str, text: str, maximum: int) -> None:
+    if len(text) > maximum:
+        raise rpc.invalid(
+            field, f"{field} must be at most {maximum} characters; it has {len(text)}"
+        )
 
 
-def check_count(field: str, count: int, most: int) -> None:
+def check_count(field: str, count: int, maximum: int) -> None:
     """Check the number of entries of a field."""
-    if count > most:
-        raise rpc.invalid(field, f"{field} may have at most {most} entries; it has {count}")
+    if count > maximum:
+        raise rpc.invalid(field, f"{field} may have at most {maximum} entries; it has {count}")

@@ -16,16 +16,16 @@ RETRY_SECONDS = 1.0
 """Suggested delay before a refused call is retried; when others end is unknown."""
 
 
-def limit_calls(most: int) -> list[grpc.aio.ServerInterceptor]:
+def limit_calls(limit: int) -> list[grpc.aio.ServerInterceptor]:
     """Return the interceptors that limit each address to `most` calls; none for 0."""
-    return [PeerLimit(most)] if most else []
+    return [PeerLimit(limit)] if limit else []
 
 
 class PeerLimit(grpc.aio.ServerInterceptor):
     """Refuse an address's calls beyond `most` in progress, except health checks."""
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
         self._calls: Counter[str] = Counter()
 
     async def intercept_service(
@@ -59,9 +59,9 @@ class PeerLimit(grpc.aio.ServerInterceptor):
     @contextmanager
     def _counted(self, context: rpc.Context) -> Iterator[None]:
         address = _address(context.peer())
-        if self._calls[address] >= self._most:
+        if self._calls[address] >= self._limit:
             raise rpc.exhausted(
-                f"{self._most} calls of {address} are in progress, the most that one address "
+                f"{self._limit} calls of {address} are in progress, the most that one address "
                 "may have (--max-calls-per-peer); retry when one has ended",
                 RETRY_SECONDS,
             )

@@ -141,8 +141,8 @@ def _fast_cpus(root: Path, cpus: Iterable[int]) -> set[int]:
     capacities = {cpu: int(text) for cpu, text in texts.items() if text.isdigit()}
     if len(capacities) < len(texts):
         return set(texts)
-    least = FAST_SHARE * max(capacities.values())
-    return {cpu for cpu, capacity in capacities.items() if capacity >= least}
+    threshold = FAST_SHARE * max(capacities.values())
+    return {cpu for cpu, capacity in capacities.items() if capacity >= threshold}
 
 
 def _memory_nodes(root: Path) -> list[int]:

@@ -113,8 +113,8 @@ class Claim(Generic[E]):
     def remaining(self) -> int:
         """Further tokens that each output is expected to have, on the safe side."""
         request, length = self.request, self.length
-        most = max(request.max_tokens, length + 1)
-        expected = self._lengths.expected(most, min_tokens=request.min_tokens, sampled=length)
+        max_tokens = max(request.max_tokens, length + 1)
+        expected = self._lengths.expected(max_tokens, min_tokens=request.min_tokens, sampled=length)
         return expected - length
 
     @property

@@ -96,7 +96,7 @@ class Api:
                 )
             )
         if self._settings.max_calls_per_peer:
-            middleware.append(Middleware(HttpPeerLimit, most=self._settings.max_calls_per_peer))
+            middleware.append(Middleware(HttpPeerLimit, limit=self._settings.max_calls_per_peer))
         root = self._settings.http_root_path
         routes = self._routes()
         return Starlette(

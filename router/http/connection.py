@@ -212,14 +212,14 @@ class Connection(HttpToolsProtocol):
         """Count bytes of a header, from the first of which it has a deadline."""
         if self._deadline is None:
             self._set_deadline(HEADER_SECONDS, self._too_slow)
-        most = self._shared.max_header_bytes
-        left = most - self._header_bytes
+        maximum = self._shared.max_header_bytes
+        left = maximum - self._header_bytes
         self._header_bytes += len(piece)
         if len(piece) <= left:
             return True
         super().data_received(piece[:left])  # the request's id may be in it
         if not self.transport.is_closing():
-            self._refuse(ApiError(431, f"the request's headers must have at most {most} bytes"))
+            self._refuse(ApiError(431, f"the request's headers must have at most {maximum} bytes"))
         return False
 
     def _admit_body(self, piece: bytes) -> bool:

@@ -35,13 +35,13 @@ class OpenConnections:
     an honest client sends its request as soon as it is connected.
 
     Args:
-        most: Maximum open connections.
-        most_per_peer: Maximum open connections of one address; 0 is no limit.
+        max_open: Maximum open connections.
+        max_per_peer: Maximum open connections of one address; 0 is no limit.
     """
 
-    def __init__(self, most: int, most_per_peer: int) -> None:
-        self._most = most
-        self._most_per_peer = most_per_peer
+    def __init__(self, max_open: int, max_per_peer: int) -> None:
+        self._max_open = max_open
+        self._max_per_peer = max_per_peer
         self._open: dict[str, set[LimitedConnection]] = {}
         self._count = 0
         self._unknown: dict[str, OrderedDict[LimitedConnection, None]] = {}
@@ -50,16 +50,16 @@ class OpenConnections:
     def enter(self, connection: LimitedConnection) -> bool:
         """Count a connection and make room for it; return whether it may stay."""
         peers = self._open.get(connection.address, set())
-        if self._most_per_peer and len(peers) >= self._most_per_peer:
+        if self._max_per_peer and len(peers) >= self._max_per_peer:
             candidates = self._unknown.get(connection.address) or (
                 c for c in self._idle if c in peers
             )
             if not self._evict(candidates):
                 return False
-        elif self._count >= self._most:
+        elif self._count >= self._max_open:
             # Where all work on requests, the server answers 503 to one connection more.
-            most = max(self._unknown.values(), key=len, default=self._idle)
-            self._evict(most)
+            crowd = max(self._unknown.values(), key=len, default=self._idle)
+            self._evict(crowd)
         self._open.setdefault(connection.address, set()).add(connection)
         self._count += 1
         self.wait(connection)

@@ -40,26 +40,26 @@ def inflate(body: bytes, coding: str, max_bytes: int) -> bytes:
     return bytes(inflated)
 
 
-def _gzip(body: bytes, most: int) -> Iterator[bytes]:
-    return _zlib(body, most, zlib.MAX_WBITS | 16)
+def _gzip(body: bytes, max_bytes: int) -> Iterator[bytes]:
+    return _zlib(body, max_bytes, zlib.MAX_WBITS | 16)
 
 
-def _deflate(body: bytes, most: int) -> Iterator[bytes]:
+def _deflate(body: bytes, max_bytes: int) -> Iterator[bytes]:
     """Inflate zlib's format, or, as some clients send it, the same without header."""
     header = int.from_bytes(body[:END_OF_ZLIB_HEADER])
     has_header = body[:1] and body[0] & 15 == zlib.DEFLATED and header % 31 == 0
-    return _zlib(body, most, zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
+    return _zlib(body, max_bytes, zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
 
 
-def _zlib(body: bytes, most: int, window: int) -> Iterator[bytes]:
+def _zlib(body: bytes, max_bytes: int, window: int) -> Iterator[bytes]:
     stream = zlib.decompressobj(window)
-    part = stream.decompress(body, most)
+    part = stream.decompress(body, max_bytes)
     yield part
-    if len(part) < most:
+    if len(part) < max_bytes:
         _check_end(stream.eof, stream.unused_data)
 
 
-def _zstd(body: bytes, most: int) -> Iterator[bytes]:  # noqa: ARG001 - its pieces are small
+def _zstd(body: bytes, max_bytes: int) -> Iterator[bytes]:  # noqa: ARG001 - its pieces are small
     stream = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW).decompressobj()
     for start in range(0, len(body), PIECE):
         if stream.eof:

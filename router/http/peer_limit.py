@@ -13,12 +13,12 @@ class HttpPeerLimit:
 
     Args:
         app: The application, for requests within the limit.
-        most: Maximum requests of one address in progress.
+        limit: Maximum requests of one address in progress.
     """
 
-    def __init__(self, app: ASGIApp, most: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int) -> None:
         self._app = app
-        self._most = most
+        self._limit = limit
         self._calls: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -28,7 +28,7 @@ class HttpPeerLimit:
             await self._app(scope, receive, send)
             return
         address = scope["client"][0]
-        if self._calls[address] >= self._most:
+        if self._calls[address] >= self._limit:
             await self._refusal(address).response()(scope, receive, send)
             return
         self._calls[address] += 1
@@ -42,7 +42,7 @@ class HttpPeerLimit:
     def _refusal(self, address: str) -> ApiError:
         return ApiError(
             429,
-            f"{self._most} requests of {address} are in progress, the most that one address may "
+            f"{self._limit} requests of {address} are in progress, the most that one address may "
             "have (--max-calls-per-peer); retry when one has ended",
             kind="rate_limit_error",
             code="rate_limit_exceeded",

@@ -212,18 +212,18 @@ class _Reduction:
         listed = required if isinstance(required, list) else []
         names = {name for name in listed if isinstance(name, str)}
         one_more = len(names) + 1
-        least, most = schema.get("minProperties", 0), schema.get("maxProperties", one_more)
-        if not (isinstance(least, int) and isinstance(most, int)):
+        minimum, maximum = schema.get("minProperties", 0), schema.get("maxProperties", one_more)
+        if not (isinstance(minimum, int) and isinstance(maximum, int)):
             return
-        if 0 <= least < one_more:
+        if 0 <= minimum < one_more:
             schema.pop("minProperties", None)  # the required names imply it
         counted = [keyword for keyword in _NAMES_COUNTED if keyword in schema]
         optional = set(_members(schema, "properties")) - names
         others = schema.get("additionalProperties") is not False or "patternProperties" in schema
-        if self._mixes or (optional and (others or least > one_more or most != one_more)):
+        if self._mixes or (optional and (others or minimum > one_more or maximum != one_more)):
             for keyword in counted:
                 self._leave_out(pointer, schema, keyword)
-        elif others and least > one_more:
+        elif others and minimum > one_more:
             schema["minProperties"] = one_more
             self.note(pointer, "minProperties")
 

@@ -95,9 +95,9 @@ class Account:
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if one of the tenant's limits is reached.
         """
-        most = self._tenant.max_concurrency
-        if most is not None and self._running >= most:
-            raise self._over(f"has {most} requests in progress (max_concurrency)", BUSY_SECONDS)
+        limit = self._tenant.max_concurrency
+        if limit is not None and self._running >= limit:
+            raise self._over(f"has {limit} requests in progress (max_concurrency)", BUSY_SECONDS)
         self.check_tokens(MIN_TOKENS)  # before the work of counting them
         self.call()
         self._running += 1

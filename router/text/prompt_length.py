@@ -49,17 +49,17 @@ def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers ha
     return max(*map(len, model["vocab"]), *(len(token["content"].encode()) for token in added), 0)
 
 
-def may_fit(text: str, most: int, count: Callable[[str], int]) -> bool:
-    """Return whether a text may have at most `most` tokens; False only if it has more.
+def may_fit(text: str, max_tokens: int, count: Callable[[str], int]) -> bool:
+    """Return whether a text may have at most `max_tokens` tokens; False only if it has more.
 
     Args:
         text: A text of any length.
-        most: Maximum tokens.
+        max_tokens: Maximum tokens.
         count: Returns the tokens of a piece of a text.
     """
-    if len(text) <= CHARACTERS_PER_TOKEN * most:
+    if len(text) <= CHARACTERS_PER_TOKEN * max_tokens:
         return True
-    room = most * (1 + MARGIN)
+    room = max_tokens * (1 + MARGIN)
     for piece in _pieces(text):
         room += PIECE_TOKENS - count(piece)
         if room < 0:

@@ -74,8 +74,8 @@ class Tokenizer:
         Raises:
             rpc.RpcError: INVALID_ARGUMENT.
         """
-        most = self._max_token_bytes
-        if most is not None and len(text) > most * max_tokens:
+        longest = self._max_token_bytes
+        if longest is not None and len(text) > longest * max_tokens:
             raise limits.prompt_too_long(max_tokens)
 
     def encode_prompt(

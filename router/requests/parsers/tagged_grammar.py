@@ -199,8 +199,8 @@ def string_conditions(schema: Schema) -> list[str] | None:
     if shortest or longest is not None:
         if not all(isinstance(one, int) for one in (shortest, longest or 0)):
             return None
-        most = "" if longest is None else longest
-        conditions.append(f"/(?s:.{{{shortest},{most}}})/")
+        upper = "" if longest is None else longest
+        conditions.append(f"/(?s:.{{{shortest},{upper}}})/")
     if "pattern" in schema:
         pattern = found_by(schema["pattern"])
         if pattern is None:
