@@ -38,12 +38,12 @@ def lose_events_once() -> None:
 
 
 def take_long() -> None:
-    """Each prefill takes several times the router's patience."""
+    """Each prefill takes longer than the router's patience."""
     launch = Executor.launch
 
     def slowly(self, batch, inputs, *others):
-        if batch.num_tokens > len(batch.sequences):
-            time.sleep(2.5)
+        if batch.num_tokens > batch.num_sequences:
+            time.sleep(4)
         return launch(self, batch, inputs, *others)
 
     Executor.launch = slowly

@@ -100,7 +100,8 @@ async def test_events_that_cannot_be_handed_over_lose_no_request(model, start):
 async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start):
     slow = await start(fixture.engine(model, sabotage=sabotage.take_long))
     port = free_port()
-    router = await start(fixture.router([slow.address], heartbeat_timeout=2, metrics_port=port))
+    # The first heartbeat of a step may come 2.5 s after its start: 1.5 s and a second to the look.
+    router = await start(fixture.router([slow.address], heartbeat_timeout=3, metrics_port=port))
     await fixture.all_up(router, 1)
     async with AsyncClient(router.address) as client:
         done = await complete(client, 3)
