@@ -61,8 +61,7 @@ class Masks:
                 self._scheduling_needs_them = True
             for sequence in group.live:
                 matcher = sequence.matcher
-                # A sequence whose mask was late has got no token, and its matcher is being advanced
-                # in another thread: only when it is ready does its length stand still.
+                # Until it is ready, another thread advances it: its sequence has got no token.
                 if matcher is not None and matcher.ready and (new := sequence.unmatched):
                     guess = guess_constrained(speculation, group, sequence)
                     self._scheduling_needs_them |= guess.most > 0
