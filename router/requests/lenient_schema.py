@@ -244,7 +244,7 @@ class _Reduction:
 
 
 class _Branches:
-    """Tells whether the branches of a `oneOf` exclude each other.
+    """Finds out whether the branches of a `oneOf` exclude each other.
 
     Args:
         whole: The schema that they are in.

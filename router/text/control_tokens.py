@@ -149,10 +149,10 @@ class ControlTokens:
 
 
 class Marked:
-    """A text that was rendered with marks, which this takes out.
+    """A text that was rendered with marks, and the places of these marks.
 
     Attributes:
-        text: The text without them.
+        text: The text without the marks.
     """
 
     def __init__(self, rendered: str, marks: Marks) -> None:

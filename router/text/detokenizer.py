@@ -200,8 +200,8 @@ class Detokenizer:
     def _settle(self, text: str) -> None:
         """Forget the pending tokens: all their text is shown.
 
-        Not before there is any: else what follows would be taken to have text
-        before it, and keep a space that the decoder drops.
+        As long as there is no text, they stay: else the next tokens would be decoded as if text stood
+        before them, and keep a space that the decoder drops.
         """
         if text and self._pieces.anchored:
             self._first = False

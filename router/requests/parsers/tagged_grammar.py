@@ -34,7 +34,7 @@ FORMATS = {
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": f"({_BYTE}\\.){{3}}{_BYTE}",
 }
-"""Regular expressions of strings of some formats; not of all that a format allows."""
+"""Regular expressions of some formats of strings; each matches only a part of its format."""
 _CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 _SPACE = r"[\s\x1c-\x1f]*"
 _NUMBER = r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
