@@ -200,7 +200,7 @@ class Detokenizer:
     def _settle(self, text: str) -> None:
         """Forget the pending tokens: all their text is shown.
 
-        As long as there is no text, they stay: else the next tokens would be decoded as if text stood
+        They stay while there is no text: else the next tokens would be decoded as if text stood
         before them, and keep a space that the decoder drops.
         """
         if text and self._pieces.anchored:
