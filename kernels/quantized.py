@@ -41,7 +41,7 @@ FP8_MULTIPLE = 16
 """Products in fp8 take multiples of this number of inputs and of outputs."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
-LEAST_SCALE = 1e-12
+MIN_SCALE = 1e-12
 """Minimum scale of a row, for rows of zeros, or nearly."""
 
 
@@ -281,7 +281,7 @@ def quantized_linear(
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     """Compute a layer in plain PyTorch; see `octavo.kernels.ops.fp8_linear`."""
-    scales = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp_min(LEAST_SCALE)
+    scales = (x.float().abs().amax(1, keepdim=True) / LARGEST).clamp_min(MIN_SCALE)
     rows = (x.float() / scales).clamp(-LARGEST, LARGEST).to(E4M3).float() * scales
     return linear(rows, weight.float() * scale.t(), None if bias is None else bias.float()).to(
         x.dtype

@@ -21,7 +21,7 @@ from octavo.kernels.triton.tiles import (
 )
 
 RUNS = 10
-LEAST_GAIN = 0.02
+MIN_GAIN = 0.02
 """Minimum share of time that a choice must save to be kept, so that noise is not."""
 CASES: list[tuple[WorkKind, Layout, list[tuple[int, int]], torch.dtype | None]] = [
     ("decode", LLAMA_3_8B, [(1, 2048)] * 64, None),
@@ -64,7 +64,7 @@ def tune(device: torch.device, console: Console) -> None:
         for tiles in (rule, best):
             console.print(f"{key}: {times[tiles] * 1e6:,.0f} us with {tiles}")
         kept.pop(key, None)
-        if times[best] < (1 - LEAST_GAIN) * times[rule]:
+        if times[best] < (1 - MIN_GAIN) * times[rule]:
             kept[key] = asdict(best)
         use_tiles(key, None)
         TUNED.write_text(json.dumps(kept, indent=1) + "\n")

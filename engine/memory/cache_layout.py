@@ -32,7 +32,7 @@ TYPICAL_TOKENS = 1024
 """Length of a sequence for which the layout holds the fewest bytes."""
 TABLE_COST = 0.01
 """Cost of one more group to a step, as a share of the cache's memory."""
-MOST_PIECES = 16
+MAX_PIECES = 16
 ALIGNMENT = 64
 RATIOS = (1, 2, 4, 8)
 
@@ -213,7 +213,7 @@ def plan_layout(
     sizes |= {
         -(-kind.rows // count) * kind.row_elements
         for kind in states
-        for count in range(1, MOST_PIECES + 1)
+        for count in range(1, MAX_PIECES + 1)
     }
     least = max(
         [min(choice.elements for choice in choices) for choices in options]
@@ -297,7 +297,7 @@ def _kinds(layers: tuple[LayerShape, ...]) -> list[_Kind]:
 
 
 def _choices(kind: _Kind, block_size: int) -> list[_Choice]:
-    counts = range(1, min(len(kind.layers), MOST_PIECES) + 1)
+    counts = range(1, min(len(kind.layers), MAX_PIECES) + 1)
     return [
         _Choice(kind, pieces, block_size * ratio)
         for pieces, ratio in product(counts, RATIOS)

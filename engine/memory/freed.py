@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 MAPPED_BYTES = 1 << 20
-M_MMAP_THRESHOLD, MOST_MAPPED_BYTES = -3, 32 << 20
+M_MMAP_THRESHOLD, MAX_MAPPED_BYTES = -3, 32 << 20
 """The option of glibc's `mallopt`, and its maximum; see mallopt(3)."""
 M_TRIM_THRESHOLD, KEPT_BYTES = -1, 64 << 20
 """The option for the free bytes that stay at the heap's end. With fewer, each step of 48 rows of
@@ -28,14 +28,14 @@ def mapping_large() -> Iterator[None]:
     """Let memory of `MAPPED_BYTES` and more go back to the system as soon as it is freed, within.
 
     Such memory is mapped separately, which takes longer. By default glibc raises this size to that
-    of freed memory, up to `MOST_MAPPED_BYTES`; afterwards it is that, and up to `KEPT_BYTES` stay
+    of freed memory, up to `MAX_MAPPED_BYTES`; afterwards it is that, and up to `KEPT_BYTES` stay
     for the next step. Where the C library has no such function, nothing is done.
     """
     _set(M_MMAP_THRESHOLD, MAPPED_BYTES)
     try:
         yield
     finally:
-        _set(M_MMAP_THRESHOLD, MOST_MAPPED_BYTES)
+        _set(M_MMAP_THRESHOLD, MAX_MAPPED_BYTES)
         _set(M_TRIM_THRESHOLD, KEPT_BYTES)
 
 

@@ -89,11 +89,11 @@ class CudaStream:
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         """Use `stream`, or always the current stream if it is None."""
         self._device = device
-        self._own = stream
+        self._fixed_stream = stream
 
     @property
     def _stream(self) -> torch.cuda.Stream:
-        return self._own or torch.cuda.current_stream(self._device)
+        return self._fixed_stream or torch.cuda.current_stream(self._device)
 
     def run(self, work: Callable[[], None]) -> None:
         """Run `work`, which launches kernels or copies, on this stream."""

@@ -12,7 +12,7 @@ from octavo.engine.speculation.method import DraftState
 
 PRIOR = 0.6
 """Acceptance that is assumed before anything was measured."""
-LEAST_ALIGNED = 0.2
+MIN_ALIGNED = 0.2
 """Minimum acceptance of drafts without a match for a new sequence, so that they are tried again."""
 MEMORY = 0.8
 """Share of a sequence's earlier acceptance that remains after a drafted token of weight 1."""
@@ -20,7 +20,7 @@ ENGINE_MEMORY = 0.99
 """The same share for the acceptance of all sequences, which a new one begins with."""
 STEP_MEMORY = 0.9
 """Share of the earlier measure of steps of one size that remains after a step."""
-LEAST_GAIN = 0.05
+MIN_GAIN = 0.05
 """Minimum gain of a draft, in tokens of its sequence beyond its cost."""
 LONGEST_PAUSE = 64
 """Maximum tokens between two trials of a sequence whose drafts do not pay."""
@@ -91,7 +91,7 @@ class DraftPolicy:
 
     def begin(self, history: History) -> DraftState:
         """Return the draft state of a new sequence."""
-        return DraftState(history, self.acceptance, max(self.aligned, LEAST_ALIGNED))
+        return DraftState(history, self.acceptance, max(self.aligned, MIN_ALIGNED))
 
     def begin_step(self, decodes: int) -> bool:
         """Begin a step of `decodes` decoding sequences; return whether any draft can pay."""
@@ -104,7 +104,7 @@ class DraftPolicy:
         seconds = self._times(self._tokens + self._more)
         worth = max(seconds[0], MINUTE) / self._decodes  # of a token of one sequence, in seconds
         gains = self._yields - (seconds[1:] - seconds[0]) / worth
-        self._best = np.where(gains.max(1) >= LEAST_GAIN, gains.argmax(1) + 1, 0).tolist()
+        self._best = np.where(gains.max(1) >= MIN_GAIN, gains.argmax(1) + 1, 0).tolist()
 
     def length(self, state: DraftState) -> int:
         """Return how many tokens to draft for a sequence now."""

@@ -31,7 +31,7 @@ INDEXED = 3
 """Minimum tokens that must be the same in earlier outputs, whose index has keys of this length."""
 DRAFTED_PER_MATCHED = 4
 """Maximum tokens that are drafted for each token that is the same."""
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Share of the candidates that must go on with a token for it to be drafted."""
 KEPT_TOKENS = 1 << 18
 """Maximum tokens of earlier outputs that are kept, of all salts together."""
@@ -41,7 +41,7 @@ END = -1
 """Follows each output that is kept; no token has this id."""
 
 
-class Part:
+class IndexedOutputs:
     """Earlier outputs, one after the other, and the places of every three tokens in a row."""
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class SuffixLookup(Method):
     """Drafts from a sequence's own tokens and from earlier outputs of its salt."""
 
     def __init__(self) -> None:
-        self._parts: OrderedDict[str, list[Part]] = OrderedDict()  # the latest salt last
+        self._parts: OrderedDict[str, list[IndexedOutputs]] = OrderedDict()  # the latest salt last
 
     def draft(self, history: History, most: int) -> list[int]:
         """See `Method`."""
@@ -109,10 +109,10 @@ class SuffixLookup(Method):
     def learn(self, history: History) -> None:
         """Keep an output that ended; where there are too many, drop the longest unused."""
         output = history.output.tolist()
-        parts = self._parts.setdefault(history.salt, [Part()])
+        parts = self._parts.setdefault(history.salt, [IndexedOutputs()])
         self._parts.move_to_end(history.salt)
         if len(parts[-1]) >= PART:
-            parts.append(Part())
+            parts.append(IndexedOutputs())
         parts[-1].add(output)
         while sum(len(part) for each in self._parts.values() for part in each) > KEPT_TOKENS:
             salt, oldest = next(iter(self._parts.items()))
@@ -137,7 +137,7 @@ def _most_frequent(tokens: Tokens, ends: NDArray[np.int64], most: int) -> list[i
         if not following:
             break
         best = max(following, key=following.count)
-        if best == END or following.count(best) < LEAST_SHARE * len(following):
+        if best == END or following.count(best) < MIN_SHARE * len(following):
             break
         paths = [path for path in paths if path[len(draft) : len(draft) + 1] == [best]]
         draft.append(best)

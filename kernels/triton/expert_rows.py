@@ -33,7 +33,7 @@ def sort_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return known.argsort(stable=True), counts[:-1].cumsum(0).to(torch.int32)
 
 
-def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
     """Return the maximum number of tiles, each of rows of one expert.
 
     Args:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from octavo.kernels.activation import Activation
 from octavo.kernels.gpu import Gpu, describe_gpu
-from octavo.kernels.triton.expert_rows import activate, add_up, find_rows, most_tiles, sort_pairs
+from octavo.kernels.triton.expert_rows import activate, add_up, find_rows, max_tiles, sort_pairs
 from octavo.kernels.triton.tiles import WIDE_WARP
 
 
@@ -212,7 +212,7 @@ def experts(  # noqa: PLR0917
     num_pairs = num_rows * chosen
     order, starts = sort_pairs(expert_ids, num_experts)
     tiles = choose_expert_tiles(describe_gpu(x.device), num_pairs / num_experts)
-    row_tiles = most_tiles(num_pairs, num_experts, tiles.rows)
+    row_tiles = max_tiles(num_pairs, num_experts, tiles.rows)
     between = torch.empty((num_pairs, inner), dtype=x.dtype, device=x.device)
     pairs = torch.empty((num_pairs, hidden), dtype=torch.float32, device=x.device)
     launch = {"num_warps": tiles.warps, "num_stages": tiles.stages}

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu import describe_gpu
-from octavo.kernels.quantized import E4M3, FP8_MULTIPLE, LARGEST, LEAST_SCALE
+from octavo.kernels.quantized import E4M3, FP8_MULTIPLE, LARGEST, MIN_SCALE
 
 COLUMNS = 1024
 
@@ -27,7 +27,7 @@ def _round_rows_kernel(  # noqa: PLR0917
     inputs,
     row_stride,
     LARGEST: tl.constexpr,
-    LEAST: tl.constexpr,
+    MIN_SCALE: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -37,7 +37,7 @@ def _round_rows_kernel(  # noqa: PLR0917
         known = first + column < inputs
         values = tl.load(x + row * row_stride + first + column, mask=known, other=0.0)
         greatest = tl.maximum(greatest, tl.abs(values.to(tl.float32)))
-    scale = tl.maximum(tl.max(greatest, 0) / LARGEST, LEAST)
+    scale = tl.maximum(tl.max(greatest, 0) / LARGEST, MIN_SCALE)
     tl.store(scales + row, scale)
     for first in range(0, inputs, COLUMNS):
         known = first + column < inputs
@@ -63,7 +63,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         _round_rows_kernel[(len(x),)](
             *(x, out, scales, x.shape[1], x.stride(0)),
             LARGEST=LARGEST,
-            LEAST=LEAST_SCALE,
+            MIN_SCALE=MIN_SCALE,
             COLUMNS=COLUMNS,
         )
     return out, scales

@@ -40,7 +40,7 @@ def merge_splits(  # noqa: PLR0917
     ROWS: tl.constexpr,
     PARTIAL_ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     HAS_SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -56,7 +56,7 @@ def merge_splits(  # noqa: PLR0917
     kv_head = tl.program_id(1)
     _, query_start, query_len, _, first_row, _, _, _, pieces, split = share_of(
         items, item, query_starts, seq_lens, span,
-        GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
+        GROUP, ROWS, KEYS, MIN_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
     first_local = tl.program_id(2) * MERGED_ROWS
     is_first = (pieces > 1) & (split == 0)

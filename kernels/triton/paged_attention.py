@@ -33,7 +33,7 @@ from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.triton.merge_splits import add_sink, merge_splits
 from octavo.kernels.triton.plan import plan_of
 from octavo.kernels.triton.shares import first_seen, share_of
-from octavo.kernels.triton.splits import LEAST_KEYS
+from octavo.kernels.triton.splits import MIN_KEYS
 from octavo.kernels.triton.tiles import WIDE, WIDE_WARP, Heads, WorkKind, choose_tiles
 from octavo.kernels.widths import width_of_values
 
@@ -335,7 +335,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
     ROWS: tl.constexpr,  # query rows per tile
     PARTIAL_ROWS: tl.constexpr,  # rows of a tile that may be real
     KEYS: tl.constexpr,  # keys per tile
-    LEAST_TILES: tl.constexpr,  # tiles of keys per piece
+    MIN_TILES: tl.constexpr,  # tiles of keys per piece
     HAS_SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,  # the span is a chunk's, not a window's
     HAS_CAP: tl.constexpr,
@@ -349,7 +349,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
     kv_head = tl.program_id(1)
     seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces, split = share_of(
         items, item, query_starts, seq_lens, span,
-        GROUP, ROWS, KEYS, LEAST_TILES, HAS_SPAN, CHUNKED,
+        GROUP, ROWS, KEYS, MIN_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
     # For a sequence without keys, the first program writes zeros. In a CUDA graph, items that a
     # step does not need have no rows, and their programs do nothing.
@@ -520,7 +520,7 @@ def _launch(call: _Call, kind: WorkKind, items: Tensor, pieces: int, splits: int
     where = describe_gpu(query.device)
     tiles = choose_tiles(kind, where, heads, **dtypes)
     span = call.sliding_window or call.chunk
-    least_tiles = LEAST_KEYS // tiles.keys if splits is None else 1
+    min_tiles = MIN_KEYS // tiles.keys if splits is None else 1
     partial_rows = min(tiles.rows, heads.group) if kind == "decode" else tiles.rows
     shape = (pieces, num_kv_heads, partial_rows)
     partial_lse = query.new_empty(shape, dtype=torch.float32)
@@ -541,7 +541,7 @@ def _launch(call: _Call, kind: WorkKind, items: Tensor, pieces: int, splits: int
         "ROWS": tiles.rows,
         "PARTIAL_ROWS": partial_rows,
         "KEYS": tiles.keys,
-        "LEAST_TILES": least_tiles,
+        "MIN_TILES": min_tiles,
         "HAS_SPAN": span is not None,
         "CHUNKED": call.chunk is not None,
         "HAS_SINKS": call.sinks is not None,

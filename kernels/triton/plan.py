@@ -8,7 +8,7 @@ import torch
 from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.host import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
-from octavo.kernels.triton.splits import choose_splits, most_pieces
+from octavo.kernels.triton.splits import choose_splits, max_pieces
 from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles, count_resident
 
 
@@ -105,7 +105,7 @@ def plan_room(
     attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
     kinds: tuple[WorkKind, ...] = ("decode", "chunk")
     decode_pieces, chunk_pieces = (
-        most_pieces(kind, num_kv_heads, attention.concurrent(kind)) for kind in kinds
+        max_pieces(kind, num_kv_heads, attention.concurrent(kind)) for kind in kinds
     )
     per_decode = -(-heads.group // attention.tiles("decode").rows)
     decode_items = max(sequences * per_decode, decode_pieces)

@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.kernels.activation import Activation
 from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.quantized import QuantizedWeight
-from octavo.kernels.triton.expert_rows import activate, add_up, find_rows, most_tiles, sort_pairs
+from octavo.kernels.triton.expert_rows import activate, add_up, find_rows, max_tiles, sort_pairs
 from octavo.kernels.triton.unpack import (
     choose_unpacked_tiles,
     constants_of,
@@ -186,7 +186,7 @@ def quantized_experts(  # noqa: PLR0917
     }
     tiles = choose_unpacked_tiles(gpu, mean, up, x.dtype)
     projected = up.outputs // num_experts
-    grid = (most_tiles(num_pairs, num_experts, tiles.rows), triton.cdiv(projected, tiles.columns))
+    grid = (max_tiles(num_pairs, num_experts, tiles.rows), triton.cdiv(projected, tiles.columns))
     _up_kernel[grid](
         *(x, order, starts, *tensors_of(up), _contiguous(up_bias), between),
         *(hidden, inner, up.outputs, depth_of(up), x.stride(0)),
@@ -202,7 +202,7 @@ def quantized_experts(  # noqa: PLR0917
         **tiles.launch,
     )
     tiles = choose_unpacked_tiles(gpu, mean, down, x.dtype)
-    grid = (most_tiles(num_pairs, num_experts, tiles.rows), triton.cdiv(hidden, tiles.columns))
+    grid = (max_tiles(num_pairs, num_experts, tiles.rows), triton.cdiv(hidden, tiles.columns))
     _down_kernel[grid](
         *(between, order, starts, *tensors_of(down), _contiguous(down_bias)),
         *(weights.float().contiguous(), pairs, inner, hidden, down.outputs, depth_of(down)),

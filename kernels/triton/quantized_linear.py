@@ -34,9 +34,9 @@ MANY_ROWS = 256
 less than unpacking them for every 64 rows."""
 DEQUANTIZED_BYTES = 64 << 20
 """Bytes of weights that are dequantized at a time."""
-LEAST_DEPTH = 4
+MIN_DEPTH = 4
 """Minimum iterations of a part of the inputs."""
-MOST_SPLITS = 16
+MAX_SPLITS = 16
 PROGRAMS_EACH = 4
 """Programs that a multiprocessor should have, so that some read while others compute."""
 MERGED_COLUMNS, DEQUANTIZED_COLUMNS = 512, 64
@@ -54,7 +54,7 @@ def choose_splits(gpu: Gpu, rows: int, weight: QuantizedWeight, tiles: UnpackedT
     """
     programs: int = triton.cdiv(weight.outputs, tiles.columns) * triton.cdiv(rows, tiles.rows)
     wanted: int = triton.cdiv(PROGRAMS_EACH * gpu.multiprocessors, programs)
-    return max(1, min(wanted, depth_of(weight) // LEAST_DEPTH, MOST_SPLITS))
+    return max(1, min(wanted, depth_of(weight) // MIN_DEPTH, MAX_SPLITS))
 
 
 @triton.jit(do_not_specialize=["rows", "per_split"])

@@ -24,7 +24,7 @@ def share_of(  # noqa: PLR0917
     GROUP: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    LEAST_TILES: tl.constexpr,
+    MIN_TILES: tl.constexpr,
     HAS_SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
@@ -51,6 +51,6 @@ def share_of(  # noqa: PLR0917
     if HAS_SPAN:
         begin = first_seen(context + first_row // GROUP, span, CHUNKED) // KEYS * KEYS
     tiles = tl.cdiv(tl.maximum(end - begin, 0), KEYS)
-    piece = tl.maximum(tl.cdiv(tiles, splits), LEAST_TILES)
+    piece = tl.maximum(tl.cdiv(tiles, splits), MIN_TILES)
     pieces = tl.cdiv(tiles, piece)
     return seq, query_start, query_len, seq_len, first_row, begin, end, piece, pieces, split

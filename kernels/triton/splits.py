@@ -5,7 +5,7 @@ from functools import cache
 from octavo.kernels.triton.tiles import WorkKind
 
 MAX_SPLITS = 128
-LEAST_KEYS = 256
+MIN_KEYS = 256
 """Minimum keys per piece: fewer are not worth a launch and a merge."""
 START_KEYS = 128
 """The cost of starting a program and merging its piece, in keys read."""
@@ -14,7 +14,7 @@ MAX_WAVES: dict[WorkKind, int] = {"decode": 8, "chunk": 4}
 idle; a chunk's programs and partial results are larger."""
 
 
-def most_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
+def max_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
     """Return the maximum number of items that keys are split into; see `choose_splits`."""
     return MAX_WAVES[kind] * concurrent // num_kv_heads
 
@@ -38,5 +38,5 @@ def choose_splits(programs: int, longest: int, concurrent: int, kind: WorkKind =
         waves = -(-programs * splits // concurrent)
         return waves * (-(-longest // splits) + START_KEYS)
 
-    most = min(MAX_SPLITS, longest // LEAST_KEYS, MAX_WAVES[kind] * concurrent // programs)
+    most = min(MAX_SPLITS, longest // MIN_KEYS, MAX_WAVES[kind] * concurrent // programs)
     return min(range(1, max(1, most) + 1), key=time)

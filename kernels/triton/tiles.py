@@ -18,7 +18,7 @@ from octavo.kernels.gpu import Gpu
 
 WorkKind = Literal["decode", "chunk"]
 
-LEAST_ROWS = 16
+MIN_ROWS = 16
 """Minimum rows of a matrix product."""
 TUNED = Path(__file__).with_name("tuned.json")
 
@@ -80,7 +80,7 @@ class Heads:
 
 def _padded(dim: int) -> int:
     power: int = triton.next_power_of_2(dim)
-    return max(LEAST_ROWS, power)
+    return max(MIN_ROWS, power)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def choose_tiles(
     size = max(dtype.itemsize, cache_dtype.itemsize)
     wide = max(heads.padded, heads.padded_key if kind == "decode" else 0) > WIDE
     if wide:
-        few = kind == "decode" and rows == LEAST_ROWS
+        few = kind == "decode" and rows == MIN_ROWS
         tiles = _wide_tiles(gpu, few=few, latent=heads.latent, sizes=(size, cache_dtype.itemsize))
     else:
         rules = _amd_tiles if gpu.is_amd else _nvidia_tiles
@@ -208,7 +208,7 @@ def _amd_tiles(kind: WorkKind, gpu: Gpu, *, rows: int, padded: int, size: int) -
         return _narrow_amd_tiles(kind, rows=rows, padded=padded, size=size)
     if kind == "decode":
         rows = min(rows, 64)
-        tile_bytes = (16 if rows <= LEAST_ROWS and size < FLOAT32 else 8) << 10
+        tile_bytes = (16 if rows <= MIN_ROWS and size < FLOAT32 else 8) << 10
         keys = max(16, min(64, tile_bytes // (padded * size)))
         return Tiles(rows, keys, warps=8 if size == FLOAT32 or rows > 32 else 4, stages=2)
     if size == FLOAT32:
@@ -227,10 +227,10 @@ def _narrow_amd_tiles(kind: WorkKind, *, rows: int, padded: int, size: int) -> T
     if padded > 128:
         return Tiles(32, 16, warps=16, stages=1)
     if size == FLOAT32:
-        return Tiles(LEAST_ROWS, 16, warps=8, stages=1)
+        return Tiles(MIN_ROWS, 16, warps=8, stages=1)
     keys = 16 if padded > 64 else 32
     if kind == "decode":
-        return Tiles(min(rows, 32), keys, warps=4 if rows <= LEAST_ROWS else 8, stages=1)
+        return Tiles(min(rows, 32), keys, warps=4 if rows <= MIN_ROWS else 8, stages=1)
     return Tiles(32 if padded > 64 else 64, keys, warps=8, stages=1)
 
 
@@ -248,16 +248,16 @@ def _wide_tiles(gpu: Gpu, *, few: bool, latent: bool, sizes: tuple[int, int]) ->
     """
     size, cached = sizes
     if gpu.is_amd and gpu.warp_size < WIDE_WARP:
-        return Tiles(LEAST_ROWS, 16, warps=16, stages=1)
+        return Tiles(MIN_ROWS, 16, warps=16, stages=1)
     if size == FLOAT32:
-        return Tiles(LEAST_ROWS, 16, *((4, 1) if gpu.is_amd else (8, 2)))
+        return Tiles(MIN_ROWS, 16, *((4, 1) if gpu.is_amd else (8, 2)))
     # Converting fp8 takes registers, too.
     if gpu.is_amd:
         if few or cached == 1:
-            return Tiles(LEAST_ROWS, 16, warps=4, stages=2)
+            return Tiles(MIN_ROWS, 16, warps=4, stages=2)
         return Tiles(32, 16, warps=8, stages=2)
     if few:
-        return Tiles(LEAST_ROWS, 32 if latent and cached > 1 else 16, warps=4, stages=6)
+        return Tiles(MIN_ROWS, 32 if latent and cached > 1 else 16, warps=4, stages=6)
     return Tiles(32, 32, warps=8, stages=4)
 
 
@@ -270,7 +270,7 @@ def count_resident(
     """
     needed = _needed(tiles, gpu, heads, dtype, cache_dtype)
     by_memory = (gpu.shared_bytes + gpu.reserved_bytes) // (needed + gpu.reserved_bytes)
-    few = dtype == torch.float32 and tiles.rows <= LEAST_ROWS and not gpu.is_amd
+    few = dtype == torch.float32 and tiles.rows <= MIN_ROWS and not gpu.is_amd
     registers = FEW_REGISTERS if few else MAX_REGISTERS
     if gpu.is_amd and heads.padded_key > WIDE:
         registers = WIDE_REGISTERS
@@ -308,7 +308,7 @@ def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int
     if gpu.copies_to_shared and tiles.stages > 1:
         buffers += 1  # the one that copies write to
         padding = buffers * tile // PADDED_PART
-    if tiles.rows <= LEAST_ROWS and tiles.warps == FEW_WARPS:
+    if tiles.rows <= MIN_ROWS and tiles.warps == FEW_WARPS:
         weights = 0  # each warp computes all of them
     return max(queries, weights + buffers * tile + padding)
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.quantized import SCALE_TYPES, WORDS, Numbers, QuantizedWeight, Second
 
-MOST_STAGES = 4
+MAX_STAGES = 4
 WORD_BYTES = 4
 SCALES_BYTES = 8 << 10
 """Maximum shared memory of scales."""
@@ -71,7 +71,7 @@ def choose_unpacked_tiles(
     each = weight.numbers.tile * program_rows * dtype.itemsize + columns * WORDS * WORD_BYTES
     room = gpu.shared_bytes // 2 - gpu.reserved_bytes - SCALES_BYTES
     stages = room // each + (not gpu.multiplies_in_place)
-    most = MOST_STAGES if dtype.itemsize < WORD_BYTES else MOST_STAGES - 1
+    most = MAX_STAGES if dtype.itemsize < WORD_BYTES else MAX_STAGES - 1
     stages = 2 if gpu.is_amd else max(2, min(stages, most))
     warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
     return UnpackedTiles(program_rows, columns, warps, stages)

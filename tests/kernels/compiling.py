@@ -167,7 +167,7 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
         "ROWS": tiles.rows,
         "PARTIAL_ROWS": min(tiles.rows, heads.group),
         "KEYS": tiles.keys,
-        "LEAST_TILES": 4,
+        "MIN_TILES": 4,
         "HAS_SPAN": "window" in shape.features or "chunk" in shape.features,
         "CHUNKED": "chunk" in shape.features,
         "HAS_CAP": "cap" in shape.features,
@@ -262,7 +262,7 @@ def compile_beside_products(gpu: Gpu) -> list[CompiledKernel]:
     made.append(compile_for(gpu, _dequantize_kernel, types, constants, aligned=tuple(types)))
     if gpu.e4m3 == E4M3:
         types = {"x": "*bf16", "out": "*fp8e4nv", "scales": "*fp32"}
-        constants = {"LARGEST": 448.0, "LEAST": 1e-12, "COLUMNS": 1024}
+        constants = {"LARGEST": 448.0, "MIN_SCALE": 1e-12, "COLUMNS": 1024}
         made.append(compile_for(gpu, _round_rows_kernel, types, constants, aligned=tuple(types)))
     return made
 
@@ -273,7 +273,7 @@ def compile_merges(gpu: Gpu, dim: int = 128) -> list[CompiledKernel]:
     types |= dict.fromkeys(("items", "query_starts", "seq_lens"), "*i32")
     constants: dict[str, Any] = {"NUM_HEADS": 32, "GROUP": 4, "VALUE_DIM": dim}
     constants |= {"PADDED_VALUE": dim, "ROWS": 16, "PARTIAL_ROWS": 16, "KEYS": 64}
-    constants |= {"LEAST_TILES": 4, "HAS_SPAN": True, "CHUNKED": False, "HAS_SINKS": True}
+    constants |= {"MIN_TILES": 4, "HAS_SPAN": True, "CHUNKED": False, "HAS_SINKS": True}
     kinds: tuple[WorkKind, ...] = ("decode", "chunk")
     sizes = [merged_at_once(kind, Heads(4, dim, dim)) for kind in kinds]
     return [

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.triton import plan
-from octavo.kernels.triton.splits import LEAST_KEYS, MAX_SPLITS, choose_splits
+from octavo.kernels.triton.splits import MAX_SPLITS, MIN_KEYS, choose_splits
 from octavo.kernels.triton.tiles import Heads, choose_tiles
 
 H100 = 2 * 132  # concurrent programs, of decodes
@@ -19,7 +19,7 @@ H100 = 2 * 132  # concurrent programs, of decodes
 def test_pieces_are_worth_their_while(programs, longest):
     splits = choose_splits(programs, longest, H100)
     assert 1 <= splits <= MAX_SPLITS
-    assert splits == 1 or longest / splits >= LEAST_KEYS
+    assert splits == 1 or longest / splits >= MIN_KEYS
 
 
 @pytest.mark.parametrize("programs", [4, 8, 32, 100, 128, 265, 400])

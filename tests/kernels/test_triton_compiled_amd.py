@@ -16,7 +16,7 @@ from packaging.version import Version
 triton = pytest.importorskip("triton")
 
 from octavo.kernels.gpu import MAX_THREADS, Gpu  # noqa: E402
-from octavo.kernels.triton.tiles import LEAST_ROWS, count_resident  # noqa: E402
+from octavo.kernels.triton.tiles import MIN_ROWS, count_resident  # noqa: E402
 from tests.kernels.compiling import (  # noqa: E402
     BF16,
     COMMON,
@@ -133,7 +133,7 @@ def check_attention(gpu, kind, shape, record):
     record("code", f"{tiles}, {code}, {made.metadata.shared} bytes shared")
     if not may_spill(gpu, shape):
         assert not code.spills_in_loops, (tiles, code)
-    if shape.head_dim >= LEAST_ROWS:  # a tile of less has fewer bytes than 16 for each thread
+    if shape.head_dim >= MIN_ROWS:  # a tile of less has fewer bytes than 16 for each thread
         assert re.search(FETCH, text)
     if gpu is not RX_7900 or shape.dtype != FP32:
         assert PRODUCTS[gpu] in text

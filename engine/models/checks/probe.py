@@ -177,7 +177,7 @@ class _Calls(TorchFunctionMode):
 
     def __init__(self, observed: _Probe) -> None:
         super().__init__()
-        self._found = observed
+        self._observed = observed
 
     def __torch_function__(
         self,
@@ -194,7 +194,7 @@ class _Calls(TorchFunctionMode):
         if function is conv1d:
             raise NotImplementedError("it convolves over tokens in its own code")
         if function is embedding:
-            self._found.looked_up.append(args[0].flatten().clone())
+            self._observed.looked_up.append(args[0].flatten().clone())
         return function(*args, **(kwargs or {}))
 
 

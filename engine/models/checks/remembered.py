@@ -20,7 +20,7 @@ from octavo.engine.models.checks.reference import Reference
 from octavo.kernels.machine import cpu_identity
 
 FOLDER = "references"
-MOST = 16
+MAX_REMEMBERED = 16
 """Maximum models that are remembered: the latest ones. Each has a few megabytes."""
 CODE = Path(__file__).resolve().parents[2], Path(kernels.__file__).resolve().parent
 SOURCES = {".py", ".cpp", ".h"}
@@ -66,5 +66,5 @@ def remember(place: Path, reference: Reference) -> None:
         reference.save(made)
         made.replace(place)
         kept = sorted(place.parent.iterdir(), key=lambda path: path.stat().st_mtime, reverse=True)
-        for old in kept[MOST:]:
+        for old in kept[MAX_REMEMBERED:]:
             old.unlink(missing_ok=True)

@@ -5,7 +5,7 @@ import zlib
 import torch
 from torch import Tensor
 
-LEAST_RANK, RANKS = 3, 6
+MIN_RANK, RANKS = 3, 6
 """Ranks of the matrices: they differ from layer to layer."""
 
 
@@ -23,7 +23,7 @@ def trial_matrices(name: str, inputs: int, outputs: int) -> tuple[Tensor, Tensor
     """
     seed = zlib.crc32(name.encode())
     draw = torch.Generator().manual_seed(seed)
-    rank = LEAST_RANK + seed % RANKS
+    rank = MIN_RANK + seed % RANKS
     shapes = (rank, inputs), (outputs, rank)
     down, up = (torch.randint(-64, 65, shape, generator=draw) / 64 for shape in shapes)
     return down, up

@@ -44,7 +44,7 @@ from octavo.common.models.gguf_tokenizer import GgufTokenizer
 from octavo.common.models.weight_files import INDEX, WHOLE, TensorLocation
 from octavo.engine.models.empty_model import make_on_meta
 from octavo.engine.models.gguf.config import FACTORS, complete_config, read_fields
-from octavo.engine.models.gguf.tensors import LEAST_DIMENSIONS, Weight, find_weights
+from octavo.engine.models.gguf.tensors import MIN_DIMENSIONS, Weight, find_weights
 
 HEAD = f"output{WEIGHT}"
 SHARD_BYTES = 2 << 30
@@ -187,7 +187,7 @@ def _write_floats(
         if weight.name in places:
             continue
         numbers = weight.numbers()
-        keeps = places and numbers.dim() < LEAST_DIMENSIONS
+        keeps = places and numbers.dim() < MIN_DIMENSIONS
         held[weight.name] = numbers if keeps else numbers.to(dtype)
         if sum(tensor.nbytes for tensor in held.values()) > SHARD_BYTES:
             write()

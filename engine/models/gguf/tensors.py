@@ -18,7 +18,7 @@ import torch
 from octavo.kernels.cpu import dequantize_blocks
 from octavo.kernels.cpu.blocks import FORMATS
 
-LEAST_DIMENSIONS = 2
+MIN_DIMENSIONS = 2
 """Minimum dimensions of a tensor with rows."""
 
 
@@ -144,7 +144,7 @@ def _sample(tensor: Any) -> Any:  # noqa: ANN401
 def _moved_rows(names: _Names, tensor: Any) -> tuple[str, Any | None] | None:  # noqa: ANN401
     """Return a weight's name and the order of its rows; None if a tensor is not moved rows."""
     shape = tuple(int(size) for size in tensor.shape[::-1])
-    if len(shape) != LEAST_DIMENSIONS:
+    if len(shape) != MIN_DIMENSIONS:
         return None
     numbers = np.arange(shape[0], dtype=np.float64)
     marked = np.stack([numbers, numbers + 0.5], 1)

@@ -47,7 +47,7 @@ DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
 """Attributes that must be divided by the number of ranks, by model type and module."""
 KEY_VALUE_NAMES = {"k_proj", "v_proj"}
 QUERY_NAME = "q_proj"
-MOST_RANKS = 64
+MAX_RANKS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
     styles = _styles(model, kind)
     _refuse_by_name(model, kind, styles)
     if problem := next(_problems(model, styles, size), None):
-        fitting = [n for n in range(2, MOST_RANKS + 1) if not any(_problems(model, styles, n))]
+        fitting = [n for n in range(2, MAX_RANKS + 1) if not any(_problems(model, styles, n))]
         hint = ", ".join(map(str, fitting)) or "none but 1"
         raise UnsupportedModelError(
             f"--tensor-parallel-size {size} does not fit this model: {problem}. Sizes that fit:"

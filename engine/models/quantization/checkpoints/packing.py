@@ -176,7 +176,7 @@ class _Packing:
         self.packed = 0
         self._model = model
         self._checkpoint = checkpoint
-        self._found: dict[nn.Module, Packable] = {}
+        self._weights: dict[nn.Module, Packable] = {}
 
     def pack_linears(self) -> None:
         """Replace linear layers where all that have the same input can be packed."""
@@ -228,7 +228,7 @@ class _Packing:
             setattr(self._model.get_submodule(parent), name, _end(layer, weight, blocks, factor))
 
     def _replace(self, group: list[LocatedLinear], weights: Sequence[Packable]) -> None:
-        self._found = {located.layer: one for located, one in zip(group, weights, strict=True)}
+        self._weights = {located.layer: one for located, one in zip(group, weights, strict=True)}
         replace(self._model, group, self._convert, self._join)
         self.packed += sum(located.layer.weight.numel() for located in group)
         self._checkpoint.give_back()
@@ -262,12 +262,12 @@ class _Packing:
         return own_weights.blocks() if isinstance(own_weights, Nibbles) else own_weights
 
     def _convert(self, linear: nn.Linear) -> PackedLayer:
-        return self._found[linear].layer(linear)
+        return self._weights[linear].layer(linear)
 
     def _join(self, layers: list[nn.Linear], join: Join) -> nn.Linear:
-        first, *others = (self._found[layer] for layer in layers)
+        first, *others = (self._weights[layer] for layer in layers)
         joined = join_linears(layers, join)
-        self._found[joined] = first.joined(others, join)  # type: ignore[arg-type]
+        self._weights[joined] = first.joined(others, join)  # type: ignore[arg-type]
         return joined
 
 
