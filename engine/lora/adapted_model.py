@@ -161,7 +161,7 @@ class _Placing:
     """Lets layers take adapters.
 
     Attributes:
-        orders: The orders of inputs of packed layers so far.
+        orders: The orders of inputs of the packed layers placed so far.
     """
 
     def __init__(self) -> None:

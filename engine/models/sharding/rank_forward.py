@@ -1,4 +1,4 @@
-"""A step of which each rank computes a part, and whose logits meet on rank 0."""
+"""A step that ranks compute in parts; rank 0 gathers its logits."""
 
 import torch
 from torch import Tensor
