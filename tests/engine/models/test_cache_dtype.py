@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from octavo.engine.models import load_model
+from octavo.engine.models.dtypes import choose_cache_dtype
 from octavo.engine.models.kv_scales import measure_kv_scales
+from octavo.engine.models.load_model import load
 from octavo.kernels import gpu
 from octavo.kernels.gpu import Gpu
 
@@ -22,11 +23,11 @@ from octavo.kernels.gpu import Gpu
 def test_e4m3_is_the_devices_own(name, arch, dtype, monkeypatch):
     monkeypatch.setattr(gpu, "describe_gpu", lambda _: Gpu("any", arch, 64, 65_536, 1))
     device = torch.device("cuda")
-    assert load_model.choose_cache_dtype(name, torch.bfloat16, device) == dtype
+    assert choose_cache_dtype(name, torch.bfloat16, device) == dtype
 
 
 def test_scales_fit_the_range_of_the_type(tiny_model):
-    loaded = load_model.load(str(tiny_model), dtype="float32", device="cpu", block_size=16)
+    loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=16)
     wide, narrow = (
         measure_kv_scales(loaded.model, loaded.shape, str(tiny_model), dtype)
         for dtype in (torch.float8_e4m3fn, torch.float8_e4m3fnuz)

@@ -10,8 +10,9 @@ import torch
 from octavo.common.models.errors import ModelError
 from octavo.common.resources import Memory
 from octavo.engine.compilation.load_forward import _size
-from octavo.engine.models import load_model
-from octavo.engine.models.load_model import load, load_empty
+from octavo.engine.models import load_model, refusals
+from octavo.engine.models.load_empty import load_empty
+from octavo.engine.models.load_model import load
 from octavo.engine.models.weights_size import sizes_by_quantization
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
@@ -129,6 +130,6 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read(tmp_path, monk
     small = sizes_by_quantization(model, torch.device("cpu"), None)["int8"]
     monkeypatch.delattr(load_model, "reference")
     for free, instead in ((small, "or --quantization int8"), (10, "or a smaller model")):
-        monkeypatch.setattr(load_model, "memory_of", lambda _, free=free: Memory(free, free))
+        monkeypatch.setattr(refusals, "memory_of", lambda _, free=free: Memory(free, free))
         with pytest.raises(ModelError, match=f"weights take about .* are free: .*{instead}"):
             load(str(tmp_path), dtype="bfloat16", **OPTIONS)

@@ -13,7 +13,8 @@ from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear import packed_linear
-from octavo.engine.models.load_model import load, load_empty
+from octavo.engine.models.load_empty import load_empty
+from octavo.engine.models.load_model import load
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.model_report import report
 from octavo.kernels import cpu

@@ -20,6 +20,7 @@ from octavo.common.models.errors import UnsupportedModelError
 from octavo.common.models.rope_context import first_context
 from octavo.engine.attention import state_functions
 from octavo.engine.attention.interface import number_calls
+from octavo.engine.models import dimensions
 from octavo.engine.models import load_model as model_module
 from octavo.engine.models.checks import probe as probe_module
 from octavo.engine.models.checks.masks import FULL
@@ -54,7 +55,7 @@ def only_first_calls(patch):
 
 
 def ignore_rope(patch):
-    patch.setattr(model_module, "fix_rope", lambda _, max_position, __: max_position)
+    patch.setattr(dimensions, "fix_rope", lambda _, max_position, __: max_position)
 
 
 def ignore_states(patch):

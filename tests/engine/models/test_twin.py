@@ -9,7 +9,7 @@ import torch
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.models import load_model
-from octavo.engine.models.checks import self_check, widened
+from octavo.engine.models.checks import self_check, twin_check, widened
 from octavo.engine.models.checks.reference import PASSES
 from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.engine.models.checks.twin import make_twin
@@ -87,14 +87,14 @@ def test_another_mask_is_refused(tmp_path, monkeypatch):
 
 def test_another_scale_of_attention_is_refused(tmp_path, monkeypatch):
     save(BY_NAME["llama"], tmp_path)
-    reference = load_model.reference
+    reference = twin_check.reference
 
     def reference_of_another(model, *arguments):
         expected = reference(model, *arguments)
         scale_attention(model.model.layers[1].self_attn)
         return expected
 
-    monkeypatch.setattr(load_model, "reference", reference_of_another)
+    monkeypatch.setattr(twin_check, "reference", reference_of_another)
     with pytest.raises(SelfCheckError, match=f"{ALONE}.* in float32"):
         load_tiny(tmp_path, dtype="bfloat16")
 
@@ -124,7 +124,7 @@ def test_what_a_model_must_compute_is_remembered(tmp_path, monkeypatch):
     first = load_tiny(model, dtype="bfloat16").check.expected
     with monkeypatch.context() as patch:
         patch.delattr(load_model, "reference")
-        patch.delattr(load_model, "make_twin")
+        patch.delattr(twin_check, "make_twin")
         second = load_tiny(model, dtype="bfloat16").check.expected
     assert torch.equal(first.logits, second.logits)
     assert torch.equal(first.rounding, second.rounding)

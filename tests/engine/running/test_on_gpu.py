@@ -96,7 +96,7 @@ def packs_as_on_a_gpu(monkeypatch):
         monkeypatch.setattr(
             load_model, "_pack", lambda *given: load_model._pack_on_gpu(given[0], *given[3:], cpu)
         )
-        monkeypatch.setattr(load_model, "_check_quantizable", lambda *_: None)
+        monkeypatch.setattr(load_model, "check_quantization", lambda *_: None)
 
 
 @pytest.mark.usefixtures("packs_as_on_a_gpu")

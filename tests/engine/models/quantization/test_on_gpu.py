@@ -48,7 +48,7 @@ def as_on_a_gpu(monkeypatch):
         return load_model._pack_on_gpu(model, scheme, checkpoint, torch.device("cpu"))
 
     monkeypatch.setattr(load_model, "_pack", pack)
-    monkeypatch.setattr(load_model, "_check_quantizable", lambda *_: None)
+    monkeypatch.setattr(load_model, "check_quantization", lambda *_: None)
 
 
 def read(path, dtype, quantization="none"):

@@ -1,0 +1,39 @@
+"""The types of weights and of the KV cache that settings stand for."""
+
+import torch
+from transformers import PreTrainedConfig
+
+from octavo.kernels.gpu import e4m3_dtype
+
+
+def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
+    """Return the dtype that `auto` or a dtype's name stands for.
+
+    `auto` is the checkpoint's dtype, except on a CPU: there it is bfloat16 in place of float16,
+    which CPUs are slow at. Without Octavo's kernels for linear layers it is float32 there if the
+    CPU lacks AVX-512: PyTorch is slow at bfloat16 then.
+    """
+    if name != "auto":
+        chosen = getattr(torch, name)
+        assert isinstance(chosen, torch.dtype)
+        return chosen
+    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    if device.type == "cpu" and config_dtype is not torch.float32:
+        from octavo.kernels.cpu import linear  # noqa: PLC0415 - it compiles the kernels
+
+        native = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+        return torch.bfloat16 if linear is not None or native else torch.float32
+    return config_dtype
+
+
+def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """Return the dtype of a device's KV cache.
+
+    Args:
+        name: Value of `EngineSettings.kv_cache_dtype`; devices have different types for fp8_e4m3.
+        dtype: Type of the weights, which `auto` stands for.
+        device: The cache's device.
+    """
+    if name == "fp8_e4m3":
+        return e4m3_dtype(device)
+    return torch.float8_e5m2 if name == "fp8_e5m2" else dtype

@@ -1,0 +1,123 @@
+"""A model's files, and how its weights are read from them."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from octavo.common.models.errors import UnsupportedModelError
+from octavo.engine.models.attention_layers import reference_attention
+from octavo.engine.models.checks.module_routing import ModuleRouting
+from octavo.engine.models.checks.probe import set_attention
+from octavo.engine.models.checks.reference import Reference, with_rounding
+from octavo.engine.models.checks.remembered import place_of
+from octavo.engine.models.dimensions import fix_context
+from octavo.engine.models.dtypes import choose_dtype
+from octavo.engine.models.quantization.checkpoints.reader import (
+    QuantizedCheckpoint,
+    load_weights,
+    open_checkpoint,
+    read_config,
+)
+from octavo.engine.models.sharding.plan import make_plan
+from octavo.engine.parallel.world import World
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSource:
+    """A model's files, and how its weights are read from them.
+
+    Attributes:
+        path: A directory or a hub name.
+        config: The model's.
+        checkpoint: Its checkpoint if its weights are quantized.
+        dtype: Type of its weights.
+        device: The model's device.
+        max_model_len: See `EngineSettings`.
+        deferred: Whether large weights stay in the files until they are packed.
+    """
+
+    path: str
+    config: PreTrainedConfig
+    checkpoint: QuantizedCheckpoint | None
+    dtype: torch.dtype
+    device: torch.device
+    max_model_len: int | None
+    deferred: bool
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        dtype: str,
+        device: torch.device,
+        max_model_len: int | None,
+        *,
+        quantized: bool,
+    ) -> "ModelSource":
+        """Read everything but the weights.
+
+        Args:
+            path: See the attributes.
+            dtype: See `EngineSettings`.
+            device: See the attributes.
+            max_model_len: See the attributes.
+            quantized: Whether weights are to be quantized.
+        """
+        checkpoint = open_checkpoint(path)
+        config = read_config(path, quantized=checkpoint is not None)
+        kind = choose_dtype(dtype, config.get_text_config(), device)
+        deferred = device.type == "cpu" or quantized
+        return cls(path, config, checkpoint, kind, device, max_model_len, deferred)
+
+    def read(self, world: World | None = None) -> PreTrainedModel:
+        """Read the model, or this rank's part of it.
+
+        Raises:
+            UnsupportedModelError: The weights cannot be split over the ranks.
+        """
+        if world is None:
+            model: PreTrainedModel = load_weights(
+                self.path,
+                self.config,
+                self.checkpoint,
+                dtype=self.dtype,
+                attn_implementation="eager",  # which all classes have
+                device_map=self.device,
+                deferred=self.deferred,
+            )
+            return model
+        if self.checkpoint is not None:
+            raise UnsupportedModelError(
+                f"{self.path} has quantized weights ({self.checkpoint.format.description}), which"
+                " are not split over ranks yet: use --tensor-parallel-size 1"
+            )
+        from octavo.engine.models.sharding.load_shard import load_shard  # noqa: PLC0415 - slow
+
+        plan = make_plan(self.config, world.size)
+        return load_shard(self.path, self.config, self.dtype, plan, world)
+
+    def place(self, block_size: int) -> Path | None:
+        """Return the file that remembers its checks' outcome; None if it is in no directory.
+
+        Args:
+            block_size: Tokens per block.
+        """
+        if not Path(self.path).is_dir():
+            return None
+        settings = {
+            "dtype": str(self.dtype),
+            "device": self.device.type,
+            "max_model_len": self.max_model_len,
+            "block_size": block_size,
+        }
+        return place_of(Path(self.path), settings)
+
+    def measure_rounding(self, known: Reference, number: int) -> Reference:
+        """Add the rounding errors of one pass of transformers' forward pass; see `SelfCheck`."""
+        model = replace(self, deferred=True).read()  # there may be no memory for another one
+        model.train(mode=False)
+        fix_context(model, self.max_model_len)
+        set_attention(model, reference_attention(self.config))
+        return with_rounding(known, model, ModuleRouting(model), passes=1, first=number)
