@@ -21,9 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 CLEAN = (
     "benchmarks",
-    *(f"engine/{name}" for name in ("attention", "compilation", "constraints", "core", "kv_cache")),
-    *(f"engine/{name}" for name in ("lora", "memory", "models", "parallel", "rpc", "sampling")),
-    *(f"engine/{name}" for name in ("running", "scheduling", "speculation", "startup")),
+    "engine",
     "examples",
     "kernels",
     "octavo",

@@ -70,7 +70,7 @@ class AbsorbedProducts(nn.Module):
     """The two products of an expansion, absorbed into attention's queries and results.
 
     Args:
-        expansion: See above.
+        expansion: The layer that maps latents to keys and values.
         weight: `[num_heads * (key_dim + value_dim), latent_dim]`, of its linear layer.
     """
 

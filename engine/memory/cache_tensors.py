@@ -32,7 +32,7 @@ class CacheTensors:
         states: Each state's place in a block.
 
     Args:
-        layout: See above.
+        layout: The layout of the cache's blocks.
         num_blocks: Number of blocks on the device.
         num_swap_blocks: Number of blocks in swap space.
         dtype: Type of keys and values.
@@ -150,8 +150,8 @@ def default_cache_gib(
 
     Args:
         device: The cache's device.
-        utilisation: See above.
-        taken: See above.
+        utilisation: The share of the device's memory that the engine may use.
+        taken: Bytes that the cache cannot use.
         memory: The device's memory. Default: as it is now.
     """
     memory = memory or memory_of(device)

@@ -1,8 +1,8 @@
 """Llama 4: queries of layers without rotary embeddings grow with their positions.
 
 transformers' attention counts the positions itself, from the first token of the batch. The layer
-around it knows them, and passes them on. The replaced experts compute the same as transformers',
-but without the views for which their code can be captured for one number of tokens only.
+around it knows them, and passes them on. The replaced experts compute the same as transformers'.
+Those make views by the number of tokens at hand, so a trace would fit that number alone.
 """
 
 from collections.abc import Callable

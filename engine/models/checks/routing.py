@@ -40,7 +40,7 @@ class Choice(NamedTuple):
     def weight_error(self, expected: "Choice") -> float:
         """Return the relative error of the weights of another run's choice.
 
-        Only tokens whose experts are all the same count, as weights may be shares of their sum.
+        A token counts only if all its experts are the same: a weight may be a share of their sum.
         """
         same = self._common(expected).all(1)
         weights, other = (choice.sorted_weights()[same] for choice in (self, expected))

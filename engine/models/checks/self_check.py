@@ -116,12 +116,12 @@ class SelfCheck:
         tolerance: The quantization's tolerance for it.
 
     Args:
-        expected: See above.
+        expected: The results to compare with.
         shape: The model's dimensions.
         dtype: Type of activations.
         device: The step's device.
         block_size: Tokens per block.
-        tolerance: See above; 0 if the weights are not quantized.
+        tolerance: The relative error allowed for quantization; 0 if the weights are not quantized.
         cache_dtype: Type of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
         routing: Forces `expected.choices` on steps, which then are compared; None if they cannot be

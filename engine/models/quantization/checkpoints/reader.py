@@ -78,7 +78,7 @@ class QuantizedCheckpoint:
             must; or there are quantized weights of another format.
 
     Attributes:
-        format: See above.
+        format: The format of the quantized weights.
         shapes: Each quantized weight's shape, by its name in transformers.
     """
 
