@@ -1,7 +1,7 @@
 """Programs: calls of Octavo's operators that run without Python; see program.cpp."""
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import (
     CDLL,
     POINTER,
@@ -112,11 +112,22 @@ class Programs:
 
 
 class ProgramBuilder:
-    """Writes a program. Its methods return the numbers of tensors."""
+    """Writes a program. Its methods return the numbers of tensors.
 
-    def __init__(self, operators: Any, dtypes: Any, run: Any) -> None:  # noqa: ANN401
-        self._operators: dict[str, tuple[int, str]] = operators
-        self._dtypes: dict[torch.dtype, int] = dtypes
+    Args:
+        operators: Number and signature of each operator, by name.
+        dtypes: PyTorch's numbers of types.
+        run: Returns the operator that runs programs of numbers of inputs and outputs.
+    """
+
+    def __init__(
+        self,
+        operators: Mapping[str, tuple[int, str]],
+        dtypes: Mapping[torch.dtype, int],
+        run: Callable[[int, int], str],
+    ) -> None:
+        self._operators = operators
+        self._dtypes = dtypes
         self._run = run
         self._words: list[int] = []
         self._constants: list[Tensor] = []
