@@ -119,8 +119,8 @@ def run(case, place):
 
 def weight_bytes(executor):
     """Return the bytes of the weights that this process holds; None if it runs compiled."""
-    step = executor._loaded.forward
-    model = getattr(step, "_step", step)
+    forward = executor._loaded.forward
+    model = getattr(forward, "_forward", forward)
     if executor.compiled:
         return None
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
