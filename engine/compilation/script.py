@@ -17,7 +17,7 @@ from torch.jit import optimized_execution  # type: ignore[attr-defined]
 
 from octavo.engine.attention import packed_latents, state_operators
 from octavo.engine.compilation.norms import RMS_NORM
-from octavo.engine.compilation.segment import Segment, layout_of, memory_of
+from octavo.engine.compilation.segment import Segment, layout_of, memory_of, operator_name
 from octavo.engine.compilation.trace import GETITEM, VALUES, Size, Trace, storage_of
 from octavo.engine.models.experts import packed_experts
 from octavo.engine.models.linear import packed_linear
@@ -136,7 +136,7 @@ class _Lines:
         """Return whether a node uses results of waiting calls, or changes their arguments."""
         if node.op == "call_function" and _changes(node):
             return True
-        made = {storage_of(call.meta[VALUES][0]) for call in self._waiting}
+        made = set(map(memory_of, self._waiting))
         return not made.isdisjoint(map(memory_of, node.all_input_nodes))
 
     def _add_program(self, place: int) -> None:
@@ -201,7 +201,7 @@ class _Lines:
             return f"torch.ops.aten._grouped_mm({', '.join(values)}, None, None)"
         if not isinstance(target, OpOverload) or target.namespace != "aten":
             raise UnscriptableError(f"the model calls {target}, which runs in Python only")
-        return f"torch.ops.aten.{_operator(target)}({self._arguments(node)})"
+        return f"torch.ops.aten.{operator_name(target)}({self._arguments(node)})"
 
     def _arguments(self, node: fx.Node) -> str:
         """Return the arguments of one of PyTorch's operators."""
@@ -241,11 +241,6 @@ def _literal(value: Any) -> str:  # noqa: ANN401 - whatever a graph holds
     if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
         return str(value)
     return repr(value)
-
-
-def _operator(target: Any) -> str:  # noqa: ANN401 - an OpOverload
-    name: str = target._schema.name  # noqa: SLF001 - has no public name
-    return name.partition("::")[2]
 
 
 def _is_native(node: fx.Node) -> bool:

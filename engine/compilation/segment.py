@@ -40,9 +40,9 @@ class Segment:
             self._numbers[node] = self._program.input()
         frees = self._frees(calls, outputs)
         for call in calls:
-            name = call.target._schema.name.partition("::")[2]  # type: ignore[union-attr] # noqa: SLF001
+            arguments = list(map(self._argument, arguments_of(call)))
             self._numbers[call] = self._program.call(
-                name, list(map(self._argument, arguments_of(call))), output=call in outputs
+                operator_name(call.target), arguments, output=call in outputs
             )
             for made in frees.get(call, ()):
                 self._program.free(self._numbers[made])
@@ -78,16 +78,25 @@ class Segment:
             owner = self._owners[memory_of(node)]
             number = self._number(owner)
             of_owner = owner.meta[VALUES]
-            if layout_of(values) != layout_of(of_owner):
-                starts = [
-                    one.storage_offset() - whole.storage_offset()
-                    for one, whole in zip(values, of_owner, strict=True)
-                ]
-                sizes, strides, _ = layout_of(values)
-                layout = [*map(_linear, sizes)], [*map(_linear, strides)], _linear_of(starts)
-                number = self._program.view(number, values[0].dtype, layout)
+            layout = layout_of(values)
+            if layout != layout_of(of_owner):
+                offset = merge_numbers(
+                    [
+                        one.storage_offset() - whole.storage_offset()
+                        for one, whole in zip(values, of_owner, strict=True)
+                    ]
+                )
+                sizes, strides = (list(map(_linear, numbers)) for numbers in layout[:2])
+                place = sizes, strides, _linear(offset)
+                number = self._program.view(number, values[0].dtype, place)
         self._numbers[node] = number
         return number
+
+
+def operator_name(target: Any) -> str:  # noqa: ANN401 - an OpOverload
+    """Return an operator's name without its namespace."""
+    name: str = target._schema.name  # noqa: SLF001 - has no public name
+    return name.partition("::")[2]
 
 
 def arguments_of(call: fx.Node) -> list[Any]:
@@ -114,7 +123,3 @@ def _linear(number: int | Size) -> Linear:
     if isinstance(number, Size):
         return Linear(number.constant, number.tokens, number.rows)
     return Linear(number)
-
-
-def _linear_of(numbers: Sequence[int]) -> Linear:
-    return _linear(merge_numbers(numbers))

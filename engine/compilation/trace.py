@@ -30,7 +30,7 @@ MANY = 1 << 16, 300
 """Tokens and rows of a last run, without data, which takes no time to compute. It shows whether
 models call other operators for many tokens, and whether a size has a bound."""
 UNREAD_BYTES = 1 << 37
-"""Bytes: more than a tensor of the last run has, and less than a process may map."""
+"""Bytes of address space that the last run reserves: more than any of its tensors needs."""
 INPUTS = "token_ids", "positions", "logit_rows"
 VALUES = "values"
 """A node's tensors in all runs, in its `meta`."""

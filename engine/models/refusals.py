@@ -1,4 +1,4 @@
-"""Refuses models that the engine cannot serve, in words of its own."""
+"""Refuses models that the engine cannot serve, with a message that says why."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -127,7 +127,7 @@ class Request:
         )
 
     def number_of(self, index: int) -> int:
-        """Return the session's number of an output; 0 if it has none."""
+        """Return the number that the session gave an output; 0 if it gave none."""
         return self.first_number + index if self.first_number else 0
 
     @property

@@ -13,7 +13,7 @@ from octavo.v1 import engine_pb2
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 PRIVATE = {"address", "instance", "models"}
-"""Fields of an engine that only operators see: AdminService has them."""
+"""Fields of an engine that GET /status leaves out; operators get them from AdminService."""
 
 
 class RouterStats(Protocol):
