@@ -12,6 +12,7 @@ import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from benchmarks.metrics import Metrics
+from octavo.common.ports import free_port
 from tests import preloaded
 
 READY_SECONDS = 120.0
@@ -129,11 +130,9 @@ class Server:
 
 
 def adjacent_ports(count: int) -> list[int]:
-    """Return `count` adjacent free loopback ports."""
+    """Return `count` adjacent free loopback ports, none of which a client would be given."""
     while True:
-        with socket.socket() as first:
-            first.bind(("127.0.0.1", 0))
-            start = first.getsockname()[1]
+        start = free_port()
         if all(_free(port) for port in range(start, start + count)):
             return list(range(start, start + count))
 

@@ -285,7 +285,8 @@ def small(demo_model, launch_shared):
         "engine", "--model", "demo", "--num-blocks", str(FEW_BLOCKS), "--swap-space", "0"
     )
     router = launch_shared("router", "--engine", engine.address)
-    return router.wait_ready(), engine.wait_ready()
+    engine.wait_ready()  # first: if it fails, its log says why
+    return router.wait_ready(), engine
 
 
 @pytest.fixture(scope="module")
