@@ -252,7 +252,7 @@ class Generator:
 
     def _refuse_when_draining(self) -> None:
         if self._draining:
-            raise rpc.unavailable("the router is shutting down; retry with another")
+            raise rpc.unavailable("the router is shutting down; retry with another router")
 
     def _count_call(self, model: str, tenant: Tenant) -> str:
         """Count a call that generates nothing against the tenant's limits; return its model."""

@@ -1,4 +1,4 @@
-"""The format of an API's answers: the common part of chat and completions."""
+"""The response format that the chat and completions APIs share."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
@@ -14,21 +14,21 @@ from octavo.v1.sampling_pb2 import (
 
 Reason: TypeAlias = "FinishReason.ValueType"
 Choice = dict[str, Any]
-"""One entry of `choices`, to be made JSON of."""
+"""One entry of the response's `choices`, ready to be encoded as JSON."""
 
 _REASONS = {FINISH_REASON_LENGTH: "length", FINISH_REASON_TOOL_CALLS: "tool_calls"}
 
 NO_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON does not have, as OpenAI's API does."""
+"""Value for minus infinity, which JSON cannot express; OpenAI's API uses the same."""
 
 
 class AnswerFormat(Protocol):
-    """Makes the choices of one HTTP request's answer; may remember what it has shown.
+    """Build the choices of one HTTP response; may keep state between chunks.
 
     Attributes:
-        id_prefix: Beginning of the answer's id.
-        object: Name of a whole answer.
-        chunk_object: Name of a stream's chunk.
+        id_prefix: Prefix of the response's id.
+        object: The `object` member of a whole response.
+        chunk_object: The `object` member of a stream's chunk.
     """
 
     id_prefix: str
@@ -36,34 +36,34 @@ class AnswerFormat(Protocol):
     chunk_object: str
 
     def opening(self, index: int) -> Choice | None:
-        """Return the choice that begins a stream's output, if one does."""
+        """Return the first choice of an output's stream, if the API has one."""
 
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
-        """Take an accepted prompt; return the choices of chunks that show it, if any do.
+        """Handle an accepted prompt; return the choices of chunks that echo it.
 
         Args:
             indices: Indices of the prompt's outputs.
-            accepted: The answer to its request.
-            prompt: Its text; None: it was no plain text.
+            accepted: The engine's answer to the prompt's request.
+            prompt: The prompt's text; None if the prompt is not plain text.
             vocabulary: The model's vocabulary.
         """
 
     def piece(
         self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice | None:
-        """Return the choice of a chunk with a piece of an output; None: it is not shown.
+        """Return the choice of a chunk with one delta; None if there is nothing to show.
 
         Args:
             index: The output's index.
-            delta: The piece.
+            delta: The new part of the output.
             logprobs: The log-probabilities to show.
             vocabulary: The model's vocabulary.
         """
 
     def ending(self, index: int, reason: Reason) -> Choice:
-        """Return the choice of the chunk that ends an output."""
+        """Return the choice of an output's last chunk."""
 
     def whole(
         self,
@@ -73,21 +73,21 @@ class AnswerFormat(Protocol):
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Return the choice of a whole output, which came as one delta."""
+        """Return the choice of a whole output, which arrives as one delta."""
 
 
 def finish_reason(reason: Reason) -> str:
-    """Return OpenAI's word for why an output ended."""
+    """Return OpenAI's finish reason."""
     return _REASONS.get(reason, "stop")
 
 
 def finite(logprob: float) -> float:
-    """Return a log-probability that JSON can hold."""
+    """Return a log-probability that JSON can express."""
     return max(logprob, NO_LOGPROB)
 
 
 def usage(usages: Sequence[Usage]) -> dict[str, Any]:
-    """Return OpenAI's form of what the Generate calls of a request used together."""
+    """Return the total usage of a request's Generate calls, in OpenAI's form."""
     prompt = sum(usage.prompt_tokens for usage in usages)
     output = sum(usage.output_tokens for usage in usages)
     drafted = sum(usage.drafted_tokens for usage in usages)

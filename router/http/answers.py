@@ -1,4 +1,4 @@
-"""From a valid HTTP request to its answer, whole or streamed."""
+"""Builds the response to a valid HTTP request, whole or streamed."""
 
 import asyncio
 import time
@@ -30,31 +30,31 @@ from octavo.v1.sampling_pb2 import TokenLogprob
 Vocabularies = Callable[[str], Vocabulary]
 """A function that returns a model's vocabulary."""
 Generate = Callable[[GenerateRequest, Write], Coroutine[Any, Any, None]]
-"""Generates the outputs of one call for the HTTP request's tenant; `Write` gets the responses."""
+"""Runs one Generate call for the HTTP request's tenant; `Write` receives the responses."""
 FindUnenforced = Callable[[GenerateRequest], Awaitable[Sequence[str]]]
-"""Returns the places of a request's schemas that are not enforced."""
+"""Returns the parts of a request's schemas that are not enforced."""
 Send = Callable[[bytes], Awaitable[None]]
-"""Sends a part of the response's body."""
+"""Sends a part of the response body."""
 
 END = b"data: [DONE]\n\n"
 
 
 class Answer:
-    """The generate calls of one HTTP request, and the JSON made of their responses.
+    """The Generate calls of one HTTP request, and the JSON built from their responses.
 
     Args:
         request: The body of the HTTP request.
-        answer_format: The API's form of answers.
-        vocabularies: Spellings of tokens, for log-probabilities.
-        request_id: The id of the HTTP request.
+        answer_format: The API's response format.
+        vocabularies: Models' vocabularies, to spell the tokens of log-probabilities.
+        request_id: Id of the HTTP request.
 
     Attributes:
-        id: The answer's id, with the `request_id` of the body, else of the request; logs and
-            traces name its calls by it.
-        unenforced: Places of schemas that are not enforced, by their names here.
+        id: Response id, from the body's `request_id` or else the HTTP request's; logs and traces
+            use it.
+        unenforced: Parts of schemas that are not enforced, by their HTTP names.
 
     Raises:
-        ApiError: An argument does not fit its type.
+        ApiError: An argument has the wrong type.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Answer:
         self.id = answer_format.id_prefix + (request.request_id or request_id)
         self.unenforced: Sequence[str] = ()
         self._started = False
-        self._told = False  # what is not enforced
+        self._told = False  # whether `unenforced` was sent
         self._request = request
         self._format = answer_format
         self._vocabularies = vocabularies
@@ -78,7 +78,7 @@ class Answer:
         self._sending = asyncio.Lock()
 
     async def whole(self, generate: Generate) -> dict[str, Any]:
-        """Return the answer when it is complete.
+        """Return the complete response.
 
         Raises:
             ApiError: A call failed.
@@ -90,7 +90,7 @@ class Answer:
         vocabulary = self._vocabularies(self._model)
         choices = []
         for i, kept in enumerate(responses):
-            # Each output comes in one Delta, if it has anything to show.
+            # An output's text arrives in one Delta; an empty output has none.
             deltas = {one.delta.index: one.delta for one in kept if one.HasField("delta")}
             ends = sorted((one.finished for one in kept if one.HasField("finished")), key=_place)
             for end in ends[: self._request.choices]:
@@ -103,14 +103,14 @@ class Answer:
         return body | ({"unenforced_schema": self.unenforced} if self.unenforced else {})
 
     async def find_unenforced(self, find: FindUnenforced) -> None:
-        """Set `unenforced`; it is known before the answer begins."""
+        """Set `unenforced`, before the response starts."""
         names = self._request.params
         for place in await find(self._messages[0]):
             field, mark, pointer = place.partition("#")
             self.unenforced = [*self.unenforced, f"{named(field, names)}{mark}{pointer}"]
 
     async def stream(self, generate: Generate, send: Send) -> None:
-        """Send the answer as server-sent events.
+        """Send the response as server-sent events.
 
         Raises:
             ApiError: A call failed.
@@ -123,7 +123,7 @@ class Answer:
         await send(END)
 
     async def _run(self, generate: Generate, writes: Sequence[Write]) -> None:
-        """Run all calls at once; if one fails, cancel the others."""
+        """Run all calls concurrently; if one fails, cancel the others."""
         calls = list(map(generate, self._messages, writes))
         try:
             if len(calls) == 1:
@@ -141,9 +141,9 @@ class Answer:
         kept.append(response)
 
     async def _send_response(self, send: Send, i: int, response: GenerateResponse) -> None:
-        """Send what is to be seen of a response of call `i`."""
+        """Send the visible part of a response of call `i`."""
         self._count(i, response)
-        async with self._sending:  # all openings come first
+        async with self._sending:  # all opening chunks are sent first
             if not self._started:
                 self._started = True
                 self._model = response.accepted.model
@@ -157,7 +157,7 @@ class Answer:
                 await send(self._chunk([part]))
 
     def _accept(self, i: int, accepted: Accepted) -> list[Choice]:
-        """Return the choices that echo the prompt of call `i`; none without `echo`."""
+        """Return the choices that echo the prompt of call `i`; empty without `echo`."""
         prompt = self._messages[i].text if self._messages[i].HasField("text") else None
         indices = [self._index(i, output) for output in range(self._request.choices)]
         vocabulary = self._vocabularies(accepted.model)
@@ -178,14 +178,14 @@ class Answer:
         return None
 
     def _count(self, i: int, response: GenerateResponse) -> None:
-        """Add up the tokens that call `i` has used."""
+        """Add the token usage of a response of call `i`."""
         used = self._usages[i]
         match response.WhichOneof("event"):
             case "accepted":
                 used.prompt_tokens = response.accepted.prompt_tokens
                 used.cached_tokens = response.accepted.cached_tokens
             case _ if self._request.prompt_only:
-                pass  # the token that was made all the same is not shown
+                pass  # the one token that the engine had to generate is not shown
             case "delta" if self._request.usage_chunks:
                 used.output_tokens += len(response.delta.token_ids)
             case "finished":
@@ -196,13 +196,13 @@ class Answer:
                     used.output_tokens += response.finished.usage.output_tokens
 
     def _index(self, i: int, output: int) -> int:
-        """Return the index of an output of call `i` among all choices of the answer."""
+        """Return the index of an output of call `i` among the choices of the whole response."""
         return i * self._request.choices + output
 
     def _shown(
         self, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Sequence[TokenLogprob]:
-        """Leave out the token that ended the output, unless it is to be shown too."""
+        """Remove the token that ended the output, unless the request asks for it."""
         if self._request.shows_ending:
             return logprobs
         if not logprobs:
@@ -234,7 +234,7 @@ class Answer:
         }
 
     def _make_messages(self) -> list[GenerateRequest]:
-        """Return the requests to generate, one for each prompt."""
+        """Return the requests to generate, one per prompt."""
         prompts, options = self._request.prompts, self._request.options()
         messages = []
         for i, prompt in enumerate(prompts):
@@ -247,7 +247,7 @@ class Answer:
 
 
 def _errors(end: Finished) -> Choice:
-    """Return an output's errors against its schemas, as a member of its choice."""
+    """Return an output's schema violations, as a member of its choice."""
     return {"schema_errors": list(end.schema_errors)} if end.schema_errors else {}
 
 

@@ -1,4 +1,4 @@
-"""The routes: a new one is written here."""
+"""The HTTP routes: add new ones here."""
 
 import asyncio
 import functools
@@ -41,22 +41,22 @@ from octavo.v1 import generation_pb2
 Handler = Callable[[Request], Awaitable[Response]]
 
 IGNORED = "X-Ignored-Arguments"
-"""The header that names a body's members that are passed over."""
+"""Header with the names of ignored body members."""
 UNENFORCED = "X-Unenforced-Schema"
-"""The header that names what is not enforced of schemas, percent-encoded."""
+"""Header with the parts of schemas that are not enforced, percent-encoded."""
 MAX_UNENFORCED = 1_000
-"""Maximum characters of its value; the answer's body has all."""
+"""Maximum characters of that header; the response body lists all parts."""
 
 
 class Api:
-    """The endpoints.
+    """The HTTP endpoints.
 
     Args:
         settings: Limits and allowed origins.
         generator: Serves the requests.
-        authenticator: Tells tenants by their keys.
+        authenticator: Identifies tenants by their API keys.
         vocabularies: Models' vocabularies.
-        is_serving: Whether there is an engine to serve with.
+        is_serving: Whether an engine is available.
         stats: Content of GET /status and GET /metrics.
     """
 
@@ -123,7 +123,7 @@ class Api:
         ]
 
     def refuse(self) -> None:
-        """Refuse requests from now on, but for those that show something."""
+        """Refuse new requests, except those that only show status."""
         self._refusing = True
 
     async def _chat(self, request: Request) -> Response:
@@ -144,17 +144,17 @@ class Api:
         return await self._answer(request, tenant, body, answer_format)
 
     async def _parse(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
-        """Authenticate the caller, then read the body; nobody else's body is read."""
+        """Authenticate the caller, then read the body, so that unknown callers cannot send one."""
         tenant = self._authenticate(request)
         if self._refusing:
-            raise rpc.unavailable("the router is shutting down; retry with another")
+            raise rpc.unavailable("the router is shutting down; retry with another router")
         return tenant, await parse(request, model, self._settings.max_message_bytes)
 
     def _authenticate(self, request: Request) -> Tenant:
         authorization = dict(headers.metadata(request)).get("authorization")
         peer = request.client.host if request.client else ""
         tenant = self._authenticator.authenticate(authorization, peer=peer, method=request.url.path)
-        request.state.known = True  # the connection is kept before those of unknown callers
+        request.state.known = True  # keeps the connection when unauthenticated ones are closed
         return tenant
 
     async def _answer(
@@ -208,15 +208,16 @@ class Api:
         return JSONResponse(await self._stats.status(usable), headers={"Cache-Control": "no-store"})
 
     async def _metrics(self, request: Request) -> Response:
-        """Show the router's metrics, to everybody without tenants, and else to admins.
+        """Show the router's metrics: to everyone if no tenants are configured, else to admins.
 
-        They name the tenants and count their tokens, which is nothing for other tenants.
+        Metrics show every tenant's name and tokens, which other tenants must not see.
         """
         tenant = self._authenticate(request)
         if not (self._authenticator.open or tenant.admin):
             raise ApiError(
                 403,
-                f"tenant {tenant.name!r} is no admin; without a key, metrics are at --metrics-port",
+                f"tenant {tenant.name!r} is not an admin; without a key, metrics are at "
+                "--metrics-port",
                 kind="permission_error",
             )
         encode, content_type = choose_encoder(request.headers.get("accept", ""))
@@ -236,7 +237,7 @@ class Api:
         return JSONResponse({"status": status}, 200 if serving else 503)
 
     def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
-        """Return the card of each model that the caller may use, by each of its names."""
+        """Return the card of each model that the caller may use, under its name and its aliases."""
         cards = self._list_models(request)
         return {
             name: self._card(card, name) for card in cards for name in (card.name, *card.aliases)
@@ -259,12 +260,12 @@ class Api:
 
 
 def _answered(endpoint: Handler) -> Handler:
-    """Return an endpoint that answers with the errors that `endpoint` raises."""
+    """Return an endpoint that turns the errors of `endpoint` into responses."""
 
     @functools.wraps(endpoint)
     async def call(request: Request) -> Response:
         try:
-            if request.state.crowded:  # health is still answered
+            if request.state.crowded:  # the health endpoint still answers
                 raise rpc.unavailable("no file descriptors are left; retry later")
             return await endpoint(request)
         except rpc.RpcError as error:
@@ -278,13 +279,13 @@ def _answered(endpoint: Handler) -> Handler:
 
 
 def _ignored(body: OpenBody) -> dict[str, str]:
-    """Return the header that names the arguments which are passed over, if there are any."""
+    """Return the header with the names of ignored arguments, if there are any."""
     names = body.ignored()
     return {IGNORED: ", ".join(names)} if names else {}
 
 
 def _unenforced(answer: Answer) -> dict[str, str]:
-    """Return the header that names what is not enforced of schemas, if there is anything."""
+    """Return the header with the parts of schemas that are not enforced, if there are any."""
     value = ", ".join(quote(place, safe="/#~[]$") for place in answer.unenforced)
     if len(value) > MAX_UNENFORCED:
         value = f"{value[:MAX_UNENFORCED].rpartition(', ')[0]}, ..."

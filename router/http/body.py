@@ -12,28 +12,28 @@ from octavo.router.http.content_coding import CODINGS, CodingError, TooLongError
 from octavo.router.http.errors import ApiError, from_validation
 
 SECONDS = 30.0
-"""Seconds that a client has to send a body."""
+"""Seconds that a client has to send the body."""
 
 MAX_SHOWN = 128
-"""Maximum characters of a header that an error shows."""
+"""Maximum characters of a header in an error message."""
 
 M = TypeVar("M", bound=BaseModel)
 T = TypeVar("T")
 
 
 class ClientLeftError(Exception):
-    """The client closed its connection; there is nobody to answer."""
+    """The client closed its connection."""
 
 
 async def parse(request: Request, model: type[M], max_bytes: int) -> M:
     """Return a request's JSON as `model`.
 
-    A body must be declared to be JSON: browsers ask the server before they send that from
-    another site's page, so that no page can have a local server work for it.
+    Content-Type must be JSON: browsers send a CORS preflight before they post JSON to another
+    origin, so no web page can use a local server without permission.
 
     Raises:
-        ApiError: It is no such JSON, too long, or too slow in coming.
-        ClientLeftError: The client has gone.
+        ApiError: The body is not such JSON, too long, or too slow to arrive.
+        ClientLeftError: The client disconnected.
     """
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":
@@ -43,7 +43,7 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
         async with asyncio.timeout(SECONDS):
             body = await _read(request, max_bytes)
     except TimeoutError:
-        raise ApiError(408, f"the body did not come in {SECONDS:g} s") from None
+        raise ApiError(408, f"the body did not arrive within {SECONDS:g} s") from None
     except ClientDisconnect:
         raise ClientLeftError from None
     if coding is not None:
@@ -55,12 +55,12 @@ async def parse(request: Request, model: type[M], max_bytes: int) -> M:
 
 
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`; cancel it when the client leaves.
+    """Return the result of `work`; cancel it when the client disconnects.
 
-    To be called once the body has been read.
+    Call it after the body has been read.
 
     Raises:
-        ClientLeftError: It has left.
+        ClientLeftError: The client disconnected.
     """
     async with joined(work, names=("http-work",)) as (task,):
         async with joined(_leaving(request), names=("http-leaving",)) as (leaving,):
@@ -71,7 +71,7 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
 
 
 def _coding(request: Request) -> str | None:
-    """Return the coding that a body is compressed with; None: it is not."""
+    """Return the body's compression; None if it is not compressed."""
     transfer = _values(request, "transfer-encoding")
     if transfer not in ([], ["chunked"]):
         raise ApiError(
@@ -91,7 +91,7 @@ def _coding(request: Request) -> str | None:
 
 
 def _values(request: Request, name: str) -> list[str]:
-    """Return the values of a header that is a list, in lower case."""
+    """Return the values of a comma-separated header, in lower case."""
     values = ",".join(request.headers.getlist(name)).lower().split(",")
     return [value.strip() for value in values if value.strip()]
 

@@ -12,10 +12,10 @@ from octavo.v1.sampling_pb2 import TokenLogprob
 
 
 class ChatFormat:
-    """Messages, and their pieces.
+    """The response format of chat completions.
 
     Args:
-        logprobs: Whether they come with log-probabilities.
+        logprobs: Whether responses contain log-probabilities.
         reasoning: Whether reasoning is shown.
     """
 
@@ -28,7 +28,7 @@ class ChatFormat:
         self._reasoning = reasoning
 
     def opening(self, index: int) -> Choice:
-        """Return the choice that begins a stream's output: whose words they are."""
+        """Return the first choice of an output's stream, with the message's role."""
         return _chunk(index, {"role": "assistant", "content": ""})
 
     def accept(
@@ -38,13 +38,13 @@ class ChatFormat:
         prompt: str | None,  # noqa: ARG002
         vocabulary: Vocabulary,  # noqa: ARG002
     ) -> list[Choice]:
-        """Return nothing: a chat's messages are not repeated."""
+        """Return nothing: chat responses do not echo the prompt."""
         return []
 
     def piece(
         self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice | None:
-        """Return the choice of a chunk with a piece of an output; None: there is nothing in it."""
+        """Return the choice of a chunk with one delta; None if the delta is empty."""
         piece: dict[str, Any] = self._shown_reasoning(delta)
         if delta.text or logprobs:
             piece["content"] = delta.text
@@ -58,7 +58,7 @@ class ChatFormat:
         return choice
 
     def ending(self, index: int, reason: Reason) -> Choice:
-        """Return the choice of the chunk that ends an output."""
+        """Return the choice of an output's last chunk."""
         return _chunk(index, {}, finish_reason(reason))
 
     def whole(
@@ -71,7 +71,7 @@ class ChatFormat:
     ) -> Choice:
         """Return the choice of a whole output."""
         calls = tool_calls(delta.tool_calls)
-        # As with OpenAI: a message of calls alone has no content, not an empty one.
+        # Like OpenAI's: a message with tool calls alone has null content, not an empty string.
         message: dict[str, Any] = {
             "role": "assistant",
             "content": delta.text or (None if calls else ""),
@@ -88,7 +88,7 @@ class ChatFormat:
         }
 
     def _shown_reasoning(self, delta: Delta) -> dict[str, str]:
-        """Return reasoning by DeepSeek's name, which most clients read, and by vLLM's later one."""
+        """Return reasoning under DeepSeek's name, which most clients read, and vLLM's newer one."""
         if not (self._reasoning and delta.reasoning):
             return {}
         return {"reasoning_content": delta.reasoning, "reasoning": delta.reasoning}
@@ -100,7 +100,7 @@ def _call(call: ToolCall) -> dict[str, Any]:
 
 
 def _call_piece(piece: ToolCallDelta) -> dict[str, Any]:
-    """Return a piece of a call; only the first has an id and says what is called."""
+    """Return a part of a tool call; only the first part has the id and the function's name."""
     if not piece.id:
         return {"index": piece.index, "function": {"arguments": piece.arguments}}
     return {"index": piece.index, **_call(ToolCall(piece.id, piece.name, piece.arguments))}

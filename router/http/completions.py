@@ -11,13 +11,13 @@ from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
 
 class CompletionFormat:
-    """Texts, and their pieces.
+    """The response format of text completions.
 
     Args:
-        logprobs: Whether they come with log-probabilities.
-        echo: Whether the prompt comes before each output.
+        logprobs: Whether responses contain log-probabilities.
+        echo: Whether outputs begin with the prompt.
         prompt_only: Whether outputs are left out.
-        keep_special: Whether special tokens are in the text.
+        keep_special: Whether texts contain special tokens.
     """
 
     id_prefix = "cmpl-"
@@ -40,12 +40,12 @@ class CompletionFormat:
         self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int) -> None:
-        """Return nothing: a text begins with its first piece."""
+        """Return nothing: a text completion's stream begins with text."""
 
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
-        """Return the choices of chunks with the prompt, if it is to be shown."""
+        """Return the choices of chunks with the prompt, if it is to be echoed."""
         if not self._echo:
             return []
         echo = Echo.of(accepted, prompt, vocabulary, logprobs=self._logprobs)
@@ -62,7 +62,7 @@ class CompletionFormat:
         return _choice(index, delta.text, self._columns(index, logprobs, vocabulary), None)
 
     def ending(self, index: int, reason: Reason) -> Choice:
-        """Return the choice of the chunk that ends an output."""
+        """Return the choice of an output's last chunk."""
         return _choice(index, "", None, self._reason(reason))
 
     def whole(
@@ -73,7 +73,7 @@ class CompletionFormat:
         reason: Reason,
         vocabulary: Vocabulary,
     ) -> Choice:
-        """Return the choice of a whole output, after its prompt if that is to be shown."""
+        """Return the choice of a whole output, after the prompt if it is to be echoed."""
         text = delta.text
         if self._prompt_only:
             text, logprobs = "", ()

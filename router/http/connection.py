@@ -1,9 +1,9 @@
-"""One HTTP connection: how much and how slowly a client may send.
+"""Limits on size and speed of what a client may send over one HTTP connection.
 
-No setting of uvicorn 0.54 bounds these: it keeps a connection with half a header for ever, takes
-headers of 64 MiB, refuses every client when `limit_concurrency` connections have sent a part of a
-header each, and parses all requests that have arrived, however many. Here a request is parsed when
-the one before it is answered; what comes meanwhile is left in the socket's buffer.
+No setting of uvicorn 0.54 bounds these: it keeps a connection with half a header forever, accepts
+headers of 64 MiB, refuses every client once `limit_concurrency` connections have sent part of a
+header, and parses any number of pipelined requests at once. Here a request is parsed after the
+previous one is answered; until then its bytes wait in the socket's buffer.
 """
 
 import asyncio
@@ -27,24 +27,24 @@ from octavo.router.http.headers import REQUEST_ID, new_id, own_id
 log = structlog.get_logger(__name__)
 
 HEADER_SECONDS = 10.0
-"""Seconds that a client has for a TLS handshake, and again for a request's line and headers."""
+"""Timeout of the TLS handshake, and again of a request's line and headers, in seconds."""
 BODY_GRACE_SECONDS = 5.0
-"""Seconds that an answer to a slow body has before the connection is closed."""
+"""Seconds to send the error response to a slow body before the connection is closed."""
 UNREAD_SECONDS = 5.0
-"""Seconds that a client has to send the rest of a refused body, which is not read."""
+"""Seconds to wait for the unread rest of a refused body."""
 MAX_PIPELINED = 64 << 10
-"""Maximum bytes of later requests that are kept; a client that sends more is disconnected."""
+"""Maximum buffered bytes of later requests; a client that sends more is disconnected."""
 PIECES = 64
-"""Pieces of a body that are parsed before the event loop serves other connections."""
+"""Maximum pieces of a body to parse before the event loop serves other connections."""
 
 CROWDED = "crowded"
-"""The state of requests whose connection has a file descriptor of those in reserve."""
+"""ASGI state key: whether the connection uses a reserved file descriptor."""
 
 _EMPTY_LINE = re.compile(rb"\n\r?\n")
 
 
 class _Phase(enum.Enum):
-    """The part of an exchange that a connection is in."""
+    """The part of an exchange that a connection is reading or answering."""
 
     HEADER = enum.auto()
     BODY = enum.auto()
@@ -53,13 +53,13 @@ class _Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Shared:
-    """The limits that a server's connections share.
+    """The limits that all connections of a server share.
 
     Attributes:
         connections: The server's open connections.
-        pace: Rate of requests without a key.
-        max_header_bytes: Maximum bytes of a request's line and headers together.
-        max_body_bytes: Maximum bytes of a body; chunks may have as many again for their sizes.
+        pace: Rate limit of requests without a valid key.
+        max_header_bytes: Maximum total bytes of a request's line and headers.
+        max_body_bytes: Maximum bytes of a body; chunk headers may take as many again.
     """
 
     connections: OpenConnections
@@ -69,16 +69,16 @@ class Shared:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's protocol, held to limits.
+    """uvicorn's HTTP protocol with these limits.
 
     Args:
-        shared: The limits.
-        address: The client's address, without port.
-        arguments: The arguments of uvicorn's protocol.
+        shared: The limits, shared by the server's connections.
+        address: The client's address, without the port.
+        arguments: Arguments of uvicorn's protocol.
 
     Attributes:
-        opening: Task that makes the transport, while there is none.
-        known: Whether the last request came with a valid key, where one is needed.
+        opening: Task that opens the transport, until it is open.
+        known: Whether the last request had a valid key, where one is required.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Connection(HttpToolsProtocol):
         self._shared = shared
         self._phase = _Phase.HEADER
         self._unparsed = bytearray()
-        self._tail = b""  # of what was parsed last: an empty line may begin there
+        self._tail = b""  # last 2 parsed bytes, which may begin an empty line
         self._header_bytes = 0
         self._body_left: int | None = None  # None: chunked
         self._chunked_left = 0
@@ -104,41 +104,41 @@ class Connection(HttpToolsProtocol):
 
     @property
     def is_open(self) -> bool:
-        """Whether it has a transport."""
+        """Whether the connection has a transport."""
         return cast("asyncio.Transport | None", self.transport) is not None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Await a request, after TLS's handshake."""
+        """Wait for a request; the TLS handshake is complete."""
         super().connection_made(transport)
         self._set_deadline(HEADER_SECONDS, self._too_slow)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Give the place back."""
+        """Release the connection's slot."""
         self._shared.connections.leave(self)
         self._cancel_deadline()
         self._unparsed.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse received bytes, as far as their turn has come."""
+        """Buffer received bytes, and parse them if it is their turn."""
         self._unset_keepalive_if_required()
         self._unparsed += data
         self._parse()
 
     def abort(self) -> None:
-        """Close the connection at once, whatever is on its way."""
+        """Close the connection at once, and drop unsent data."""
         if self.is_open:
             self.transport.abort()
         elif self.opening is not None:
             self.opening.cancel()
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """Keep a header; trailers, which nobody reads, are dropped."""
+        """Store a header; drop trailers, which nothing reads."""
         if self._phase is _Phase.HEADER:
             super().on_header(name, value)
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002 - uvicorn's, for people
-        """Refuse what is not HTTP."""
+        """Refuse bytes that are not HTTP."""
         self._refuse(ApiError(400, "the request is not valid HTTP"))
 
     def on_headers_complete(self) -> None:
@@ -175,7 +175,7 @@ class Connection(HttpToolsProtocol):
         self._hold(delay)
 
     def _parse(self) -> None:
-        """Parse what has arrived, up to the end of one request."""
+        """Parse the buffered bytes, up to the end of one request."""
         for _ in range(PIECES):
             if self.transport.is_closing():
                 self._unparsed.clear()
@@ -197,7 +197,7 @@ class Connection(HttpToolsProtocol):
         self._regulate()
 
     def _next_piece(self) -> bytes:
-        """Take what can be parsed without running into a second request."""
+        """Remove and return the bytes that end at or before the current request's end."""
         end = len(self._unparsed)
         if self._phase is _Phase.BODY and self._body_left is not None:
             end = min(end, self._body_left)
@@ -209,7 +209,7 @@ class Connection(HttpToolsProtocol):
         return piece
 
     def _admit_header(self, piece: bytes) -> bool:
-        """Count bytes of a header, from the first of which it has a deadline."""
+        """Count a header's bytes; its deadline starts at the first one."""
         if self._deadline is None:
             self._set_deadline(HEADER_SECONDS, self._too_slow)
         maximum = self._shared.max_header_bytes
@@ -223,7 +223,7 @@ class Connection(HttpToolsProtocol):
         return False
 
     def _admit_body(self, piece: bytes) -> bool:
-        """Count bytes of a chunked body, whose sizes and trailers the application never sees."""
+        """Count a chunked body's bytes; the application sees neither chunk sizes nor trailers."""
         if self._body_left is None:
             self._chunked_left -= len(piece)
             if self._chunked_left < 0:
@@ -232,9 +232,9 @@ class Connection(HttpToolsProtocol):
         return True
 
     def _regulate(self) -> None:
-        """Read on unless there is something to parse first."""
+        """Resume reading, unless buffered bytes are still to be parsed."""
         if self._phase is _Phase.RESPONSE and len(self._unparsed) > MAX_PIPELINED:
-            self.cycle.keep_alive = False  # what is dropped is not answered
+            self.cycle.keep_alive = False  # dropped requests get no answer
             self._unparsed.clear()
             self.flow.pause_reading()
         elif self._unparsed:
@@ -243,7 +243,7 @@ class Connection(HttpToolsProtocol):
             self.flow.resume_reading()
 
     def _hold(self, seconds: float) -> None:
-        """Continue parsing after `seconds`, and after other events of the loop."""
+        """Resume parsing after `seconds`, and after other events of the loop."""
         self._held = True
         self.loop.call_later(seconds, self._go_on)
 
@@ -262,7 +262,7 @@ class Connection(HttpToolsProtocol):
     def _too_slow(self) -> None:
         if self._header_bytes:
             self._refuse(
-                ApiError(408, f"the request's headers did not come in {HEADER_SECONDS:g} s")
+                ApiError(408, f"the request's headers did not arrive within {HEADER_SECONDS:g} s")
             )
         else:
             self.abort()
@@ -270,7 +270,7 @@ class Connection(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         """Refuse a request that could not be parsed, and close the connection.
 
-        Its id is the client's if that is among the headers that were read.
+        The response has the client's request id if that header was read.
         """
         request_id = own_id(Headers(raw=self.headers)) or new_id()
         log.info(
@@ -287,7 +287,7 @@ class Connection(HttpToolsProtocol):
         self._unparsed.clear()
         self.transport.write(STATUS_LINE[error.status] + head.encode() + content)
         self.transport.close()
-        self._set_deadline(UNREAD_SECONDS, self.abort)  # TLS's goodbye may never come
+        self._set_deadline(UNREAD_SECONDS, self.abort)  # the peer's TLS close may never arrive
 
     def _set_deadline(self, seconds: float, action: Callable[[], None]) -> None:
         self._cancel_deadline()
@@ -300,16 +300,16 @@ class Connection(HttpToolsProtocol):
 
 
 def _end_of_lines(before: bytes, data: bytearray) -> int:
-    """Return where the first empty line in `data`, or `data` itself, ends."""
+    """Return the end of the first empty line in `data`, or else the end of `data`."""
     across = _EMPTY_LINE.search(before + data[:2])
     if across is not None:
         return across.end() - len(before)
-    # No match is kept, as `data` cannot shrink while one refers to it.
+    # Keep no match object: it exports the buffer of `data`, which then cannot shrink.
     return next((line.end() for line in _EMPTY_LINE.finditer(data)), len(data))
 
 
 def _content_length(headers: list[tuple[bytes, bytes]]) -> int | None:
-    """Return a body's length, which the parser has checked; None where it is chunked."""
+    """Return a body's length, checked by the parser; None if the body is chunked."""
     names = dict(headers)
     if b"transfer-encoding" in names:
         return None

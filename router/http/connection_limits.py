@@ -1,4 +1,4 @@
-"""Which connections are closed when there are too many."""
+"""Decides which connections to close when too many are open."""
 
 from collections import OrderedDict
 from collections.abc import Iterable
@@ -7,32 +7,32 @@ from typing import Protocol
 from octavo.router.tenants.quota import Bucket, Clock
 
 UNKNOWN_PER_SECOND = 20.0
-"""Requests per second without a valid key that one address may send without delay."""
+"""Requests per second without a valid key that an address may send undelayed."""
 UNKNOWN_AT_ONCE = 100.0
-"""Such requests that an address may send at once after a pause."""
+"""Burst of such requests that an address may send after a pause."""
 MAX_HOLD_SECONDS = 0.25
-"""Maximum delay: behind a proxy, callers with a key may share the connection."""
+"""Maximum delay in seconds; short, as clients behind a proxy share one connection."""
 MAX_ADDRESSES = 1024
-"""Maximum addresses whose requests are counted; those that need no delay are dropped first."""
+"""Maximum number of addresses tracked; addresses without delay are dropped first."""
 
 
 class LimitedConnection(Protocol):
-    """The part of a connection that `OpenConnections` uses."""
+    """The interface of a connection that `OpenConnections` needs."""
 
     address: str
     known: bool
 
     def abort(self) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
 
 
 class OpenConnections:
     """The connections of one server.
 
-    When a connection comes and there is no place, one that waits for its client to send
-    a request is closed: first of those that never sent a valid key, from the address that
-    has most of them, the oldest. So neither many addresses nor one can keep others out, as
-    an honest client sends its request as soon as it is connected.
+    A new connection beyond the limit replaces one that waits for its client's request: the oldest
+    of the address with the most connections that never sent a valid key. So an attacker cannot keep
+    others out, with one address or many: honest clients send their request right after they
+    connect.
 
     Args:
         max_open: Maximum open connections.
@@ -48,7 +48,7 @@ class OpenConnections:
         self._idle: OrderedDict[LimitedConnection, None] = OrderedDict()
 
     def enter(self, connection: LimitedConnection) -> bool:
-        """Count a connection and make room for it; return whether it may stay."""
+        """Add a connection, closing another if necessary; return whether it may stay."""
         peers = self._open.get(connection.address, set())
         if self._max_per_peer and len(peers) >= self._max_per_peer:
             candidates = self._unknown.get(connection.address) or (
@@ -57,7 +57,7 @@ class OpenConnections:
             if not self._evict(candidates):
                 return False
         elif self._count >= self._max_open:
-            # Where all work on requests, the server answers 503 to one connection more.
+            # If all are busy, one connection more is kept for now: the server answers it with 503.
             crowd = max(self._unknown.values(), key=len, default=self._idle)
             self._evict(crowd)
         self._open.setdefault(connection.address, set()).add(connection)
@@ -66,7 +66,7 @@ class OpenConnections:
         return True
 
     def wait(self, connection: LimitedConnection) -> None:
-        """Record that a connection's client has to send something next."""
+        """Record that a connection waits for its client."""
         self.work(connection)
         if connection.known:
             self._idle[connection] = None
@@ -74,7 +74,7 @@ class OpenConnections:
             self._unknown.setdefault(connection.address, OrderedDict())[connection] = None
 
     def work(self, connection: LimitedConnection) -> None:
-        """Record that a connection has a whole request, which is worked on."""
+        """Record that a connection's request is being processed."""
         self._idle.pop(connection, None)
         waiting = self._unknown.get(connection.address)
         if waiting is not None:
@@ -83,7 +83,7 @@ class OpenConnections:
                 del self._unknown[connection.address]
 
     def leave(self, connection: LimitedConnection) -> None:
-        """Forget a connection that is closed."""
+        """Remove a closed connection."""
         self.work(connection)
         peers = self._open.get(connection.address, set())
         if connection in peers:
@@ -102,10 +102,10 @@ class OpenConnections:
 
 
 class AnonymousPace:
-    """The rate at which an address may send requests without a valid key.
+    """Rate limit of one address's requests without a valid key.
 
     Args:
-        clock: Seconds, monotonic.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
@@ -119,7 +119,7 @@ class AnonymousPace:
             self._forget()
             bucket = Bucket(UNKNOWN_PER_SECOND, UNKNOWN_AT_ONCE, **self._clock)
             self._buckets[address] = bucket
-        if bucket.level > -UNKNOWN_AT_ONCE:  # so that what is owed is paid in seconds
+        if bucket.level > -UNKNOWN_AT_ONCE:  # limits the debt to seconds of delay
             bucket.take(1)
         return min(bucket.seconds_until(0), MAX_HOLD_SECONDS)
 

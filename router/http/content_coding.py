@@ -6,28 +6,28 @@ from collections.abc import Callable, Iterator
 import zstandard
 
 PIECE = 64
-"""Bytes that are inflated at once; zstd makes at most 128 KiB of each 4."""
+"""Bytes inflated per turn; zstd expands each 4 to at most 128 KiB."""
 MAX_WINDOW = 8 << 20
-"""Bytes of zstd's window, the most that RFC 9659 allows in HTTP."""
+"""Bytes of zstd's window: the maximum for HTTP (RFC 9659)."""
 END_OF_ZLIB_HEADER = 2
 
 
 class CodingError(Exception):
-    """The body is not in the coding of its header, or not whole."""
+    """The body is truncated, or not in the coding that its header names."""
 
 
 class TooLongError(Exception):
-    """The body has more bytes than it may."""
+    """The body exceeds its maximum size."""
 
 
 def inflate(body: bytes, coding: str, max_bytes: int) -> bytes:
-    """Return the content of a body in a coding of `CODINGS`.
+    """Inflate a body that is compressed with one of `CODINGS`.
 
     Inflating stops at `max_bytes`, so that a small body cannot take more memory.
 
     Raises:
-        CodingError: It is not one whole stream of this coding.
-        TooLongError: It has more than `max_bytes`.
+        CodingError: The body is not one whole stream of this coding.
+        TooLongError: The content exceeds `max_bytes`.
     """
     inflated = bytearray()
     try:
@@ -45,7 +45,7 @@ def _gzip(body: bytes, max_bytes: int) -> Iterator[bytes]:
 
 
 def _deflate(body: bytes, max_bytes: int) -> Iterator[bytes]:
-    """Inflate zlib's format, or, as some clients send it, the same without header."""
+    """Inflate zlib's format, or raw deflate, which some clients send."""
     header = int.from_bytes(body[:END_OF_ZLIB_HEADER])
     has_header = body[:1] and body[0] & 15 == zlib.DEFLATED and header % 31 == 0
     return _zlib(body, max_bytes, zlib.MAX_WBITS if has_header else -zlib.MAX_WBITS)
@@ -80,4 +80,4 @@ CODINGS: dict[str, Callable[[bytes, int], Iterator[bytes]]] = {
     "deflate": _deflate,
     "zstd": _zstd,
 }
-"""What inflates each coding."""
+"""Decompressor of each coding."""

@@ -1,4 +1,4 @@
-"""The prompt as /v1/completions shows it before an output, if `echo` is set."""
+"""The echoed prompt of /v1/completions (`echo`)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from octavo.v1.generation_pb2 import Accepted
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 Columns = dict[str, list[Any]]
-"""Log-probabilities of tokens in OpenAI's older form: a list for each property."""
+"""Log-probabilities in OpenAI's legacy form: one list per property."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Echo:
 
     Attributes:
         text: The prompt's text.
-        columns: Log-probabilities of its tokens; None: not asked for.
+        columns: Log-probabilities of the prompt's tokens; None if not requested.
     """
 
     text: str
@@ -33,8 +33,8 @@ class Echo:
         """Return the echo of an accepted prompt.
 
         Args:
-            accepted: The answer to its request, with the prompt's tokens.
-            text: The prompt's text; None: it was given in tokens.
+            accepted: The engine's answer to the request, with the prompt's tokens.
+            text: The prompt's text; None if the prompt is token ids.
             vocabulary: The model's vocabulary.
             logprobs: Whether log-probabilities are shown.
         """
@@ -42,7 +42,7 @@ class Echo:
         shown, offsets = _place(tokens, text, vocabulary)
         if not logprobs:
             return cls(shown, None)
-        # The model says nothing of the first token.
+        # The first token has no log-probability: nothing precedes it.
         prompt_columns = columns(accepted.prompt_logprobs, vocabulary)
         return cls(
             shown,
@@ -56,7 +56,7 @@ class Echo:
 
 
 def columns(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> Columns:
-    """Return the columns of tokens, all but their offsets."""
+    """Return the columns of tokens, except their offsets."""
     return {
         "tokens": [vocabulary.token(one.token_id).name for one in logprobs],
         "token_logprobs": [finite(one.logprob) for one in logprobs],
@@ -65,7 +65,7 @@ def columns(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> Columns
 
 
 def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
-    """Return the most likely tokens at a token's place, and the token itself."""
+    """Return the most likely tokens at a position, and the token itself."""
     token_name = vocabulary.token(one.token_id).name
     shown: dict[str, float] = {}
     pairs = [(top.token_id, top.logprob) for top in one.top]
@@ -73,7 +73,7 @@ def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
         pairs.append((one.token_id, one.logprob))
     for token_id, logprob in pairs:
         name = vocabulary.token(token_id).name
-        # Tokens may share one text, such as a special one and what is spelt like it.
+        # Tokens may share a text, such as a special token and its spelling in ordinary ones.
         if token_id != one.token_id and (name == token_name or name in shown):
             name = f"token_id:{token_id}"
         shown[name] = finite(logprob)
@@ -83,9 +83,9 @@ def _top(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, float]:
 def _place(
     tokens: Sequence[int], plain_text: str | None, vocabulary: Vocabulary
 ) -> tuple[str, list[int]]:
-    """Return a prompt's text, and where in it each token begins.
+    """Return a prompt's text, and each token's offset in it.
 
-    Special tokens that the tokenizer has added to a text are not in it, and take no place there.
+    Special tokens that the tokenizer added are not in the text and have no width.
     """
     pieces = vocabulary.pieces
     detokenizer = Detokenizer(pieces, keep_special=plain_text is None)

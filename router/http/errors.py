@@ -17,7 +17,7 @@ INVALID = "invalid_request_error"
 UNSUPPORTED = "unsupported_parameter"
 WRONG_TYPE = "wrong_type"
 UNAVAILABLE_SECONDS = 1.0
-"""Default seconds until a retry of what was unavailable."""
+"""Default delay before a retry after UNAVAILABLE, in seconds."""
 
 _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.INVALID_ARGUMENT: (400, INVALID, None),
@@ -35,7 +35,7 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
 }
 
 _REASONS = {rpc.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}
-"""OpenAI's codes of errors that have a reason besides their status."""
+"""OpenAI's codes of errors whose reason says more than their status."""
 
 _PARAMS = {
     "beam": "beam_width",
@@ -52,28 +52,28 @@ _PARAMS = {
     "token_ids": "tokens",
     "tokens.token_ids": "prompt",
 }
-"""Fields of GenerateRequest whose last part is not their name here."""
+"""HTTP names of fields of GenerateRequest that differ from the field path's last part."""
 
 _PATH = re.compile(
     r"\b(?:beam|chat|constraint|output|sampling|stop|tokens)\.[a-z_]+"
     r"(?:(?:\[\d+\])?\.[a-z_]+(?:\[\d+\])?)*"
 )
 _NESTED = ("messages", "tools")
-"""Arguments within which the place at fault is named."""
+"""Arguments whose errors include the path inside them."""
 _PARTS = (
     (re.compile(r"^(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(?!id\b)"), r"\1.function."),
     (re.compile(r"^(messages\[\d+\])\.parts\b"), r"\1.content"),
     (re.compile(r"^(messages\[\d+\])\.reasoning\b"), r"\1.reasoning_content"),
 )
-"""Paths within messages and tools that are others here, and what they are."""
+"""Paths inside messages and tools, and their HTTP form."""
 
 
 class ApiError(Exception):
-    """A failure, in the form of OpenAI's API.
+    """An error of the HTTP API, in OpenAI's form.
 
     Attributes:
         status: The HTTP status.
-        headers: Headers that go with it.
+        headers: Headers of the response.
     """
 
     def __init__(
@@ -93,20 +93,20 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, Any]:
-        """The JSON that says what happened."""
+        """The response's JSON, which describes the error."""
         return {"error": self._error}
 
     def response(self) -> JSONResponse:
-        """Return the whole response."""
+        """Return the HTTP response."""
         return JSONResponse(self.body, self.status, self.headers)
 
 
 def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiError:
-    """Return an error as HTTP clients get it.
+    """Translate a gRPC error for HTTP clients.
 
     Args:
         error: The error of a call.
-        params: This request's names for fields of GenerateRequest that have another name there.
+        params: HTTP names that this request used for fields, where they differ from `_PARAMS`.
     """
     status, kind, code = _STATUSES.get(error.code, (500, "server_error", None))
     code = _REASONS.get(error.reason or "", code)
@@ -124,7 +124,7 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
         headers["Retry-After"] = str(math.ceil(retry_after))
         headers["Retry-After-Ms"] = str(math.ceil(retry_after * 1000))
     if status == 504:
-        headers["X-Should-Retry"] = "false"  # the client's time is over
+        headers["X-Should-Retry"] = "false"  # the client's deadline has passed
     if status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return ApiError(
@@ -138,12 +138,12 @@ def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiErr
 
 
 def from_client(error: InvalidArgumentError, params: Mapping[str, str] | None = None) -> ApiError:
-    """Return the error for HTTP clients of a value that does not fit its field of the contract."""
+    """Translate an error about a value that does not fit its protobuf field."""
     return from_rpc(rpc.invalid(error.violations[0].field, error.message), params)
 
 
 def from_validation(error: ValidationError) -> ApiError:
-    """Say what is wrong with a body, naming the first argument at fault."""
+    """Translate a body's validation error, naming the first wrong argument."""
     details = error.errors(include_url=False, include_context=False)[0]
     if details["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {details['msg'].partition(': ')[2]}")
@@ -161,7 +161,7 @@ def from_validation(error: ValidationError) -> ApiError:
 
 
 def named(path: str, params: Mapping[str, str] | None = None) -> str:
-    """Return the API's name of `path`, a field of GenerateRequest.
+    """Return the HTTP name of `path`, a field of GenerateRequest.
 
     >>> named("sampling.logit_bias[5]")
     'logit_bias'
@@ -177,7 +177,7 @@ def named(path: str, params: Mapping[str, str] | None = None) -> str:
 
 
 def _within(path: str) -> str:
-    """Return the API's name of a path within messages or tools.
+    """Return the HTTP form of a path inside messages or tools.
 
     >>> _within("messages[0].tool_calls[1].arguments")
     'messages[0].tool_calls[1].function.arguments'
@@ -188,11 +188,11 @@ def _within(path: str) -> str:
 
 
 def _location(parts: tuple[int | str, ...]) -> str:
-    """Return a path such as messages[0].content."""
+    """Format a location as a path such as messages[0].content."""
     path = ""
     for part in parts:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif not part.startswith("["):  # else it is pydantic's own: a key, or an arm of a union
+        elif not part.startswith("["):  # else pydantic's own: a key, or an arm of a union
             path += f".{part}" if path else part
     return path

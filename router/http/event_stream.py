@@ -1,4 +1,4 @@
-"""An answer streamed as server-sent events, with pings while there is nothing to send."""
+"""A response streamed as server-sent events, with pings while no event is due."""
 
 import asyncio
 from collections.abc import Mapping
@@ -13,15 +13,15 @@ from octavo.router.http.body import ClientLeftError, while_connected
 from octavo.router.http.errors import ApiError
 
 PING = b": ping\n\n"
-"""A comment, which clients ignore."""
+"""An SSE comment, which clients ignore."""
 
 
 class EventStream(Response):
-    """An answer streamed as it is made; its calls are cancelled when the client leaves.
+    """A response streamed as it is generated; a client's disconnect cancels its calls.
 
-    Proxies close connections that are silent, so a stream of which nothing was sent for
-    `ping_interval` seconds gets its header, and then a ping. Until the header is sent, a failure
-    is an ordinary HTTP error; after that it is the stream's last event.
+    Proxies close silent connections, so after `ping_interval` idle seconds the server sends the
+    headers and a ping. An error is an ordinary HTTP error before the headers are sent, and the
+    stream's last event afterwards.
     """
 
     media_type = "text/event-stream"
@@ -41,7 +41,7 @@ class EventStream(Response):
         super().__init__(
             headers={
                 "Cache-Control": "no-cache",
-                "X-Accel-Buffering": "no",  # else nginx gathers what should flow
+                "X-Accel-Buffering": "no",  # else nginx buffers the stream
                 "X-Request-Id": answer.id,
                 **headers,
             }
@@ -49,7 +49,7 @@ class EventStream(Response):
         del self.headers["content-length"]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Generate and send it."""
+        """Generate and send the response."""
         body = _Body(self, send)
         try:
             await while_connected(self._request, self._stream(body))
@@ -71,7 +71,7 @@ class _Body:
     """The body of a stream; each part is sent whole.
 
     Attributes:
-        started: Whether the header has been sent.
+        started: Whether the headers were sent.
     """
 
     def __init__(self, response: Response, send: Send) -> None:
@@ -83,7 +83,7 @@ class _Body:
         self._last = self._loop.time()
 
     async def send(self, part: bytes) -> None:
-        """Send the next part, after the header."""
+        """Send the next part, preceded by the headers if it is the first."""
         async with self._sending:
             if not self.started:
                 self.started = True
@@ -96,7 +96,7 @@ class _Body:
             self._last = self._loop.time()
 
     async def ping(self, interval: float) -> None:
-        """Send a ping whenever nothing was sent for `interval` seconds."""
+        """Send a ping after each `interval` seconds without data."""
         while True:
             await asyncio.sleep(self._last + interval - self._loop.time())
             if self._loop.time() >= self._last + interval:

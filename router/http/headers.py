@@ -1,4 +1,4 @@
-"""The headers of HTTP requests that the router reads."""
+"""The request headers that the router reads."""
 
 import math
 import re
@@ -12,12 +12,12 @@ from structlog.contextvars import bind_contextvars
 from octavo.router.http.errors import ApiError
 
 FORWARDED = ("authorization", "traceparent", "tracestate")
-"""Headers that have the meaning of gRPC metadata of the same name."""
+"""Headers with the meaning of the gRPC metadata of the same name."""
 TIMEOUT = "X-Request-Timeout"
-"""Seconds until the client gives up: OpenAI's API has no parameter for a deadline."""
+"""Header with the client's timeout in seconds; OpenAI's API has no parameter for it."""
 
 REQUEST_ID = "X-Request-Id"
-"""The id of a request, the client's or the server's, in answers, errors and log lines."""
+"""Header with the request's id, from the client or the server; errors and log lines have it too."""
 
 _WELL_FORMED = re.compile(r"[!-~]{1,100}")
 
@@ -25,7 +25,7 @@ Metadata = tuple[tuple[str, str], ...]
 
 
 def metadata(request: Request) -> Metadata:
-    """Return the metadata of a request's calls.
+    """Return the gRPC metadata of a request's calls.
 
     Raises:
         ApiError: A header is not printable ASCII.
@@ -42,7 +42,7 @@ def metadata(request: Request) -> Metadata:
 
 
 def timeout(request: Request) -> float | None:
-    """Return the seconds until the client gives up; None for never.
+    """Return the client's timeout in seconds; None if it has none.
 
     Raises:
         ApiError: The header is not a positive number.
@@ -60,21 +60,21 @@ def timeout(request: Request) -> float | None:
 
 
 def own_id(headers: Headers) -> str | None:
-    """Return the id that a client gives its request, if it is well-formed."""
+    """Return the client's request id, if it is well-formed."""
     client_id = headers.get(REQUEST_ID, "")
     return client_id if _WELL_FORMED.fullmatch(client_id) else None
 
 
 def new_id() -> str:
-    """Return an id for a request whose client gave none."""
+    """Return a new id for a request without one."""
     return uuid.uuid4().hex
 
 
 class RequestIds:
-    """Gives each request an id, and names it in its response and in log lines.
+    """ASGI middleware that gives each request an id, for its response and log lines.
 
-    A client's own id is taken over as it is. Otherwise an answer's id stays what the endpoint
-    says, and errors have an id of the server's.
+    A client's own id is kept. Otherwise an endpoint may set the response's id; errors have the
+    server's.
 
     Args:
         app: The application.
@@ -88,7 +88,7 @@ class RequestIds:
         client_id = own_id(Headers(scope=scope))
         request_id = client_id or new_id()
         scope.setdefault("state", {})["request_id"] = request_id
-        bind_contextvars(http_request_id=request_id)  # in the task of this request alone
+        bind_contextvars(http_request_id=request_id)  # bound in this request's task only
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":

@@ -1,4 +1,4 @@
-"""The HTTP server put together: started and stopped with the router it belongs to."""
+"""Assembles the HTTP server; the router starts and stops it."""
 
 from collections.abc import Callable
 
@@ -15,14 +15,14 @@ from octavo.router.text.tokenization import Tokenizer
 
 
 class HttpFrontend:
-    """HTTP for the clients of one router.
+    """The HTTP frontend of one router.
 
     Args:
-        settings: Address and limits.
+        settings: The address and the limits.
         generator: Serves the requests.
-        authenticator: Tells tenants by their keys.
-        pool: The engines, for their vocabularies.
-        is_serving: Whether there is an engine to serve with.
+        authenticator: Identifies tenants by their API keys.
+        pool: The engines, which hold the vocabularies.
+        is_serving: Whether an engine is available.
         stats: Content of GET /status and GET /metrics.
     """
 
@@ -50,33 +50,33 @@ class HttpFrontend:
         self._server = HttpServer(RequestIds(self._api.app()), settings)
 
     def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            OSError: The address is taken or not this machine's.
+            OSError: The address is in use, or not local to this machine.
             TlsError: The certificate cannot be used.
         """
         self._server.start()
 
     async def ended(self) -> None:
-        """Wait until the server has stopped; raise what it failed with."""
+        """Wait until the server stops; raise the error that stopped it."""
         await self._server.ended()
 
     def close_connections(self) -> None:
-        """Let each response from now on close its connection."""
+        """Send `Connection: close` with each later response."""
         self._server.close_connections()
 
     async def refuse(self) -> None:
-        """Accept no more connections, and refuse requests on those that there are."""
+        """Accept no new connections, and refuse requests on open ones."""
         await self._server.stop_accepting()
         self._api.refuse()
 
     async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End what is in progress; clients have `seconds` to read what was answered."""
+        """End the calls in progress; clients have `seconds` to read their responses."""
         await self._server.stop(seconds)
 
     def _vocabulary(self, model: str) -> Vocabulary:
-        """Return the vocabulary of a model that has just answered."""
+        """Return the vocabulary of a model that has answered a request."""
         tokenizer = self._pool.tokenizer(model)
         if tokenizer not in self._vocabularies:
             eos = self._pool.eos_token_ids(model)

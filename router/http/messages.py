@@ -1,4 +1,4 @@
-"""Messages of a chat, in OpenAI's form."""
+"""Chat messages in OpenAI's form."""
 
 from typing import Annotated, Any
 
@@ -23,11 +23,11 @@ def _parts(content: object) -> object:
 
 
 class TextPart(OpenBody):
-    """A piece of a message; of the kinds there are, text is served."""
+    """A part of a message; only text is supported."""
 
     type: Annotated[str, only("text")]
     text: str = ""
-    # Of other kinds, which `type` is refused for.
+    # Members of other types, which `type` rejects.
     image_url: Never = None
     image: Never = None
     input_audio: Never = None
@@ -37,14 +37,14 @@ class TextPart(OpenBody):
 
 
 class FunctionCall(OpenBody):
-    """What is called, with the arguments as JSON in a string."""
+    """A called function, with its arguments as a JSON string."""
 
     name: str
     arguments: str
 
 
 class MessageCall(OpenBody):
-    """A call of a tool, as an assistant's message has it."""
+    """A tool call in an assistant's message."""
 
     type: Annotated[str, only("function")] = "function"
     id: str
@@ -52,12 +52,12 @@ class MessageCall(OpenBody):
     custom: Never = None
 
     def call(self) -> ToolCall:
-        """Return the call as the contract has it."""
+        """Convert to the client's `ToolCall`."""
         return ToolCall(self.id, self.function.name, self.function.arguments)
 
 
 class ChatMessage(OpenBody):
-    """One message. An answer's message may be sent back as it was received."""
+    """A chat message; a response's message may be sent back unchanged."""
 
     role: str
     content: Annotated[list[TextPart], BeforeValidator(_parts), Field(default_factory=list)]
@@ -70,12 +70,12 @@ class ChatMessage(OpenBody):
     audio: Never = None
     function_call: Annotated[Any, only({})] = None
     images: Annotated[Any, only([])] = None
-    # The answer would go on with this message.
+    # These would make the response continue this message.
     prefix: Annotated[Any, only(False)] = None
     partial: Annotated[Any, only(False)] = None
 
     def message(self) -> Message:
-        """Return the message as the contract has it."""
+        """Convert to the client's `Message`."""
         parts = [part.text for part in self.content]
         return Message(
             self.role,

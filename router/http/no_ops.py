@@ -1,8 +1,8 @@
-"""Arguments that are taken only with values that change nothing.
+"""Arguments that are accepted only with values that change nothing.
 
-OpenAI's clients and vLLM's users send many of them with their default. Any other value is refused,
-never passed over: an answer that ignores `bad_words` is a wrong answer. So are other servers' names
-of a grammar.
+OpenAI's clients and vLLM's users send many of them with their default. Other values are rejected,
+not ignored: a response that ignored `bad_words` would be wrong. The same holds for other servers'
+names of a grammar.
 """
 
 import json
@@ -14,11 +14,11 @@ from pydantic_core import PydanticCustomError
 from octavo.router.http.errors import UNSUPPORTED
 
 Harmless = dict[str, tuple[object, ...]]
-"""The values, besides null, of each argument."""
+"""The accepted values of each argument, besides null."""
 
 
 def only(*harmless: object) -> AfterValidator:
-    """Refuse every value of an argument but null and `harmless`."""
+    """Reject every value of an argument but null and `harmless`."""
     taken = " or ".join(json.dumps(value) for value in harmless if value or value is False)
     message = f"is supported only as {taken}" if taken else "is not supported"
 
@@ -67,7 +67,7 @@ LAYOUT: Harmless = {
     "media_io_kwargs": ({},),
     "mm_processor_kwargs": ({},),
 }
-"""Parameters of a chat that is answered, or that `/tokenize` lays out."""
+"""Arguments of a chat's layout, in /v1/chat/completions and /tokenize."""
 CHAT: Harmless = {
     "add_special_tokens": (False,),
     "audio": (),
@@ -95,5 +95,5 @@ COMPLETION: Harmless = {
 
 
 def members(arguments: Harmless) -> dict[str, Any]:
-    """Return arguments as pydantic's `create_model` takes them."""
+    """Return arguments as fields for pydantic's `create_model`."""
     return {name: (Annotated[Any, only(*values)], None) for name, values in arguments.items()}

@@ -1,4 +1,4 @@
-"""The form that outputs must have, by OpenAI's `response_format` or vLLM's names."""
+"""Output constraints, by OpenAI's `response_format` or vLLM's argument names."""
 
 import json
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from octavo.router.http.no_ops import Never, only
 
 
 def _schema(value: object) -> object:
-    """Return a JSON Schema as JSON; vLLM takes both an object and JSON in a string."""
+    """Return a JSON Schema as a string; vLLM accepts an object or a JSON string."""
     if value is None or isinstance(value, str):
         return value
     if isinstance(value, dict):
@@ -27,7 +27,7 @@ SchemaText: TypeAlias = Annotated[str | None, BeforeValidator(_schema)]
 
 
 class JsonSchema(OpenBody):
-    """A named JSON Schema. Unless it is `strict`, what cannot be enforced of it is left out."""
+    """A named JSON Schema; without `strict`, parts that cannot be enforced are ignored."""
 
     name: str
     description: str | None = None
@@ -36,11 +36,11 @@ class JsonSchema(OpenBody):
 
 
 class ResponseFormat(OpenBody):
-    """The form that outputs must have, as in OpenAI's API."""
+    """OpenAI's `response_format`."""
 
     type: Annotated[str, only("text", "json_object", "json_schema")]
     json_schema: JsonSchema | None = None
-    # Of other kinds, and of other servers.
+    # Members of other types and other servers.
     format: Never = None
     grammar: Never = None
     regex: Never = None
@@ -78,13 +78,13 @@ class StructuredOutputs(Strict):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """A form that outputs must have.
+    """An output constraint of a request.
 
     Attributes:
-        param: The argument that asks for it.
-        option: The option of the client's `generate`.
+        param: The HTTP argument that sets it.
+        option: The matching option of the client's `generate`.
         value: The option's value.
-        strict: Whether a schema is refused if not all of it can be enforced.
+        strict: Whether to reject a schema that cannot be enforced completely.
     """
 
     param: str
@@ -94,7 +94,7 @@ class Form:
 
 
 class FormArguments(OpenBody):
-    """The form that outputs must have."""
+    """The arguments that constrain outputs."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -112,7 +112,7 @@ class FormArguments(OpenBody):
         return self
 
     def form_options(self) -> GenerateOptions:
-        """Return the options as the client's `generate` takes them."""
+        """Return the arguments as options of the client's `generate`."""
         options: Any = {}
         for form in self._forms():
             options[form.option] = form.value
@@ -122,12 +122,12 @@ class FormArguments(OpenBody):
         return typed
 
     def form_params(self) -> dict[str, str]:
-        """Return the HTTP name of the field of GenerateRequest that has the form."""
+        """Return the HTTP name of the GenerateRequest field that holds the constraint."""
         form = next(self._forms(), None)
         return {} if form is None else {"constraint": form.param}
 
     def _forms(self) -> Iterator[Form]:
-        """Yield the forms that are asked for; more than one are refused."""
+        """Yield the requested constraints; the caller rejects more than one."""
         if (asked := self.response_format) is not None:
             if asked.type == "json_object":
                 yield Form("response_format", "json_object", True)

@@ -1,4 +1,4 @@
-"""The playground: static files, and the policy that the browser holds them to."""
+"""The playground: static files and their Content-Security-Policy."""
 
 from pathlib import Path
 
@@ -25,12 +25,12 @@ _HEADERS = {
     "Content-Security-Policy": "; ".join(_POLICY),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "X-DNS-Prefetch-Control": "off",  # else the browser looks up the host of a link in an answer
+    "X-DNS-Prefetch-Control": "off",  # else browsers resolve the hosts of links in outputs
 }
 
 
 async def page(request: Request) -> Response:
-    """Serve the playground's files: index.html, and by name what it refers to."""
+    """Serve the playground: index.html, and the files that it links to, by name."""
     name = request.path_params.get("name", "index.html")
     files = (path for path in PLAYGROUND.rglob("*") if path.is_file())
     if name not in {path.relative_to(PLAYGROUND).as_posix() for path in files}:

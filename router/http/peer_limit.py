@@ -1,4 +1,4 @@
-"""--max-calls-per-peer over HTTP: the number of requests in progress of one address."""
+"""--max-calls-per-peer over HTTP: maximum requests in progress per address."""
 
 from collections import Counter
 
@@ -9,11 +9,11 @@ from octavo.router.http.errors import ApiError
 
 
 class HttpPeerLimit:
-    """Refuses an address's POSTs beyond so many in progress; they are in progress till their end.
+    """Refuse POST requests of an address that already has `limit` in progress.
 
     Args:
-        app: The application, for requests within the limit.
-        limit: Maximum requests of one address in progress.
+        app: The application that serves the other requests.
+        limit: Maximum requests in progress per address.
     """
 
     def __init__(self, app: ASGIApp, limit: int) -> None:
@@ -22,7 +22,7 @@ class HttpPeerLimit:
         self._calls: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Answer a request, or refuse it."""
+        """Serve a request, or refuse it."""
         # Clients of a Unix socket have no address.
         if scope["type"] != "http" or scope["method"] != "POST" or scope["client"] is None:
             await self._app(scope, receive, send)

@@ -1,8 +1,8 @@
-"""Schemas of requests to the OpenAI API.
+"""Request schemas of the OpenAI API.
 
-An argument of OpenAI's or vLLM's that Octavo does not serve is refused, never passed over;
-`no_ops.py` has those that are taken with a value that changes nothing. Arguments that neither has
-are passed over as vLLM does, and a header of the answer names them.
+OpenAI's and vLLM's arguments that Octavo does not support are rejected, not ignored; `no_ops.py`
+lists those that are accepted with values that change nothing. Arguments that neither API has are
+ignored, as vLLM does; a header of the response names them.
 """
 
 import json
@@ -29,13 +29,13 @@ from octavo.router.http.output_forms import FormArguments
 from octavo.router.http.tool_arguments import ToolArguments
 
 COMPLETION_TOKENS = 16
-"""What /v1/completions makes where max_tokens is not given, as OpenAI's does."""
+"""Default max_tokens of /v1/completions, as in OpenAI's API."""
 MAX_PROMPTS = 128
-"""Maximum prompts of one request to /v1/completions, each a Generate call."""
+"""Maximum prompts of a request to /v1/completions; each becomes a Generate call."""
 SEEDS = 1 << 64
-"""OpenAI's seeds are signed, Octavo's are not; both have 64 bits."""
+"""Number of seeds: 64 bits, signed in OpenAI's API and unsigned in Octavo's."""
 ALL_TOKENS = -1
-"""vLLM's top_k for all tokens."""
+"""vLLM's top_k value for all tokens."""
 
 
 def _strings(value: object) -> object:
@@ -44,7 +44,7 @@ def _strings(value: object) -> object:
 
 
 def _prompts(value: object) -> list[str] | list[list[int]]:
-    """Return a list of prompts, from any of the four forms of `prompt`."""
+    """Return a list of prompts; `prompt` has four forms."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -63,11 +63,11 @@ def _is_tokens(value: object) -> bool:
 
 
 class StreamOptions(OpenBody):
-    """Options of a stream.
+    """Streaming options.
 
     Attributes:
-        include_usage: A last chunk counts the tokens.
-        continuous_usage_stats: So does every other one, as far as it has come.
+        include_usage: Whether the last chunk reports token usage.
+        continuous_usage_stats: Whether every chunk reports the usage so far.
     """
 
     include_usage: bool = False
@@ -77,14 +77,14 @@ class StreamOptions(OpenBody):
 
 HTTP_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.http]
 CHAT_NAMES = [name for name in HTTP_NAMES if PARAMETERS[name].message == "chat"]
-"""Parameters of a chat's layout, which only /v1/chat/completions and /tokenize have."""
+"""Parameters of a chat's layout, only in /v1/chat/completions and /tokenize."""
 PARAMETER_NAMES = [name for name in HTTP_NAMES if name not in CHAT_NAMES]
 MAX_REQUEST_ID = 100
-"""Maximum characters of `request_id`, which is a part of the answer's id."""
+"""Maximum characters of `request_id`, which becomes part of the response's id."""
 
 
 def _declared(names: Iterable[str]) -> dict[str, Any]:
-    """Return parameters as pydantic's `create_model` takes them."""
+    """Return parameters as fields for pydantic's `create_model`."""
     return {name: (TYPES[name], None) for name in names}
 
 
@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     DeclaredChat = OpenBody
     DeclaredCompletion = OpenBody
 else:
-    # One member for each parameter that HTTP has; those that need more are declared below.
+    # One member per parameter in HTTP; those that need more are declared below.
     Declared = create_model(
         "Declared", __base__=OpenBody, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
     )
@@ -114,21 +114,21 @@ else:
 
 
 class SpecialTokens(OpenBody):
-    """Whether texts show special tokens, by Octavo's name and by vLLM's."""
+    """Whether texts contain special tokens, by Octavo's argument and by vLLM's."""
 
     keep_special_tokens: bool | None = None
     skip_special_tokens: bool | None = None
 
     @property
     def keeps_special_tokens(self) -> bool | None:
-        """Whether special tokens stay in texts; None: the default. Octavo's name wins."""
+        """Whether texts keep special tokens; None: the default. Octavo's argument wins."""
         if self.keep_special_tokens is None and self.skip_special_tokens is not None:
             return not self.skip_special_tokens
         return self.keep_special_tokens
 
 
 class Parameters(FormArguments, SpecialTokens, Declared):
-    """The members of both APIs: Octavo's parameters, OpenAI's, and those that are refused."""
+    """The arguments of both APIs: Octavo's, OpenAI's, and the rejected ones."""
 
     model: str = ""
     stream: bool | None = None
@@ -152,7 +152,7 @@ class Parameters(FormArguments, SpecialTokens, Declared):
     request_id: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID)] | None = None
     thinking_token_budget: int | None = None
 
-    # Labels, from which nothing follows.
+    # Labels without effect.
     user: str | None = None
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
@@ -195,31 +195,31 @@ class Parameters(FormArguments, SpecialTokens, Declared):
 
     @property
     def choices(self) -> int:
-        """Number of answers per prompt; with beam search, the best ones."""
+        """Number of outputs per prompt; with beam search, the best ones."""
         return 1 if self.n is None else self.n
 
     @property
     def usage_chunks(self) -> bool:
-        """Whether every chunk of the stream counts tokens."""
+        """Whether every chunk of the stream reports token usage."""
         return self.stream_options is not None and self.stream_options.continuous_usage_stats
 
     @property
     def keeps_ending(self) -> bool:
-        """Whether the stop string or token that ends an output is a part of its text."""
+        """Whether an output's text includes the stop string or token that ended it."""
         return bool(self.include_stop or self.include_stop_str_in_output)
 
     @property
     def shows_ending(self) -> bool:
-        """Whether log-probabilities include the token that ends an output."""
+        """Whether log-probabilities include the token that ended an output."""
         return self.keeps_ending
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is wanted but the prompt and its log-probabilities."""
+        """Whether the request wants only the prompt and its log-probabilities."""
         return False
 
     def options(self) -> GenerateOptions:
-        """Return the options as the client's `generate` takes them."""
+        """Return the arguments as options of the client's `generate`."""
         parameters = {name: getattr(self, name) for name in PARAMETER_NAMES}
         if self.beam_width is None:
             parameters["length_penalty"] = parameters["early_stopping"] = None
@@ -242,28 +242,28 @@ class Parameters(FormArguments, SpecialTokens, Declared):
 
     @property
     def params(self) -> dict[str, str]:
-        """The HTTP names of fields of GenerateRequest that have another name there."""
+        """HTTP names that this request used for GenerateRequest fields, where they differ."""
         budget = "thinking_token_budget"
         other = {} if self.thinking_token_budget is None else {"stop.max_reasoning_tokens": budget}
         return {**self.form_params(), **other}
 
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
-"""How much a model reasons, for templates that ask."""
+"""Reasoning effort, for chat templates that have such a variable."""
 
 
 class Reasoning(OpenBody):
-    """OpenRouter's and Responses' form of `reasoning_effort`."""
+    """`reasoning_effort` in the form of OpenRouter and OpenAI's Responses API."""
 
     effort: Effort | None = None
 
 
 class ChatLayoutOptions(ToolArguments, DeclaredChatOptions):
-    """How the model's template lays out a chat.
+    """Arguments for the model's chat template.
 
     Attributes:
-        reasoning_effort: A variable of the template, unless `chat_template_kwargs` sets it.
-        reasoning: The same.
+        reasoning_effort: Variable of the template, unless `chat_template_kwargs` sets it.
+        reasoning: Another form of `reasoning_effort`.
     """
 
     reasoning_effort: Effort | None = None
@@ -279,7 +279,7 @@ class ChatLayoutOptions(ToolArguments, DeclaredChatOptions):
         return self
 
     def chat_options(self) -> ChatOptions:
-        """Return the options as the client's `tokenize` takes them."""
+        """Return the arguments as options of the client's `tokenize`."""
         options = cast("ChatOptions", {name: getattr(self, name) for name in CHAT_NAMES})
         effort = self.reasoning_effort or (self.reasoning and self.reasoning.effort)
         if effort is not None:
@@ -310,7 +310,7 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
 
     @property
     def params(self) -> dict[str, str]:
-        """The HTTP names of fields of GenerateRequest that have another name there."""
+        """HTTP names that this request used for GenerateRequest fields, where they differ."""
         length = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
         return {
             **super().params,
@@ -321,8 +321,8 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
         }
 
     def options(self) -> GenerateOptions:
-        """Return the options as the client's `generate` takes them."""
-        length = self.max_completion_tokens  # OpenAI's later name wins
+        """Return the arguments as options of the client's `generate`."""
+        length = self.max_completion_tokens  # OpenAI's newer name wins
         if length is None:
             length = self.max_tokens
         logprobs = (self.top_logprobs or 0) if self.logprobs else None
@@ -358,33 +358,33 @@ class CompletionRequest(Parameters, DeclaredCompletion):
 
     @property
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts, in order; one that is empty is the router's to refuse."""
+        """The prompts, in order; the router rejects empty ones."""
         return self.prompt
 
     @property
     def params(self) -> dict[str, str]:
-        """The HTTP names of fields of GenerateRequest that have another name there."""
+        """HTTP names that this request used for GenerateRequest fields, where they differ."""
         return {**super().params, "output.prompt_logprobs": "logprobs"}
 
     @property
     def shows_ending(self) -> bool:
-        """Whether log-probabilities include the token that ends an output.
+        """Whether log-probabilities include the token that ended an output.
 
-        With `echo` they do, so that a client finds those of the prompt by counting from the end.
+        True with `echo`, so that clients find the prompt's by counting from the end.
         """
         return self.keeps_ending or bool(self.echo)
 
     @property
     def prompt_only(self) -> bool:
-        """Whether nothing is wanted but the prompt and its log-probabilities."""
+        """Whether the request wants only the prompt and its log-probabilities."""
         return bool(self.echo) and self.max_tokens == 0
 
     def options(self) -> GenerateOptions:
-        """Return the options as the client's `generate` takes them."""
+        """Return the arguments as options of the client's `generate`."""
         length = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         return {
             **super().options(),
-            # The contract has no request without a token; the answer leaves it out.
+            # Generate needs at least one output token; the response hides it.
             "max_tokens": 1 if self.prompt_only else length,
             "logprobs": self.logprobs,
             "prompt_logprobs": self.logprobs if self.echo else None,

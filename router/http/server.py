@@ -25,22 +25,21 @@ log = structlog.get_logger(__name__)
 
 BACKLOG = 1024
 CLOSE_SECONDS = 1
-"""Seconds that responses in progress have to end when the server stops."""
+"""Seconds for responses in progress to end when the server stops."""
 CLOSE = (b"connection", b"close")
 RESERVED = 16
-"""File descriptors in reserve, with which health is answered when no other is left."""
+"""Reserved file descriptors, so that health checks are answered when no others are left."""
 RETRY_SECONDS = 0.1
-"""Seconds until the next attempt after accept failed, as without a file descriptor in reserve."""
+"""Seconds until the next accept after one failed, for example without free descriptors."""
 
 
 class HttpServer:
-    """uvicorn in this event loop.
+    """uvicorn, run in this event loop.
 
     Args:
         app: The application.
-        settings: Limits, TLS files and timeouts. A client has --write-timeout to read what
-            was sent; the kernel then resets its connection, which ends its request as
-            leaving does.
+        settings: Limits, TLS files and timeouts. After --write-timeout without the client reading,
+            the kernel resets the connection, which cancels its request like a disconnect.
     """
 
     def __init__(self, app: ASGIApp, settings: RouterSettings) -> None:
@@ -53,7 +52,7 @@ class HttpServer:
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            limit_concurrency=settings.max_connections + 1,  # `OpenConnections` closes those beyond
+            limit_concurrency=settings.max_connections + 1,  # `OpenConnections` closes the excess
             timeout_graceful_shutdown=CLOSE_SECONDS,
         )
         self._server = _Server(self._config)
@@ -69,11 +68,11 @@ class HttpServer:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            OSError: The address is taken or not this machine's.
-            TlsError: The files cannot be used.
+            OSError: The address is in use, or not local to this machine.
+            TlsError: The TLS files cannot be used.
         """
         settings = self._settings
         self._config.load()
@@ -85,7 +84,7 @@ class HttpServer:
         else:
             port = http_listener(settings.http_host, settings.http_port)
             listening = port.listen(BACKLOG, shared=settings.shares_ports)
-            # Inherited by the connections; it counts windows that stay shut, too.
+            # Accepted connections inherit it; it also ends those whose receive window stays closed.
             listening.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000)
             )
@@ -97,7 +96,7 @@ class HttpServer:
         log.info("HTTP listening", url=settings.http_url)
 
     async def ended(self) -> None:
-        """Wait until the server has stopped; raise what it failed with."""
+        """Wait until the server stops; raise the error that stopped it."""
         if self._tasks:
             accepting, serving = self._tasks
             await background.first_to_end(
@@ -106,19 +105,19 @@ class HttpServer:
             )
 
     def close_connections(self) -> None:
-        """Let each response from now on close its connection."""
-        self._config.encoded_headers.append(CLOSE)  # soon among the default ones
+        """Send `Connection: close` with each later response."""
+        self._config.encoded_headers.append(CLOSE)  # uvicorn copies these every second
         self._server.server_state.default_headers.append(CLOSE)
 
     async def stop_accepting(self) -> None:
-        """Close the socket, once the connections that wait there are accepted."""
+        """Accept the connections that wait in the backlog, then close the socket."""
         await background.end(*self._tasks[:1])
 
     async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
-        """Close the socket, then the connections, when what they carry has been read.
+        """Close the socket, then the connections once their responses have been read.
 
         Args:
-            seconds: Maximum seconds that they take.
+            seconds: Maximum wait for the responses.
         """
         if not self._tasks:
             return
@@ -130,7 +129,7 @@ class HttpServer:
         await asyncio.gather(serving, return_exceptions=True)  # `ended` raises its error
 
     async def _accept(self, listening: socket.socket) -> None:
-        """Take connections, one in a turn of the loop; uvicorn would take all that wait."""
+        """Accept one connection per turn of the loop; uvicorn would accept the whole backlog."""
         loop = asyncio.get_running_loop()
         reserve = Reserve(RESERVED)
         with listening, contextlib.closing(reserve):
@@ -148,13 +147,13 @@ class HttpServer:
             finally:
                 if self._settings.http_uds is not None:
                     unix_socket.remove(self._settings.http_uds, self._file_number)
-                with contextlib.suppress(OSError):  # BlockingIOError: none waits
+                with contextlib.suppress(OSError):  # BlockingIOError: backlog is empty
                     while True:
                         self._take(*listening.accept())
 
     def _take_crowded(self, listening: socket.socket) -> bool:
-        """Open a connection by a descriptor that was in reserve; return whether one waits."""
-        with contextlib.suppress(BlockingIOError):  # without descriptors, Linux does not say so
+        """Accept a connection with a reserved descriptor; return whether one waited."""
+        with contextlib.suppress(BlockingIOError):  # EMFILE does not say whether one waits
             self._take(*listening.accept(), crowded=True)
             return True
         return False
@@ -166,12 +165,12 @@ class HttpServer:
         *,
         crowded: bool = False,
     ) -> None:
-        """Open a connection, if there is a place for it.
+        """Open a connection, if the limits allow it.
 
         Args:
-            accepted: Its socket.
-            address: Its client's address.
-            crowded: Whether its descriptor is of those in reserve.
+            accepted: The connection's socket.
+            address: The client's address.
+            crowded: Whether the connection uses a reserved descriptor.
         """
         accepted.setblocking(False)
         peer = address[0] if address else f"unix-{accepted.fileno()}"  # each is its own peer
@@ -184,21 +183,21 @@ class HttpServer:
         made.opening.add_done_callback(self._opening.discard)
 
     async def _open(self, made: Connection, accepted: socket.socket) -> None:
-        """Give a connection its transport, after TLS's handshake."""
+        """Connect the protocol to its socket, after the TLS handshake."""
         seconds = None if self._tls is None else connection.HEADER_SECONDS
         try:
             await asyncio.get_running_loop().connect_accepted_socket(
                 lambda: made, accepted, ssl=self._tls, ssl_handshake_timeout=seconds
             )
         except OSError:
-            pass  # it has been closed, or speaks no TLS, or too slowly
+            pass  # closed by the peer, or TLS failed or timed out
         finally:
             if not made.is_open:
                 self._shared.connections.leave(made)
 
 
 class _Server(uvicorn.Server):
-    """A server whose process' signals and listening socket are its owner's."""
+    """A uvicorn server that leaves signals and the listening socket to its owner."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: ARG002
         """Do not listen: `HttpServer` does."""

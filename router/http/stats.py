@@ -13,11 +13,11 @@ from octavo.v1 import engine_pb2
 
 LOAD = [field.name for field in engine_pb2.Load.DESCRIPTOR.fields]
 PRIVATE = {"address", "instance", "models"}
-"""Fields of an engine that GET /status leaves out; operators get them from AdminService."""
+"""Fields of an engine that GET /status omits; operators get them from AdminService."""
 
 
 class RouterStats(Protocol):
-    """What a router's HTTP server shows of the router.
+    """The router's stats for GET /status and GET /metrics.
 
     Attributes:
         registry: Its metrics.
@@ -26,11 +26,11 @@ class RouterStats(Protocol):
     registry: CollectorRegistry
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
-        """Return the stats of the engines of `models` that are connected, and of the router."""
+        """Return the stats of the router and of the connected engines of `models`."""
 
 
 class LocalStats:
-    """The stats of a router of one process.
+    """The stats of a router that runs as one process.
 
     Args:
         registry: Its metrics.
@@ -44,7 +44,7 @@ class LocalStats:
         self._generator = generator
 
     def all(self) -> dict[str, Any]:
-        """Return the stats of all connected engines, with their addresses, and of the router."""
+        """Return the stats of the router and of all connected engines, with their addresses."""
         return {
             "requests": self._generator.in_flight,
             "output_tokens": self._generator.metrics.total_output_tokens,
@@ -52,12 +52,12 @@ class LocalStats:
         }
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
-        """Return the stats of the engines of `models` that are connected, and of the router."""
+        """Return the stats of the router and of the connected engines of `models`."""
         return for_clients(self.all(), models)
 
 
 def for_clients(stats: dict[str, Any], models: AbstractSet[str]) -> dict[str, Any]:
-    """Return the part of a router's stats for clients that may use `models`."""
+    """Return the stats that clients of `models` may see."""
     engines = [
         {name: value for name, value in engine.items() if name not in PRIVATE}
         for engine in stats["engines"]

@@ -1,4 +1,4 @@
-"""POST /tokenize and /detokenize: the tokens that a prompt or a chat would be, and back."""
+"""POST /tokenize and /detokenize: token ids of a prompt or chat, and the reverse."""
 
 from typing import Annotated, Any, Self
 
@@ -14,7 +14,7 @@ from octavo.v1 import generation_pb2
 
 
 class TokenizeRequest(ChatLayoutOptions):
-    """The body of POST /tokenize: one of `prompt` and `messages`."""
+    """The body of POST /tokenize: either `prompt` or `messages`."""
 
     model: str = ""
     prompt: str | None = None
@@ -30,10 +30,10 @@ class TokenizeRequest(ChatLayoutOptions):
         return self
 
     def message(self) -> generation_pb2.TokenizeRequest:
-        """Return the request as the contract has it.
+        """Convert to a protobuf request.
 
         Raises:
-            InvalidArgumentError: The chat's options are not for a text.
+            InvalidArgumentError: Chat options were given with a text prompt.
         """
         prompt: Prompt = self.prompt or ""
         if self.messages is not None:
@@ -48,12 +48,12 @@ class DetokenizeRequest(SpecialTokens):
     tokens: list[Annotated[int, Field(ge=0, lt=1 << 32)]]
 
     def message(self) -> generation_pb2.DetokenizeRequest:
-        """Return the request as the contract has it."""
+        """Convert to a protobuf request."""
         keeps = self.keeps_special_tokens is not False
         return detokenize_request(self.tokens, self.model, keeps)
 
 
 def answer(response: generation_pb2.TokenizeResponse) -> dict[str, Any]:
-    """Return the JSON that answers POST /tokenize."""
+    """Return the response of POST /tokenize."""
     tokens = list(response.token_ids)
     return {"tokens": tokens, "count": len(tokens), "max_model_len": response.max_model_len}

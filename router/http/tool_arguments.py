@@ -1,4 +1,4 @@
-"""Arguments about tools, in OpenAI's form."""
+"""Tool arguments in OpenAI's form."""
 
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -11,7 +11,7 @@ from octavo.router.http.no_ops import Never, only
 
 
 class Function(OpenBody):
-    """What a tool is for the model."""
+    """The function's description for the model."""
 
     name: str
     description: str | None = None
@@ -21,14 +21,14 @@ class Function(OpenBody):
 
 
 class FunctionTool(OpenBody):
-    """A tool; of the kinds there are, functions are served."""
+    """A tool; only functions are supported."""
 
     type: Annotated[str, only("function")]
     function: Function
     custom: Never = None
 
     def tool(self) -> Tool:
-        """Return the tool as the contract has it."""
+        """Convert to the client's `Tool`."""
         function = self.function
         return Tool(
             function.name,
@@ -39,13 +39,13 @@ class FunctionTool(OpenBody):
 
 
 class FunctionName(OpenBody):
-    """The name of a tool's function."""
+    """A function's name."""
 
     name: str
 
 
 class NamedTool(OpenBody):
-    """A tool that must be called."""
+    """A tool that the model must call."""
 
     type: Annotated[str, only("function")]
     function: FunctionName
@@ -62,7 +62,7 @@ ToolChoice: TypeAlias = Annotated[
     | Annotated[NamedTool, Tag("[function]")],
     Discriminator(_kind_of_choice),
 ]
-"""A rule, or the tool that must be called."""
+"""A rule, or the tool that the model must call."""
 
 
 class ToolArguments(OpenBody):
@@ -73,10 +73,10 @@ class ToolArguments(OpenBody):
     parallel_tool_calls: bool | None = None
 
     def tool_options(self) -> ChatOptions:
-        """Return the options as the client's `tokenize` takes them.
+        """Return the arguments as options of the client's `tokenize`.
 
-        Without tools, the rules change nothing and are left out. A tool that is named is called
-        once, as with OpenAI, unless `parallel_tool_calls` says else.
+        Without tools, rules have no effect and are dropped. A named tool is called once, as in
+        OpenAI's API, unless `parallel_tool_calls` is set.
         """
         tools = [tool.tool() for tool in self.tools or ()] or None
         choice: str | Tool | None = None

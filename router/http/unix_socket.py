@@ -1,4 +1,4 @@
-"""The Unix socket of the HTTP server, for proxies on the same machine."""
+"""The HTTP server's Unix socket, for proxies on the same machine."""
 
 import os
 import socket
@@ -7,23 +7,24 @@ from contextlib import suppress
 from pathlib import Path
 
 MODE = 0o660
-"""Mode of the socket's file: the router's user and group may connect."""
+"""Mode of the socket file: the router's user and group may connect."""
 
 
 def listen(path: Path, backlog: int) -> socket.socket:
-    """Return a socket that listens at a path; one that nobody listens at is replaced.
+    """Return a socket that listens at a path, replacing the socket of a dead server.
 
     Args:
-        path: The socket's file.
-        backlog: Connections that may wait to be accepted.
+        path: Path of the socket file.
+        backlog: Maximum connections waiting to be accepted.
 
     Raises:
-        OSError: Another server listens there, something else is there, or it cannot be made.
+        OSError: Another server listens at the path, another kind of file is there, or it cannot be
+            made.
     """
     listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         _remove_stale(path)
-        mask = os.umask(0o777 & ~MODE)  # nobody else may connect before its mode is set
+        mask = os.umask(0o777 & ~MODE)  # nobody else may connect before chmod
         try:
             listening.bind(str(path))
         finally:
@@ -37,11 +38,11 @@ def listen(path: Path, backlog: int) -> socket.socket:
 
 
 def remove(path: Path, number: int) -> None:
-    """Remove a socket's file, unless it is another one by now.
+    """Remove a socket file, unless another server has replaced it.
 
     Args:
-        path: The file.
-        number: The number that it had, its inode's.
+        path: Path of the socket file.
+        number: The file's inode number when it was made.
     """
     with suppress(OSError):
         if path.stat().st_ino == number:
@@ -49,16 +50,16 @@ def remove(path: Path, number: int) -> None:
 
 
 def _remove_stale(path: Path) -> None:
-    """Remove the socket of a server that is gone.
+    """Remove the socket file of a dead server.
 
     Raises:
-        OSError: Something else is there, or a server listens at it.
+        OSError: The file is no socket, or a server listens at it.
     """
     with suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             raise FileExistsError("something else is there")
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.setblocking(False)  # one whose backlog is full is in use
+            probe.setblocking(False)  # a full backlog means that it is in use
             try:
                 probe.connect(str(path))
             except ConnectionRefusedError:

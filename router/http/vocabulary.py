@@ -1,4 +1,4 @@
-"""Tokens as log-probabilities show them: text and bytes."""
+"""Text and bytes of tokens, for log-probabilities."""
 
 from dataclasses import dataclass
 
@@ -6,10 +6,9 @@ from octavo.router.text.detokenizer import Pieces, TokenKind
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte that each character of a byte-level vocabulary stands for.
+    """Return the byte for each character of a byte-level vocabulary.
 
-    Printable bytes stand for themselves; the others, in order, are written as
-    the characters from U+0100 on.
+    Printable bytes map to themselves; the others, in order, to the characters from U+0100 on.
     """
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
@@ -25,8 +24,8 @@ class Token:
     """The text and bytes of a token.
 
     Attributes:
-        text: Its text; U+FFFD stands for what is not a whole character.
-        encoded: Its bytes, a part of a character's or not.
+        text: The token's text; U+FFFD replaces incomplete characters.
+        encoded: The token's bytes, which may be a part of a character.
     """
 
     text: str
@@ -34,7 +33,7 @@ class Token:
 
     @property
     def name(self) -> str:
-        """How the older form of log-probabilities names it: by its bytes where it is no text."""
+        """The token in legacy log-probabilities: its text, or its bytes if it has no valid text."""
         if self.encoded == self.text.encode():
             return self.text
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.encoded)
@@ -44,8 +43,8 @@ class Vocabulary:
     """The tokens of one model.
 
     Args:
-        pieces: Their texts.
-        eos_token_ids: Tokens that end an output and are no part of it.
+        pieces: The tokens' texts.
+        eos_token_ids: Tokens that end an output without being part of its text.
     """
 
     def __init__(self, pieces: Pieces, eos_token_ids: frozenset[int]) -> None:
@@ -54,7 +53,7 @@ class Vocabulary:
         self._tokens: dict[int, Token] = {}
 
     def token(self, token_id: int) -> Token:
-        """Return a token's name and bytes, as log-probabilities show them."""
+        """Return a token's text and bytes."""
         if token_id not in self._tokens:
             self._tokens[token_id] = self._make(token_id)
         return self._tokens[token_id]
@@ -69,7 +68,7 @@ class Vocabulary:
             encoded = pieces.byte(token_id)
             return Token(encoded.decode(errors="replace"), encoded)
         text = pieces.alone(token_id)
-        if text is None:  # a part of a character, as only byte-level vocabularies have
+        if text is None:  # part of a character, only in byte-level vocabularies
             encoded = bytes(_BYTES[c] for c in spelling if c in _BYTES)
             return Token(encoded.decode(errors="replace"), encoded)
         return Token(text, text.encode())

@@ -148,7 +148,7 @@ class Authenticator:
         """
         self.check(method, context)
         if not (self.open or method.startswith(OPEN_SERVICES) or caller().admin):
-            raise rpc.denied(f"tenant {caller().name!r} is no admin")
+            raise rpc.denied(f"tenant {caller().name!r} is not an admin")
 
     async def watch(self) -> None:
         """Reload the file whenever it changes, until cancelled; keep the old one if it is wrong."""
