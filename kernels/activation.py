@@ -1,4 +1,4 @@
-"""The activations between the two products of an expert, as transformers' models have them."""
+"""The activations between an expert's two products, as in transformers' models."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ KINDS: dict[str, Callable[[Tensor], Tensor]] = {
     "relu": functional.relu,
     "relu_squared": lambda x: functional.relu(x).square(),
 }
-"""In the order of the enum in cpu/activation.h."""
+"""Activation names, in the order of the enum in cpu/activation.h."""
 
 
 class Activation(NamedTuple):

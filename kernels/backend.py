@@ -19,14 +19,14 @@ from octavo.kernels.scores import Scores
 
 @runtime_checkable
 class Backend(Protocol):
-    """The functions of a package in `BACKENDS`.
+    """The functions that each package in `BACKENDS` provides.
 
-    `octavo.kernels.ops` documents each, and `octavo.kernels.states` those of layers with a state.
+    `octavo.kernels.ops` documents them; `octavo.kernels.states` documents those of stateful layers.
 
     Attributes:
         path: Name of the kernels: "triton", "pytorch", or the instruction set of the C++ kernels,
             as isa.cpp names it ("avx2", "avx512-bf16", "neon").
-        warning: Reason why the kernels are slow on this machine, and a remedy, or None.
+        warning: Why the kernels are slow on this machine, and a remedy; None if they are not.
     """
 
     path: str
@@ -66,10 +66,10 @@ class Backend(Protocol):
 def find_backend(device_type: str) -> Backend:
     """Return the kernels for a type of device, importing them on first use.
 
-    Triton is only imported for a GPU's tensors: a machine without it can run on a CPU.
+    Only GPUs import Triton, so a CPU machine does not need it.
 
     Raises:
-        ValueError: There are none.
+        ValueError: No kernels support this device type.
     """
     if device_type not in BACKENDS:
         raise ValueError(f"device {device_type!r} is not supported: use {' or '.join(BACKENDS)}")

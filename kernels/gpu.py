@@ -1,7 +1,7 @@
 """The properties of a GPU that the kernels depend on.
 
-PyTorch's build for ROCm calls AMD's GPUs "cuda", and they have a compute capability, too. So
-neither tells whose a GPU is; `Gpu.arch` does.
+PyTorch's build for ROCm calls AMD's GPUs "cuda" and gives them a compute capability, too. Only
+`Gpu.arch` tells the maker of a GPU.
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 E4M3_DTYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-"""The fp8 types of 4 bits of exponent; a GPU converts one of them at most."""
+"""The fp8 types with 4 exponent bits; a GPU converts at most one of them."""
 MAX_THREADS = 1024
 """Maximum threads of a program, on every GPU."""
 
@@ -20,7 +20,7 @@ class Gpu:
     """The properties of a GPU.
 
     Attributes:
-        name: The driver's name of it.
+        name: The driver's name of the GPU.
         arch: Its instruction set: NVIDIA's compute capability as "sm_90", or AMD's "gfx942".
         warp_size: Threads per warp; AMD calls it a wave.
         shared_bytes: Maximum shared memory of a program; AMD calls it LDS.
@@ -35,7 +35,7 @@ class Gpu:
 
     @property
     def is_amd(self) -> bool:
-        """Whether it is AMD's; else it is NVIDIA's."""
+        """Whether AMD makes the GPU; else NVIDIA does."""
         return self.arch.startswith("gfx")
 
     @property
@@ -45,10 +45,10 @@ class Gpu:
 
     @property
     def e4m3(self) -> torch.dtype | None:
-        """The fp8 type with 4 bits of exponent that kernels convert by its instructions, or None.
+        """The fp8 type with 4 exponent bits that the GPU converts in hardware, or None.
 
-        AMD's gfx94x have a type of their own: without infinity and minus zero, up to 240. AMD's
-        gfx12 has such instructions, too, but Triton does not use them.
+        AMD's gfx94x have their own type, up to 240, without infinity and minus zero. AMD's gfx12
+        has such instructions, too, but Triton does not use them.
         """
         if self.arch.startswith("gfx94"):
             return torch.float8_e4m3fnuz
@@ -59,13 +59,13 @@ class Gpu:
     def multiplies_in_place(self) -> bool:
         """Whether matrix units read operands from shared memory instead of registers.
 
-        It is so on Hopper (9) and data-centre Blackwell (10, 11), not on desktop Blackwell (12).
+        They do on Hopper (9) and data-centre Blackwell (10, 11), not on desktop Blackwell (12).
         """
         return self.capability[0] in {9, 10, 11}
 
     @property
     def copies_to_shared(self) -> bool:
-        """Whether it copies from memory to shared memory without registers between."""
+        """Whether the GPU copies from memory to shared memory without going through registers."""
         return not self.is_amd or self.arch.startswith("gfx95")
 
     @property
@@ -85,15 +85,15 @@ INTERPRETER = Gpu("interpreter", "sm_80", 32, 99 << 10, 4)
 
 @cache
 def describe_gpu(device: torch.device) -> Gpu:
-    """Return the properties of a GPU; of a CPU, those that Triton's interpreter has."""
+    """Return the properties of a GPU; for a CPU, those of Triton's interpreter."""
     if device.type != "cuda":
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
     if torch.version.hip:
-        arch = properties.gcnArchName.partition(":")[0]  # after it come features: "gfx942:xnack-"
+        arch = properties.gcnArchName.partition(":")[0]  # features follow: "gfx942:xnack-"
     else:
         arch = f"sm_{properties.major}{properties.minor}"
-    # NVIDIA's programs must ask for more than 48 KiB, AMD's need not.
+    # On NVIDIA's GPUs programs must request more than 48 KiB explicitly.
     shared_bytes = getattr(
         properties, "shared_memory_per_block_optin", properties.shared_memory_per_block
     )
@@ -103,5 +103,5 @@ def describe_gpu(device: torch.device) -> Gpu:
 
 
 def e4m3_dtype(device: torch.device) -> torch.dtype:
-    """Return the type that `fp8_e4m3` stands for on a device, whether or not it is supported."""
+    """Return the dtype that `fp8_e4m3` means on a device, supported or not."""
     return describe_gpu(device).e4m3 or torch.float8_e4m3fn

@@ -14,11 +14,11 @@ SEAL_BYTES = len(SEAL) + hashlib.sha256().digest_size
 
 
 class DamagedFileError(OSError):
-    """A file has changed since it was written; the message names it."""
+    """A file has changed since it was written; the message names the file."""
 
 
 class UntrustedFileError(OSError):
-    """Another user may have written a file; the message names it and says what to do."""
+    """Another user may have written a file; the message names the file and a remedy."""
 
 
 def seal(path: Path) -> None:
@@ -32,7 +32,7 @@ def verify_seal(path: Path) -> None:
     """Check that a file has not changed since `seal`.
 
     Raises:
-        DamagedFileError: It has.
+        DamagedFileError: The file has changed.
         OSError: The file cannot be read.
     """
     contents = path.read_bytes()
@@ -48,7 +48,7 @@ def check_trusted(*paths: Path) -> None:
     group may if this process belongs to it, as in volumes of containers.
 
     Raises:
-        UntrustedFileError: Another user can.
+        UntrustedFileError: Another user may have written one.
         OSError: A path does not exist.
     """
     for path in paths:

@@ -1,8 +1,8 @@
-"""Products of low rank for the rows of a batch, as LoRA adapters have them (Hu et al. 2021).
+"""Low-rank products for the rows of a batch, as in LoRA adapters (Hu et al. 2021).
 
-Rows of different adapters share a batch. They are sorted by adapter and cut into tiles of few rows
-of one adapter, so that a kernel reads an adapter's matrices once per tile (Punica, Chen et al.
-2023; S-LoRA, Sheng et al. 2023).
+Rows of different adapters share a batch. They are sorted by adapter and cut into small tiles of one
+adapter, so that a kernel reads an adapter's matrices once per tile (Punica, Chen et al. 2023;
+S-LoRA, Sheng et al. 2023).
 """
 
 import itertools
@@ -17,9 +17,9 @@ from torch import Tensor
 from octavo.kernels.host import to_device
 
 TILE_ROWS = 16
-"""Maximum rows of a tile; the minimum that a GPU's matrix instructions take."""
+"""Maximum rows of a tile: the minimum of a GPU's matrix instructions."""
 RECORD = 4
-"""Numbers of a record; see `make_record`."""
+"""Length of a record; see `make_record`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +27,8 @@ class LowRankBatch:
     """The rows of a batch that have an adapter.
 
     Attributes:
-        rows: `[n]` int32: these rows, sorted by adapter.
-        tiles: `[tiles, 3]` int32: an adapter's number, and its first row and the one after its
-            last among `rows`.
+        rows: `[n]` int32: the rows with an adapter, sorted by adapter.
+        tiles: `[tiles, 3]` int32: an adapter's number, and the begin and end of the tile in `rows`.
         records: `[layers, adapters, RECORD]` int64: `make_record` for each layer and adapter.
         num_rows: Rows of the whole batch.
         max_rank: The highest rank of an adapter.
@@ -47,16 +46,16 @@ class LowRankBatch:
 
 
 class LowRankPart(NamedTuple):
-    """The outputs of a packed layer that are those of one layer of the model.
+    """The part of a packed layer's outputs that belongs to one layer of the model.
 
-    The second matrix of its records is in panels, `[panels, rank, lanes]`.
+    Records hold the second matrix in panels, `[panels, rank, lanes]`.
 
     Attributes:
-        layer: Index of the layer among a batch's records.
-        panel: The packed layer's panel that has the first of these outputs.
-        panels: Number of panels that have some of these outputs.
-        lane: The first lane of these panels that has some.
-        lanes: Number of lanes from there on that have some.
+        layer: Index of the layer in a batch's records.
+        panel: The first panel of the packed layer with these outputs.
+        panels: Number of panels with these outputs.
+        lane: The first lane of each panel with these outputs.
+        lanes: Number of such lanes in each panel.
     """
 
     layer: int
@@ -70,8 +69,8 @@ class LowRankLayer(NamedTuple):
     """A packed layer that adapters adapt.
 
     Attributes:
-        parts: The layers of the model in it.
-        of_logits: Whether it runs for the rows of logits only, not for all tokens.
+        parts: The model's layers that it contains.
+        of_logits: Whether it runs only for the rows of logits.
     """
 
     parts: tuple[LowRankPart, ...]
@@ -83,7 +82,7 @@ class LowRankOfLayer(NamedTuple):
 
     Attributes:
         batch: The layer's rows, and the adapters' matrices.
-        parts: The layers of the model in it.
+        parts: The model's layers that it contains.
     """
 
     batch: LowRankBatch
@@ -115,7 +114,7 @@ class StepAdapters:
 
 
 def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:
-    """Return the numbers of an adapter's layer that a kernel reads, `[RECORD]` int64.
+    """Return the record of an adapter's layer that a kernel reads, `[RECORD]` int64.
 
     Args:
         down: Address of the matrix `[rank, inputs]`.
@@ -163,7 +162,7 @@ def _tiles(adapters: np.ndarray) -> Sequence[tuple[int, int, int]]:
 
 
 def matrix_at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """Return a view of the matrix at a memory address of this process."""
+    """Return a view of the matrix at a memory address."""
     from ctypes import c_char  # noqa: PLC0415 - for kernels in plain PyTorch only
 
     count = shape[0] * shape[1]

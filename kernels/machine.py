@@ -5,11 +5,11 @@ import platform
 from pathlib import Path
 
 MARCH = "OCTAVO_MARCH"
-"""Environment variable: the CPU to compile for, a value of the compiler's -march (`haswell`,
-`x86-64-v3`, `armv8.2-a+bf16`), or `native` for this one. Default: a wheel's own kernels, else
+"""Environment variable: the CPU to compile for, as the compiler's -march takes it (`haswell`,
+`x86-64-v3`, `armv8.2-a+bf16`, or `native` for this one). Default: a wheel's own kernels, else
 `native`."""
 ISA_VARIABLES = (MARCH, "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
-"""Environment variables that limit the kernels, PyTorch and oneDNN to some instruction sets. The
+"""Environment variables that restrict the instruction sets of the kernels, PyTorch and oneDNN. The
 layout of packed weights depends on them."""
 CPU_INFO = Path("/proc/cpuinfo")
 """Linux's description of the CPUs."""
@@ -29,7 +29,7 @@ def compiler_target() -> str:
 
 
 def cpu_identity() -> str:
-    """Return a text that identifies this CPU's instruction sets and the limits on them."""
+    """Return a text that identifies this CPU's instruction sets and the restrictions on them."""
     held = [f"{name}={os.environ[name]}" for name in ISA_VARIABLES if os.environ.get(name)]
     wanted = ("model name", "flags", "Features", "CPU part")
     known = {line for line in _cpu_info() if line.startswith(wanted)}
@@ -45,7 +45,7 @@ def cpu_features() -> set[str]:
 def onednn_int8_saturates() -> bool:
     """Return whether oneDNN sums pairs of byte products in 16 bits, which saturate at 32,767.
 
-    It does so on x86 without VNNI.
+    It does on x86 without VNNI.
     """
     if platform.machine() not in {"x86_64", "AMD64"}:
         return False
@@ -54,7 +54,7 @@ def onednn_int8_saturates() -> bool:
 
 
 def _onednn_limit() -> str:
-    """Return oneDNN's name of the greatest instruction set that it may use."""
+    """Return oneDNN's name of the best instruction set that it may use."""
     names = ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
     return next((os.environ[name] for name in names if os.environ.get(name)), "DEFAULT").upper()
 

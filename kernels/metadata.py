@@ -10,16 +10,16 @@ import torch
 class AttentionPlan:
     """The division of a batch among a GPU's programs, from `octavo.kernels.ops.plan_attention`.
 
-    It may be for more queries and tokens than a sequence has, as CUDA graphs need.
+    For CUDA graphs, it may assume more queries and tokens than a sequence has.
 
     Attributes:
-        items: `[num_items, 4]` int32, contiguous; (sequence, tile of its query rows, piece of the
-            keys, number of pieces), first those of sequences with one query. The pieces of a tile
-            lie together.
+        items: `[num_items, 4]` int32, contiguous: (sequence, tile of its query rows, piece of the
+            keys, number of pieces). Sequences with one query come first. A tile's pieces are
+            adjacent.
         num_decode_items: Number of items of sequences with one query.
-        num_decode_pieces: Number of these, from the first, that may be one of several pieces.
-        num_chunk_pieces: Number of the others, from the first, that may be one of several pieces.
-        splits: Number of pieces that the caller asked for; None: the kernels chose.
+        num_decode_pieces: Number of decode items, the first ones, that may be pieces.
+        num_chunk_pieces: Number of other items, the first ones, that may be pieces.
+        splits: Number of pieces that the caller requested; None: the kernels chose.
     """
 
     items: torch.Tensor
@@ -33,7 +33,7 @@ class AttentionPlan:
 
         Args:
             plan: The plan of the batch.
-            idle: The items of `octavo.kernels.ops.plan_room`; they fill the room that is left after
+            idle: The items of `octavo.kernels.ops.plan_room`; they fill the remaining room after
                 the batch's decodes, and after its other items.
 
         Raises:
@@ -42,7 +42,7 @@ class AttentionPlan:
         needed = plan.num_decode_pieces, plan.num_chunk_pieces
         had = self.num_decode_pieces, self.num_chunk_pieces
         if needed[0] > had[0] or needed[1] > had[1]:
-            raise ValueError(f"a batch has {needed} pieces, and there is room for {had}")
+            raise ValueError(f"a batch has {needed} pieces, but the plan has room for {had}")
         first, count = self.num_decode_items, plan.num_decode_items
         for room, items, rest in (
             (self.items[:first], plan.items[:count], idle[:first]),
@@ -69,7 +69,7 @@ class AttentionMetadata:
             tokens with a negative slot are not written.
         max_query_len: Maximum queries of a sequence.
         max_seq_len: Maximum of `seq_lens`.
-        plan: A GPU's plan. Without one, each layer copies the lengths to the host.
+        plan: A GPU's plan. Without it, each layer copies the lengths to the host.
     """
 
     query_starts: torch.Tensor
@@ -82,14 +82,14 @@ class AttentionMetadata:
 
 
 class LayerCache(NamedTuple):
-    """The place of the keys and values of one layer.
+    """The location of one layer's keys and values in the cache.
 
     Attributes:
         keys: `[num_blocks, num_kv_heads, block_size, head_dim]`.
         values: `[num_blocks, num_kv_heads, block_size, value_dim]`; None if the first elements of a
             key are its value.
         group: The layer group whose block tables list the blocks.
-        written: Whether the layer writes them; else an earlier one does.
+        written: Whether this layer writes them; else an earlier layer does.
     """
 
     keys: torch.Tensor
@@ -99,11 +99,11 @@ class LayerCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """The place of the states of one convolution or recurrence of one layer.
+    """The location of the states of one convolution or recurrence of one layer.
 
     Attributes:
         state: `[num_blocks, rows_per_block, *row_shape]`.
-        first_row: The row of a sequence's blocks at which its state begins.
+        first_row: The first row of a sequence's state in its blocks.
         group: The layer group whose tables list the blocks.
     """
 

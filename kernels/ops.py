@@ -1,10 +1,10 @@
-"""The operations of the kernels, each on the device of its tensors.
+"""The kernels' operations; each runs on the device of its tensors.
 
 The cache is one tensor `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`. A block
 (all layers, keys and values) is contiguous, so one copy moves it. Layer l's keys are
 `cache[:, l, 0]` and its values `cache[:, l, 1]`: strided over blocks, contiguous inside one. Each
 backend may choose the order of elements in a block: only `write_kv`, `rotate_and_write` and
-`paged_attention` look inside. They take any such views; keys and values may differ in width.
+`paged_attention` look inside. They take any such views. Keys and values may differ in width.
 
 Latent attention (DeepSeek-V2, 2024, section 2.1.2) has keys alone: with its products absorbed, the
 first elements of a key are its value. Its value cache is None.
@@ -37,7 +37,7 @@ of block tables before it are not read."""
 
 
 def _scales(key_cache: Tensor, key_scale: float, value_scale: float) -> dict[str, float]:
-    """Return the scales' arguments for an fp8 cache; none for others."""
+    """Return the scale arguments of an fp8 cache; none for other caches."""
     if key_cache.dtype in FP8_DTYPES:
         return {"key_scale": key_scale, "value_scale": value_scale}
     return {}
@@ -67,7 +67,7 @@ def write_kv(
             slots are skipped.
         key_scale: An fp8 cache stores keys divided by this positive number, clamped to its range.
             A CPU rounds subnormal numbers to zero or to the least normal number.
-        value_scale: An fp8 cache stores values divided by this positive number, likewise clamped.
+        value_scale: An fp8 cache stores values divided by this positive number, clamped.
 
     Raises:
         IndexError: A slot is past the cache's end (CPU only; a GPU does not check).
@@ -153,9 +153,9 @@ def paged_attention(
     One call computes decodes and prefill chunks of any length. The queries of a sequence are its
     last positions; query j of q sees the positions up to `seq_len - q + j`. A logit is
     `scale * q.k`, then capped, then biased, then masked. Slots past a sequence's end and free
-    blocks may hold anything, including NaN. If no query of a sequence sees keys before position p,
-    the entries of its block table for blocks that end before p, rounded down to a multiple of
-    `FIRST_KEY_MULTIPLE`, may be any number: those blocks may be free.
+    blocks may hold anything, including NaN. Let p be the first position that a sequence's queries
+    see, rounded down to a multiple of `FIRST_KEY_MULTIPLE`. Its block table's entries for blocks
+    that end before p may be any number: those blocks may be free.
 
     Args:
         query: `[num_tokens, num_heads, key_dim]`, of the cache's dtype unless that is fp8; may be a
@@ -169,10 +169,10 @@ def paged_attention(
             ones.
         chunk: Positions per chunk of a sequence; a query at position p sees keys from
             `p - p % chunk` (Llama 4). None: no chunks. Excludes `sliding_window`.
-        soft_cap: C maps a logit x to `c * tanh(x / c)`.
+        soft_cap: A cap c maps a logit x to `c * tanh(x / c)`.
         alibi_slopes: `[num_heads]` float32; adds `slope * (key - query position)`.
-        sinks: `[num_heads]` float32; a logit that joins each softmax of its head and has no value
-            (gpt-oss, after Xiao et al. 2023). It is neither scaled nor capped.
+        sinks: `[num_heads]` float32; an extra logit without a value in each softmax of its head
+            (gpt-oss, after Xiao et al. 2023), neither scaled nor capped.
         value_dim: Elements of a value; needed without a value cache.
         key_scale: Factor of the keys in an fp8 cache.
         value_scale: Factor of the values in an fp8 cache; not used without a value cache.
@@ -216,7 +216,7 @@ def plan_attention(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan | None:
-    """Divide a step's attention among a GPU's programs, once for all layers of the same heads.
+    """Divide a step's attention among a GPU's programs, once for all layers with the same heads.
 
     Args:
         query_lens: `[num_seqs]`; queries of each sequence.
@@ -264,16 +264,16 @@ def plan_room(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan | None:
-    """Return a plan with room for any batch's, for CUDA graphs that read their items from memory.
+    """Return a plan with room for the items of any batch, for CUDA graphs.
 
-    `AttentionPlan.take` puts a batch's items there. The items that are left belong to one more
-    sequence after the last, which has the rest of the rows and no tokens: they fill its rows with
+    `AttentionPlan.take` puts a batch's items into the memory that the graphs read. The remaining
+    items belong to one extra dummy sequence without tokens: they fill its rows, the rest, with
     zeros.
 
     Args:
-        sequences: Maximum sequences of a batch, without that one.
-        chunks: Maximum sequences of these that have several queries.
-        rows: Rows of a batch, with those of that one.
+        sequences: Maximum sequences of a batch, without the dummy.
+        chunks: Maximum number of those sequences with several queries.
+        rows: Rows of a batch, including the dummy's.
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         key_dim: Elements of a key.
@@ -322,8 +322,8 @@ def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
 def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     """Copy whole blocks from one cache to another on the same device.
 
-    On a CPU this is a swap. On a GPU it is half of one: between the cache and a staging buffer,
-    which crosses the bus in one transfer.
+    On a CPU this is a whole swap. On a GPU it copies between the cache and a staging buffer, which
+    crosses the bus in one transfer.
 
     Args:
         source: `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`.
@@ -355,17 +355,17 @@ def argmax(rows: Tensor) -> Tensor:
 
 
 def mask_logits(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    """Make the tokens that a bit mask leaves out impossible, in place.
+    """Mask logits in place: make the tokens that a bit mask excludes impossible.
 
     Args:
         logits: `[n, vocab_size]`, of one of `DTYPES`, rows contiguous; masked tokens become minus
             infinity.
         rows: The rows to change, each once.
         masks: `[len(rows), words]` int32 on the host: bit `i % 32` of word `i // 32` allows token
-            i. Tokens past the mask's end are not allowed.
+            i. Tokens past the mask's end are masked too.
 
     Raises:
-        ValueError: There is not one mask for each row.
+        ValueError: The number of masks is not the number of rows.
         IndexError: A row is out of range.
     """
     numbers = np.array(rows, np.int64)
@@ -380,24 +380,24 @@ def mask_logits(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
 
 
 def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
-    """Add to each row of a linear layer's outputs the product of low rank of the row's adapter.
+    """Add the low-rank product of each row's adapter to a linear layer's outputs.
 
-    That is `scale * (x @ down.T) @ up`, with sums in float32.
+    The product is `scale * (x @ down.T) @ up`, with sums in float32.
 
     Args:
-        out: `[num_rows, outputs]`, of the dtype of `x` or float32; changed in place. Rows must be
-            contiguous; they may be apart.
-        x: `[num_rows, inputs]`, of one of `DTYPES`, which the matrices have too. Rows must be
-            contiguous; they may be apart.
+        out: `[num_rows, outputs]`, of the dtype of `x` or float32; changed in place. Each row must
+            be contiguous; rows may be strided.
+        x: `[num_rows, inputs]`, of one of `DTYPES`, as the matrices. Each row must be contiguous;
+            rows may be strided.
         batch: The rows that have an adapter, and the adapters' matrices.
-        layer: Index of the layer among `batch.records`.
+        layer: Index of the layer in `batch.records`.
 
     Raises:
         ValueError: The tensors do not fit each other.
     """
     if not len(x) == len(out) == batch.num_rows:
         raise ValueError(
-            f"{batch.num_rows} rows have adapters or none, but the layer has {len(x)} inputs and"
+            f"adapters are for {batch.num_rows} rows, but the layer has {len(x)} inputs and"
             f" {len(out)} outputs"
         )
     if x.stride(1) != 1 or out.stride(1) != 1 or out.dtype not in {x.dtype, torch.float32}:
@@ -412,16 +412,16 @@ def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> Non
 def quantized_linear(
     x: Tensor, weight: QuantizedWeight, bias: Tensor | None = None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Multiply by the weights of a linear layer that are stored in few bits.
+    """Multiply by quantized weights of a linear layer.
 
-    Each weight is rounded to the dtype of `x`; sums are in float32. On a CPU this is in plain
-    PyTorch, for tests: an engine on a CPU has kernels of its own (`kernels/cpu/linear.py`).
+    Each weight is rounded to the dtype of `x`; sums are in float32. On a CPU this is plain PyTorch,
+    for tests; engines on a CPU use `kernels/cpu/linear.py`.
 
     Args:
         x: `[rows, inputs]`, of one of `DTYPES`.
         weight: The weights.
         bias: `[outputs]`.
-        dtype: Dtype of the result: the dtype of `x`, which is the default, or float32.
+        dtype: Dtype of the result: that of `x` (default) or float32.
 
     Returns:
         `[rows, outputs]`.
@@ -447,10 +447,10 @@ def quantized_experts(  # noqa: PLR0917
     down_bias: Tensor | None,
     activation: Activation,
 ) -> Tensor:
-    """Compute a mixture of experts whose weights are stored in few bits.
+    """Compute a mixture of experts with quantized weights.
 
-    Weights, and the numbers between the products, are rounded to the dtype of `x`; sums are in
-    float32. On a CPU this is in plain PyTorch, for tests: see `kernels/cpu/experts.py`.
+    Weights and the activations between the products are rounded to the dtype of `x`; sums are in
+    float32. On a CPU this is plain PyTorch, for tests: see `kernels/cpu/experts.py`.
 
     Args:
         x: `[rows, hidden]`, of one of `DTYPES`.
@@ -482,14 +482,14 @@ def quantized_experts(  # noqa: PLR0917
 
 
 def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply by the weights of a linear layer in fp8, with each row rounded to fp8.
+    """Multiply by fp8 weights of a linear layer; each row is rounded to fp8.
 
-    A row's scale makes its greatest magnitude e4m3's greatest number. Sums are in float32.
+    A row's scale maps its greatest magnitude to the greatest e4m3 value. Sums are in float32.
 
     Args:
         x: `[rows, inputs]`, of one of `DTYPES`.
         weight: `[outputs, inputs]` e4m3.
-        scale: `[1, outputs]` float32; a weight is its number times its output's scale.
+        scale: `[1, outputs]` float32; a weight is its e4m3 value times its output's scale.
         bias: `[outputs]`.
 
     Returns:
@@ -511,12 +511,12 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Sample a token from each row.
 
-    Softmax of a row, divided by its temperature, gives probabilities. Top-k keeps that many of the
-    most likely tokens; of those, top-p keeps the fewest most likely ones whose sum is at least its
-    share; of those, min-p keeps the ones at least that fraction as likely as the most likely. On a
+    Probabilities are the softmax of the row over its temperature. Top-k keeps the k most likely
+    tokens. Of those, top-p keeps the fewest most likely tokens whose share of the sum is at least
+    p. Of those, min-p keeps tokens at least that fraction as likely as the most likely one. On a
     tie at a cut, the lowest ids are kept (without a C++ compiler, any of them). The sampled token
-    is the one at which the running sum of what is left, in the vocabulary's order, exceeds the
-    row's uniform number times the total. So a row's token does not depend on other rows.
+    is the first at which the running sum of the kept weights, in the vocabulary's order, exceeds
+    the row's uniform number times their total. So a row's token does not depend on other rows.
 
     Args:
         logits: `[n, vocab_size]`. Minus infinity means impossible.
@@ -544,7 +544,7 @@ def kernel_path(device: torch.device) -> str:
 
 
 def device_warning(device: torch.device) -> str | None:
-    """Return why the kernels are slow on this machine and what to do about it, or None."""
+    """Return why the kernels are slow on this machine, and a remedy; None if they are not."""
     return find_backend(device.type).warning
 
 
@@ -559,10 +559,10 @@ def check_supported(
     device: torch.device | str,
     cache_dtype: torch.dtype | None = None,
 ) -> None:
-    """Check that the kernels support a model, before memory is spent on it.
+    """Check that the kernels support a model, before memory is allocated for it.
 
-    This also loads the kernels. On a CPU they are compiled the first time, which takes some
-    seconds: time that is better spent while a model loads than during its first request.
+    This also loads the kernels. The first time on a CPU, this compiles them for some seconds:
+    better while the model loads than during its first request.
 
     Args:
         num_heads: Query heads.
@@ -571,11 +571,11 @@ def check_supported(
         value_dim: Elements of a value.
         block_size: Tokens per block.
         dtype: Dtype of the model.
-        device: The device that it runs on.
+        device: The device that the model runs on.
         cache_dtype: Dtype of the KV cache; default `dtype`.
 
     Raises:
-        ValueError: The kernels do not support it; the message names the limit.
+        ValueError: The kernels do not support the model; the message names the limit.
     """
     device = torch.device(device)
     if dtype not in DTYPES:
@@ -611,10 +611,10 @@ def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
     Args:
         logits: `[n, vocab_size]`, of one of `DTYPES`.
         tokens: `[n]` int64, the token of each row to return the log-probability of.
-        most: The number of each row's most likely tokens to return too.
+        most: Number of each row's most likely tokens to return as well.
 
     Raises:
-        ValueError: The vocabulary has fewer.
+        ValueError: The vocabulary has fewer than `most` tokens.
     """
     if not 0 <= most <= logits.shape[1]:
         raise ValueError(f"cannot return {most} tokens of a vocabulary of {logits.shape[1]}")

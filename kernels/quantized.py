@@ -1,11 +1,11 @@
-"""Quantized weights, as GPUs' kernels take them, and the numbers that they stand for.
+"""Quantized weights in the layout of the GPU kernels, and their dequantization.
 
-A weight is `(number - zero point) * scale + offset`. Numbers are whole, in 4 or 8 bits, or floats,
-in e4m3 or e2m1; inputs of an output share scales, and zero points or offsets, in groups. GGUF's "K"
-formats have scales and offsets that are themselves small numbers times those of a larger unit.
-MXFP4's scales are powers of two (OCP Microscaling Formats 1.0).
+A weight is `(code - zero point) * scale + offset`. Codes are integers of 4 or 8 bits, or floats in
+e4m3 or e2m1; groups of an output's inputs share a scale, and a zero point or offset. In GGUF's "K"
+formats, scales and offsets are small integers times those of a larger unit. MXFP4's scales are
+powers of two (OCP Microscaling Formats 1.0).
 
-Everything is in words of 4 bytes, the least that GPUs copy asynchronously.
+Everything is in words of 4 bytes, the minimum that GPUs copy asynchronously.
 """
 
 from collections.abc import Sequence
@@ -20,29 +20,29 @@ from octavo.kernels.activation import Activation
 from octavo.kernels.reference import experts
 
 WORDS = 16
-"""Words of an output that kernels read at once. Their first numbers belong to the first 16 inputs,
-their second numbers to the next 16, and so on."""
+"""Words of an output that kernels read at once. Their first codes belong to the first 16 inputs,
+their second codes to the next 16, and so on."""
 WORD_BITS = 32
 E8M0 = torch.float8_e8m0fnu
 SCALE_TYPES = (torch.float16, torch.bfloat16, E8M0)
-"""The types that scales in words may have."""
+"""The supported types of scales packed in words."""
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-"""The numbers of e2m1, by their four bits."""
+"""The values of e2m1, by their four bits."""
 E2M1_GROUP = 32
 """Inputs that share a scale in MXFP4."""
 E8M0_BIAS = 127
-"""Number that e8m0 adds to an exponent to store it."""
+"""The exponent bias of e8m0."""
 LARGEST_EXPONENT = E8M0_BIAS + 1
 """Maximum stored exponent of a scale in e8m0: kernels multiply scales by 2^126 in float32. A weight
-is at most 6 times its scale, and hardly any model's are above 12."""
+is at most 6 times its scale, and hardly any model has weights above 12."""
 
 FP8_MULTIPLE = 16
-"""Products in fp8 take multiples of this number of inputs and of outputs."""
+"""In fp8 products, the numbers of inputs and of outputs must be multiples of this."""
 E4M3 = torch.float8_e4m3fn
 LARGEST = torch.finfo(E4M3).max
 MIN_SCALE = 1e-12
-"""Minimum scale of a row, for rows of zeros, or nearly."""
+"""Minimum scale of a row, for rows of zeros or nearly zeros."""
 
 
 class Numbers(Enum):
@@ -60,7 +60,7 @@ class Numbers(Enum):
 
     @property
     def tile(self) -> int:
-        """Inputs of `WORDS` words: the inputs of a weight are padded to multiples of it."""
+        """Inputs in `WORDS` words; a weight's inputs are padded to a multiple of them."""
         return self.per_word * WORDS
 
 
@@ -84,12 +84,12 @@ class QuantizedWeight(NamedTuple):
         zero_point: Number subtracted from all codes, if groups have no zero points.
         second: The second parameter of groups, besides the scale.
         scale_type: The type in the words of `scale`, if that is int32. With float16 or bfloat16, a
-            word has a scale in its low half and the zero point or offset in its high half. With
-            e8m0, `scale` is `[groups / 4, outputs]`: a word has the scales of four groups, one a
-            byte, and belongs to `WORDS` words of codes.
+            word holds a scale in its low half and the zero point or offset in its high half. With
+            e8m0, `scale` is `[groups / 4, outputs]`: a word holds four groups' scales, one per
+            byte, for `WORDS` words of codes.
         more: `[groups, outputs]` float32, the zero points or offsets if they are not in `scale`.
-        outer: `[units, outputs]` int32 of two float16, by which scales and offsets are multiplied,
-            if there are any.
+        outer: `[units, outputs]` int32, two float16 each: factors of scales and offsets; None if
+            there are none.
     """
 
     codes: Tensor
@@ -110,16 +110,16 @@ class QuantizedWeight(NamedTuple):
 
     @property
     def unit(self) -> int:
-        """The groups that share an outer scale; 1 if there are none."""
+        """Number of groups that share an outer scale; 1 without outer scales."""
         return 1 if self.outer is None else len(self.scale) // len(self.outer)
 
     def fits(self, other: object) -> bool:
-        """Return whether two weights differ in their outputs only, so that they can be joined."""
+        """Return whether two weights differ only in their outputs, so that they can be joined."""
         return isinstance(other, QuantizedWeight) and _kind(self) == _kind(other)
 
 
 def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """Return one weight with the outputs of several that fit each other, in their order."""
+    """Join weights that fit each other into one, with their outputs in order."""
     joined: list[object] = []
     for name, parts in zip(QuantizedWeight._fields, zip(*weights, strict=True), strict=True):
         tensors = [part for part in parts if isinstance(part, Tensor)]
@@ -129,7 +129,7 @@ def join(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def takes_group(group: int, inputs: int) -> bool:
-    """Return whether kernels take groups of this size; all inputs may be one, whatever it is."""
+    """Return whether kernels support this group size; one group of all inputs may have any size."""
     return group >= inputs or (group > 0 and group % WORDS == 0)
 
 
@@ -148,14 +148,14 @@ def make_weight(
 
     Args:
         codes: `[outputs, inputs]`: uint8 from 0 to 15, int8, or e4m3.
-        scale: `[outputs, groups]`. It is stored in 16 bits if that changes nothing.
+        scale: `[outputs, groups]`. It is stored in 16 bits if that is exact.
         group: Inputs of a group, as `takes_group` allows.
         numbers: The type of the codes.
         zero_point: Number subtracted from all codes, if there are no `zero_points`.
-        zero_points: `[outputs, groups]`, whole numbers; not if there are offsets.
+        zero_points: `[outputs, groups]`, integers; excludes `offset`.
         offset: `[outputs, groups]`.
-        outer: `[outputs, units]` float16, by which scales and, if there are any, offsets are
-            multiplied. Then these must be numbers that float16 has.
+        outer: `[outputs, units]` float16, factors of scales and offsets. With them, scales and
+            offsets must be exact in float16.
     """
     inputs, tile = codes.shape[1], numbers.tile
     padded = -(-inputs // tile) * tile
@@ -192,7 +192,7 @@ def make_e2m1(codes: Tensor, exponents: Tensor) -> QuantizedWeight | None:
     """Lay out a weight in MXFP4 for the kernels.
 
     Args:
-        codes: `[outputs, inputs]` uint8, the bits of numbers in e2m1.
+        codes: `[outputs, inputs]` uint8, the bits of e2m1 values.
         exponents: `[outputs, inputs / 32]` uint8, a group's scale in e8m0.
 
     Returns:
@@ -218,9 +218,9 @@ def make_e2m1(codes: Tensor, exponents: Tensor) -> QuantizedWeight | None:
 
 
 def widen_scales(weight: QuantizedWeight) -> QuantizedWeight:
-    """Return the same weight with scales, and zero points or offsets, in float32.
+    """Convert scales, and zero points or offsets, to float32.
 
-    It may then fit weights that it does not fit as it is. Scales in e8m0 and of units stay.
+    The weight may then fit more weights. Scales in e8m0 and of units stay.
     """
     if weight.scale_type in {None, E8M0} or weight.outer is not None:
         return weight
@@ -230,7 +230,7 @@ def widen_scales(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def dequantize(weight: QuantizedWeight) -> Tensor:
-    """Return the weights, `[outputs, inputs]` float32."""
+    """Dequantize to `[outputs, inputs]` float32."""
     numbers = weight.numbers
     bits = WORD_BITS // numbers.per_word
     words = weight.codes.reshape(weight.outputs, -1, 1, WORDS)
@@ -301,9 +301,9 @@ def _pack(codes: Tensor, numbers: Numbers) -> Tensor:
 
 
 def _shifts(numbers: Numbers, device: torch.device) -> Tensor:
-    """Return the first bit of each number in a word, `[numbers, 1]` int32.
+    """Return the first bit of each code in a word, `[numbers, 1]` int32.
 
-    Every other number is in the high half, as kernels take one number of each half at once.
+    Every other code is in the high half, as kernels unpack one code of each half at once.
     """
     place = torch.arange(numbers.per_word, dtype=torch.int32, device=device)
     bits = WORD_BITS // numbers.per_word
@@ -318,12 +318,12 @@ def _by_group(values: Tensor | None, count: int) -> Tensor | None:
 
 
 def _has(kind: torch.dtype, values: Tensor | None) -> bool:
-    """Return whether a type has all numbers of a tensor."""
+    """Return whether a dtype represents all values of a tensor exactly."""
     return values is None or torch.equal(values.to(kind).float(), values.float())
 
 
 def _as_words(parts: Sequence[Tensor | None], kind: torch.dtype) -> Tensor:
-    """Return two tensors of `[groups, outputs]` in the halves of words; zeros for None."""
+    """Pack two tensors of `[groups, outputs]` into the halves of words; None becomes zeros."""
     low, high = parts
     assert low is not None
     high = torch.zeros_like(low) if high is None else high
@@ -336,7 +336,7 @@ def _unpack_scales(words: Tensor, kind: torch.dtype | None) -> tuple[Tensor, Ten
     if kind is None:
         return words, torch.zeros_like(words)
     if kind == E8M0:
-        # The exponent's bits are float32's; only 2^-127 is subnormal there.
+        # The exponent has float32's bits; only 2^-127 is subnormal in float32.
         bits = (words.unsqueeze(-1).view(torch.uint8).int() << 23).clamp(min=1 << 22)
         scale = bits.view(torch.float32).movedim(-1, 1).flatten(0, 1)
         return scale, torch.zeros_like(scale)

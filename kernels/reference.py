@@ -1,4 +1,4 @@
-"""The definition of every kernel, which tests compare each fast version with.
+"""The definition of every kernel; tests compare each fast version with it.
 
 It is simple and slow: float32 arithmetic, one sequence at a time, any shape and any device.
 `octavo.kernels.ops` describes the arguments.
@@ -104,8 +104,8 @@ def paged_attention(
 ) -> Tensor:
     """Compute causal attention over keys and values in cache blocks.
 
-    As in PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
-    `octavo.kernels.ops.paged_attention`. A query that attends to no key gives zeros.
+    This is PagedAttention (Kwon et al., SOSP 2023, section 4.1); see
+    `octavo.kernels.ops.paged_attention`. A query that sees no key gives zeros.
     """
     num_tokens, num_heads, _ = query.shape
     group = num_heads // key_cache.shape[1]
@@ -162,16 +162,16 @@ def latent_attention(
     chunk: int | None = None,
     soft_cap: float | None = None,
 ) -> Tensor:
-    """Compute causal attention over keys and values that heads make from latents in cache blocks.
+    """Compute causal attention over keys and values that heads compute from cached latents.
 
-    As in DeepSeek-V2 (2024, section 2.1.2).
+    This is DeepSeek-V2's (2024, section 2.1.2).
 
     Args:
         query: `[num_tokens, num_heads, key_dim + rotated]`.
         key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`.
         metadata: See `paged_attention`.
         keys: `[num_heads, key_dim, latent_dim]`: maps latents to the first elements of keys. The
-            cache has the other elements beside the latent, the same for all heads.
+            cache holds the other elements beside the latent; heads share them.
         values: `[num_heads, value_dim, latent_dim]`: maps latents to values.
         scale: See `paged_attention`.
         sliding_window: See `paged_attention`.
@@ -267,14 +267,14 @@ def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
 def add_low_rank(
     out: Tensor, x: Tensor, adapters: list[int], matrices: list[tuple[Tensor, Tensor, float] | None]
 ) -> None:
-    """Add products of low rank, row by row; see `octavo.kernels.ops.add_low_rank`.
+    """Add low-rank products, row by row; see `octavo.kernels.ops.add_low_rank`.
 
     Args:
         out: See `octavo.kernels.ops.add_low_rank`.
         x: See `octavo.kernels.ops.add_low_rank`.
         adapters: Each row's adapter; -1 for none.
-        matrices: The matrices `[rank, inputs]` and `[outputs, rank]` of each adapter, and its
-            scale; None if it leaves the layer as it is.
+        matrices: Each adapter's matrices `[rank, inputs]` and `[outputs, rank]` and its scale; None
+            if it does not adapt the layer.
     """
     for row, adapter in enumerate(adapters):
         if adapter >= 0 and (pair := matrices[adapter]) is not None:
@@ -286,7 +286,7 @@ def add_low_rank(
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
     """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`.
 
-    Sorts the whole vocabulary and computes in float64.
+    It sorts the whole vocabulary and computes in float64.
     """
     tokens = []
     for row, temperature, top_k, top_p, min_p, uniform in zip(logits, *sampling, strict=True):

@@ -1,4 +1,4 @@
-"""The definition of the kernels for layers that keep a state.
+"""The definition of the kernels for stateful layers.
 
 It is simple and slow: float32 arithmetic, one sequence and one token at a time, any shape and any
 device. `octavo.kernels.states` describes the arguments.
@@ -14,7 +14,7 @@ from torch import Tensor
 from octavo.kernels.state_rows import StateRows
 
 EPSILON = 1e-6
-"""Added to the square of a query's or key's length."""
+"""Term added to the square of a query's or key's length."""
 
 
 def causal_conv(
@@ -130,7 +130,7 @@ def selective_scan(  # noqa: PLR0917
 
 
 def _steps(dt: Tensor, bias: Tensor | None, *, softplus: bool) -> Tensor:
-    """Return the steps of a state space model, float32."""
+    """Return the step sizes of a state space model, float32."""
     steps = dt.float() if bias is None else dt.float() + bias.float()
     return F.softplus(steps) if softplus else steps
 
@@ -154,7 +154,7 @@ def _read(rows: StateRows, place: tuple[Tensor, Tensor], *, is_new: bool) -> Ten
 
 
 def _write_channels(rows: StateRows, place: tuple[Tensor, Tensor], state: Tensor) -> None:
-    """Write `[channels, ...]` to rows of several channels, of which the last may have room left."""
+    """Write `[channels, ...]` to rows of several channels; the last row may stay partly unused."""
     whole = rows.state[place]
     whole.flatten(0, 1)[: len(state)] = state
     rows.state[place] = whole

@@ -1,4 +1,4 @@
-"""The parameters that tokens are sampled by, one of each per row of logits."""
+"""Sampling parameters, one of each per row of logits."""
 
 from typing import NamedTuple, Self
 
@@ -6,14 +6,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 MIN_TEMPERATURE = 1e-30
-"""Lower temperatures count as this one: only the most likely tokens have any weight either way."""
+"""Minimum temperature but 0; lower ones count as this: only the most likely tokens keep weight."""
 
 
 class SamplingTensors(NamedTuple):
     """Sampling parameters of `n` rows, on the host.
 
     Attributes:
-        temperatures: `[n]`; 0 takes the most likely token.
+        temperatures: `[n]`; 0 selects the most likely token.
         top_k: `[n]` integers; 0 is off.
         top_p: `[n]`, from (0, 1]; 1 is off.
         min_p: `[n]`, from [0, 1]; 0 is off.
@@ -28,7 +28,7 @@ class SamplingTensors(NamedTuple):
 
     @classmethod
     def greedy(cls, n: int) -> Self:
-        """Return parameters that take the most likely token of each of `n` rows."""
+        """Return parameters that select the most likely token in each of `n` rows."""
         zeros = np.zeros(n)
         return cls(zeros, np.zeros(n, np.int64), np.ones(n), zeros, zeros)
 

@@ -1,4 +1,4 @@
-"""The rows of the cache in which layers keep states instead of keys and values."""
+"""The cache rows in which stateful layers keep states instead of keys and values."""
 
 from dataclasses import dataclass
 
@@ -11,14 +11,14 @@ class StateRows:
 
     A sequence's state is rows in blocks of the cache. Its row r is
     `state[tables[s, (first_row + r) // rows_per_block], (first_row + r) % rows_per_block]`.
-    Each call reads the rows once and writes them once, after the sequence's last token. The state
-    of a sequence that starts in this step, all of whose tokens are queries, counts as zeros, and
-    its rows are only written: they may hold anything before.
+    Each call reads the rows once and writes them once, after the sequence's last token. A sequence
+    whose tokens are all queries starts in this step: its state counts as zeros, so its rows may
+    hold anything before.
 
     Attributes:
         state: `[num_blocks, rows_per_block, *row_shape]`; a view with any stride over blocks,
             contiguous inside of one.
-        first_row: The row of a sequence's blocks at which this state begins.
+        first_row: The first row of this state in a sequence's blocks.
         tables: `[num_seqs, blocks_of_a_state]` int32; the blocks of each sequence.
         query_starts: `[num_seqs + 1]` int32, from `AttentionMetadata`. The state of a sequence
             without tokens is not touched.
@@ -33,7 +33,7 @@ class StateRows:
     seq_lens: torch.Tensor
 
     def check(self, rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        """Raise ValueError if the tensors do not describe states of this many rows.
+        """Raise ValueError if the tensors do not fit states of this many rows.
 
         Args:
             rows: The rows of a state.

@@ -1,4 +1,4 @@
-"""The operations of layers that keep a state instead of keys and values.
+"""The operations of stateful layers, which keep a state instead of keys and values.
 
 Each takes a flat batch, `[num_tokens, ...]` without padding, of chunks of any length and decodes,
 and updates the sequences' states in the cache; see `StateRows`. Arithmetic is float32 whatever the
@@ -28,8 +28,8 @@ def causal_conv(
 ) -> Tensor:
     """Convolve each channel with its own weights over its latest inputs.
 
-    A token's output is `sum(weight[:, i] * input[i])` over its sequence's last `width` inputs,
-    of which the token's own is the last. The inputs before a sequence's first are zeros.
+    A token's output is `sum(weight[:, i] * input[i])` over its sequence's last `width` inputs, the
+    last of which is the token's own. The inputs before a sequence's first are zeros.
 
     Args:
         x: `[num_tokens, channels]`; may be a strided view.
@@ -37,7 +37,7 @@ def causal_conv(
         bias: `[channels]` or None.
         rows: The last `width - 1` inputs. Row r is `[channels_per_row, width - 1]`, of x's dtype,
             and holds the channels from `r * channels_per_row` on.
-        activation: One of `ACTIVATIONS`, after the bias.
+        activation: One of `ACTIVATIONS`, applied after the bias.
 
     Returns:
         `[num_tokens, channels]`, contiguous, of x's dtype.
@@ -48,7 +48,7 @@ def causal_conv(
     """
     channels, width = weight.shape
     if x.shape[1:] != (channels,):
-        raise ValueError(f"x is {list(x.shape)}, and there are weights of {channels} channels")
+        raise ValueError(f"x is {list(x.shape)}, but the weights have {channels} channels")
     if not MIN_WIDTH <= width <= MAX_WIDTH:
         raise ValueError(f"width {width} must be from {MIN_WIDTH} to {MAX_WIDTH}")
     if activation not in ACTIVATIONS:
@@ -73,12 +73,12 @@ def ssd(  # noqa: PLR0917
 ) -> Tensor:
     """Compute Mamba-2's state space model (Dao and Gu 2024, section 6).
 
-    Each head has a state S `[head_dim, state_size]`. A token with inputs x and step dt makes of it
-    `exp(a * dt) * S + dt * outer(x, b)`, and returns `S @ c + d * x`. Head h reads the b and c of
-    group `h // (heads // groups)`.
+    Each head has a state S `[head_dim, state_size]`. A token with inputs x and step size dt updates
+    S to `exp(a * dt) * S + dt * outer(x, b)`, and returns `S @ c + d * x`. Head h reads the b and c
+    of group `h // (heads // groups)`.
 
     A linear attention with a constant decay per head (lightning attention, Qin et al. 2024) is the
-    same with x its values, b its keys, c its queries, dt 1 and a minus the decay's rate.
+    case of x as values, b as keys, c as queries, dt = 1 and a = -decay rate.
 
     Args:
         x: `[num_tokens, heads, head_dim]`; tokens may be strided.
@@ -90,7 +90,7 @@ def ssd(  # noqa: PLR0917
         d: `[heads]`; None is zeros.
         dt_bias: `[heads]`, added to dt; None is zeros.
         dt_softplus: Whether dt is then replaced by `log(1 + exp(dt))`.
-        dt_limits: The range that dt is then clamped to, of every token, also in a decode.
+        dt_limits: The range that dt is then clamped to, in prefill and in decode.
 
     Returns:
         `[num_tokens, heads, head_dim]`, contiguous, of x's dtype.
@@ -141,9 +141,8 @@ def gated_delta(  # noqa: PLR0917
         key: `[num_tokens, key_heads, key_dim]`, of the query's dtype; tokens may be strided.
         value: `[num_tokens, value_heads, value_dim]`, of the query's dtype; tokens may be strided.
             Head h reads the key head `h // (value_heads // key_heads)`.
-        g: `[num_tokens, value_heads]`, or `[num_tokens, value_heads, key_dim]` for a decay of each
-            key element's row of S (Kimi Delta Attention, Kimi Linear 2025, section 3). Logarithms,
-            not positive.
+        g: `[num_tokens, value_heads]`, or `[num_tokens, value_heads, key_dim]` for a decay per row
+            of S (Kimi Delta Attention, Kimi Linear 2025, section 3). Logarithms, not positive.
         beta: `[num_tokens, value_heads]`.
         rows: Row h is head h's state, float32.
         scale: Factor of queries.
@@ -190,7 +189,7 @@ def selective_scan(  # noqa: PLR0917
 ) -> Tensor:
     """Compute Mamba's selective state space model (Gu and Dao 2023, section 3).
 
-    Each channel has a state h `[state_size]`. A token makes of it `exp(dt * a) * h + dt * x * b`,
+    Each channel has a state h `[state_size]`. A token updates h to `exp(dt * a) * h + dt * x * b`,
     and returns `h @ c + d * x`.
 
     Args:
@@ -231,6 +230,6 @@ def _check(like: Tensor, **tensors: tuple[Tensor | None, tuple[int, ...]]) -> No
     for name, (tensor, shape) in tensors.items():
         if tensor is not None and (tensor.shape != shape or tensor.device != like.device):
             raise ValueError(
-                f"{name} is {list(tensor.shape)} on {tensor.device}, and must be {list(shape)} on"
+                f"{name} is {list(tensor.shape)} on {tensor.device}, but must be {list(shape)} on"
                 f" {like.device}"
             )

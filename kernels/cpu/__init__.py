@@ -71,4 +71,4 @@ def plan_attention(*_: object, **__: object) -> None:
 
 
 def plan_room(*_: object, **__: object) -> None:
-    """Return None, as `plan_attention`."""
+    """Return None: see `plan_attention`."""

@@ -1,4 +1,4 @@
-// The activations between the two products of an expert; kernels/activation.py defines them.
+// The activations between an expert's two products; kernels/activation.py defines them.
 #pragma once
 
 #include "experts.h"

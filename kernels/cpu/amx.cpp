@@ -1,4 +1,4 @@
-// Permission to use the matrix unit; Linux gives its registers to processes that ask.
+// Permission to use the matrix unit, whose registers Linux grants on request.
 
 #include "amx.h"
 

@@ -1,4 +1,4 @@
-// Products of 16 rows of 16 words and a panel on the matrix unit of Intel's CPUs (AMX).
+// Products of tiles of 16 rows x 16 words with a panel, on Intel's matrix unit (AMX).
 #pragma once
 
 #include <algorithm>
@@ -15,11 +15,11 @@
 extern "C" int octavo_allow_amx();
 
 constexpr int kMatrixRows = 32;   // two tiles
-constexpr int kMatrixWords = 16;  // of a row of a tile
+constexpr int kMatrixWords = 16;  // per row of a tile
 constexpr int kLeastMatrixRows = 8;
 
-// A thread's use of the matrix unit. Tiles 0 to 3 have the sums of two times 16 rows and two times
-// 16 outputs, tiles 4 and 5 the rows, tiles 6 and 7 the weights.
+// A thread's use of the matrix unit. Tiles 0 to 3 hold the sums of 2 x 16 rows and 2 x 16 outputs,
+// tiles 4 and 5 the rows, tiles 6 and 7 the weights.
 class MatrixUnit {
  public:
   ~MatrixUnit() {

@@ -7,12 +7,12 @@
 
 namespace {
 
-constexpr int kMaxima = 4;  // at a time, so that none waits for the previous one
+constexpr int kMaxima = 4;  // at a time: independent, so none waits for the previous one
 
 template <class Type>
 int64_t argmax(const typename Type::Stored* row, int64_t columns) {
   typename Type::Stored few[kLanes];
-  if (columns < kLanes) {  // padding is never the result: it is not greater than the first element
+  if (columns < kLanes) {  // padding repeats the first element, so it is never the result
     for (int64_t i = 0; i < kLanes; i++) few[i] = row[i < columns ? i : 0];
     row = few;
     columns = kLanes;
@@ -47,7 +47,7 @@ void argmax_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t col
 
 }  // namespace
 
-// Returns the first greatest element's column per row. `dtype` as in cache.h.
+// Returns each row's column of the first greatest element. `dtype` as in cache.h.
 extern "C" void octavo_argmax(const void* rows, int64_t num_rows, int64_t stride,
                               int64_t columns, int dtype, int64_t* places, int threads) {
   const auto run = dtype == 0   ? argmax_rows<Float32>

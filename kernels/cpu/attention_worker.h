@@ -1,4 +1,4 @@
-// A thread's work in attention: the items of a plan, and the merging of their parts.
+// A thread's share of attention: computes a plan's items and merges their parts.
 //
 // An item reads its keys in tiles of kTile, whatever the block size: the block table gives their
 // addresses, and both products read them in place (see cache.h). The softmax is online, in float32
@@ -72,7 +72,7 @@ struct Scratch {
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
 
-  const int key_dim, value_width;  // the greatest that there is room for
+  const int key_dim, value_width;  // the maxima
   uint32_t* query;                 // [rows][words of a key]
   Stored* keys;                    // [words of a key][kTile][kPack], if copied
   Stored* values;                  // [kTile / kPack][value_width][kPack], if copied
@@ -103,13 +103,13 @@ Scratch<T>& scratch_for(int key_dim, int value_width) {
   return *kept;
 }
 
-// The addresses of a tile's K and V, per run of keys: in the cache, or of copies.
+// The addresses of a tile's K and V, per run of keys, in the cache or in a copy.
 struct Tile {
   int count;  // keys
   const void *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
 };
 
-// Loads packs of four fp8 numbers, which become two words.
+// Loads packs of four fp8 elements, which become two words.
 template <class T>
 struct Packs {
   using Stored = uint8_t;
@@ -121,7 +121,7 @@ struct Packs {
   Fp8Widener<T> widener;
 };
 
-// The operands of the two products. Strides are in what is stored.
+// The operands of the two products. Strides are in stored elements.
 template <class Loads>
 struct KeyMatrix : Loads {
   using Stored = typename Loads::Stored;
@@ -162,7 +162,7 @@ class Worker {
   using Widener = Fp8Widener<T>;
   static constexpr int kPack = T::kPack;
   static constexpr bool kWidensInProduct = kPack == 2;
-  static constexpr int kMostWidening = 4;  // rows whose sums fit into registers beside that
+  static constexpr int kMostWidening = 4;  // maximum rows whose sums also fit into registers
 
  public:
   Worker(const Attention& p, float* parts)
@@ -332,7 +332,7 @@ class Worker {
     const int lines = stride < kLine ? (packs * stride + kLine - 1) / kLine : packs;
     const Fetcher fetcher(pieces, count, lines, std::max(stride, kLine), depth);
     if constexpr (kWidensInProduct)
-      if (widens_in_product(rows))  // what is past the end is finite, and has a weight of zero
+      if (widens_in_product(rows))  // values past the end are finite and have weight zero
         return multiply_values(ValueMatrix<Packs<T>>({widener_}, tile_.values, p_.value_dim * 4),
                                rows, depth, fetcher);
     if (p_.latent())
@@ -350,14 +350,14 @@ class Worker {
         .run(rows, width_ / kLanes);
   }
 
-  // Returns whether the products widen fp8 in registers. With many rows they would widen each
-  // element several times, so a whole tile is widened before them.
+  // Returns whether the products widen fp8 in registers. With many rows this would widen each
+  // element several times; then a whole tile is widened first.
   bool widens_in_product(int rows) const {
     return cache_.fp8 && rows <= kMostWidening && joined_runs_ * kRun == kLanes && !p_.latent() &&
            p_.value_dim % kLanes == 0;
   }
 
-  // The stride from a word of the tile's keys to the next.
+  // The stride between words of the tile's keys.
   int key_stride() const { return (copies_keys_ ? kTile : cache_.block_size) * kPack; }
 
   // Copies a pack of each of `count` keys or dimensions; the packs of a word go to a row of `to`.
@@ -396,7 +396,7 @@ class Worker {
       copy(from, p_.value_dim, to, value_stride());
   }
 
-  // Copies values from the keys that they are parts of.
+  // Copies values out of the keys that contain them.
   void repack_values() {
     for (int run = 0; run < kRuns; run++) tile_.values[run] = copied_values(run);
     for (int run = 0; run * kRun < tile_.count; run += kMinBlock / kRun)
@@ -415,7 +415,7 @@ class Worker {
   }
 
   // Converts a row of logits to weights, relative to the greatest logit so far. `position` is the
-  // query's, and `first` that of the first key that it sees, counted from the tile's first key.
+  // query's, `first` that of the first key it sees, both counted from the tile's first key.
   void softmax(int row, int head, int position, int first, int vectors) {
     Ints lane;
     for (int i = 0; i < kLanes; i++) lane[i] = i;
@@ -477,7 +477,7 @@ class Worker {
     }
   }
 
-  // Returns the factor of a row's sums: 1 / the softmax's denominator, of which a sink is a part.
+  // Returns the factor of a row's sums: 1 / the softmax's denominator, which includes the sink.
   float weigh(int row, int head) const {
     const float maximum = scratch_.maximum[row], total = scratch_.total[row];
     if (!(total > 0)) return 0;  // a row without keys gives zeros
@@ -499,8 +499,8 @@ class Worker {
   const Attention& p_;
   const Cache& cache_;
   const int group_, words_, width_, block_shift_;
-  const int joined_runs_;                   // of keys, that are contiguous in this cache
-  const bool copies_keys_, copies_values_;  // if they are fp8, or not in whole vectors
+  const int joined_runs_;                   // runs of keys that are contiguous in this cache
+  const bool copies_keys_, copies_values_;  // for fp8, or for partial vectors
   const int pack_, element_bytes_;  // of the cache
   const Widener widener_;
   const float grown_, scale_, value_scale_;

@@ -1,8 +1,8 @@
-// Weights in the block formats of GGUF: their values, and products of rows with them.
+// Weights in GGUF's block formats: dequantizes them and multiplies rows by them.
 //
-// A block has 32 inputs of an output, in codes of 4, 5, 6 or 8 bits. A unit is one block, or the
-// eight of a "K" format, which share a scale in float16 and each have a small whole number beside
-// it. blocks.py lays out the bits of the file for the kernels, and changes none.
+// A block has 32 weights of an output, in codes of 4, 5, 6 or 8 bits. A unit is one block, or eight
+// in a "K" format: they share a float16 scale, and each has a small integer factor of it. blocks.py
+// rearranges the file's bits for the kernels without changing them.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 #include "streams.h"
 
 constexpr int kBlock = 32;                  // inputs
-constexpr int kBlockWords = kBlock / 4;     // of four codes
+constexpr int kBlockWords = kBlock / 4;     // four codes each
 #if defined(__AVX512F__)
-constexpr int kTileBlockRows = 6;           // twice two sums each, besides the operands
+constexpr int kTileBlockRows = 6;           // 4 sums each fit in registers
 #else
 constexpr int kTileBlockRows = 4;
 #endif
@@ -24,7 +24,7 @@ typedef int8_t SignedBytes __attribute__((vector_size(kLanes)));
 
 #if defined(__AVX512VNNI__) || (defined(__AVXVNNI__) && !defined(__AVX512F__)) || \
     defined(__ARM_FEATURE_MATMUL_INT8)
-constexpr bool kSignedCodes = false;  // the instruction takes codes without a sign
+constexpr bool kSignedCodes = false;  // the instruction takes unsigned codes
 #else
 constexpr bool kSignedCodes = true;
 #endif
@@ -38,16 +38,16 @@ struct Blocks {
   static constexpr int kGroups = kBlock / kGroup;          // of a block
   static constexpr int kGroupWords = kGroup / 4;
   static constexpr int kUnitBlocks = kSuper ? 8 : 1;
-  // Codes of 8 bits have a sign in the file.
+  // 8-bit codes are signed in the file.
   static constexpr bool kSigned = kBits == 8 && kSignedCodes;
   static constexpr float kOffset = kHasMin || kSigned ? 0 : 1 << (kBits - 1);
 
-  // Whether a few rows stream panels: on a Zen 4 this takes 6 to 27% less time, and up to 36% more
-  // with the other formats.
+  // Whether products of a few rows stream panels: on a Zen 4 this takes 6 to 27% less time, but up
+  // to 36% more with the other formats.
   static constexpr bool kStreams = kBits == 4 || (kBits == 5 && kSuper);
 
   // Sizes of a panel's unit, in bytes: the scales and minima in float16, then the blocks. A block
-  // has its whole numbers, one byte each, then kBits vectors for each of the panel's vectors of
+  // has its integer factors, one byte each, then kBits vectors for each of the panel's vectors of
   // outputs.
   static constexpr int kUnitScales = (1 + kHasMin) * kPanel * 2;
   static constexpr int kBlockScales = kSuper ? (kGroups + kHasMin) * kPanel : 0;
@@ -61,7 +61,7 @@ struct Blocks {
     if constexpr (kBits == 8) return kSigned ? lanes(t) : lanes(t) ^ 0x80808080;
     // The low bits of words t and t + 4 are in the halves of the same bytes.
     const Words low = (lanes(t % 4) >> (t < 4 ? 0 : 4)) & 0x0f0f0f0f;
-    if constexpr (kBits == 5) {  // bit t of a byte is of word t
+    if constexpr (kBits == 5) {  // bit t of a byte belongs to word t
       const Words high = lanes(4);
       return low | ((t < 4 ? high << (4 - t) : high >> (t - 4)) & 0x10101010);
     }
@@ -114,9 +114,9 @@ void with_format(int64_t number, Function function) {
   }
 }
 
-// Products of codes and rows in bytes.
+// Products of codes with rows that are rounded to bytes.
 
-// Products by instructions that add up all four bytes of a word.
+// Products by instructions that sum the four bytes of a word.
 struct WholeSum {
   static constexpr int kParts = 1;
   static constexpr int kMostWords = kBlockWords;
@@ -137,7 +137,7 @@ struct WholeSum {
   Ints total{};
 };
 
-// Products in 16 bits, of the even bytes and then of the odd ones.
+// Products in 16 bits, of the even bytes, then of the odd bytes.
 struct SplitSum {
   static constexpr int kParts = 2;
   static constexpr int kMostWords = kBlockWords;
@@ -155,7 +155,7 @@ struct SplitSum {
 };
 
 #if defined(__AVX2__)
-// Sums of products of pairs of bytes, in 16 bits, of at most `kMost` words, so that none saturates.
+// Sums in 16 bits of products of byte pairs, over at most `kMost` words, so that none saturates.
 template <int kMost>
 struct PairSum {
   static constexpr int kParts = 1;
@@ -191,8 +191,8 @@ template <class K>
 using CodeSum = SplitSum;
 #endif
 
-// Rounds a group of a row to bytes with a sign; returns the value of a step. `sum` gets the sum of
-// the rounded inputs.
+// Rounds a group of a row to signed bytes; returns the step size. `sum` gets the sum of the rounded
+// inputs.
 template <int kGroup>
 float round_to_bytes(const uint16_t* from, int8_t* bytes, float* sum) {
   Floats magnitudes{}, total{};
@@ -285,7 +285,7 @@ void multiply_units(const GroupedRows& few, const uint8_t* panel, const uint8_t*
   for (int i = 0; i < kRows; i++) store(i, total[i]);
 }
 
-// Calls store(row, sums) with each row's products with a panel, for at most kRows rows.
+// Multiplies at most kRows rows by a panel; calls store(row, sums) for each.
 template <class K, Locality kLocality, int kRows = kTileBlockRows, class Store>
 void multiply_blocks(int rows, const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead,
                      Store store) {
@@ -294,7 +294,7 @@ void multiply_blocks(int rows, const GroupedRows& few, const uint8_t* panel, con
     multiply_blocks<K, kLocality, kRows - 1>(rows, few, panel, ahead, store);
 }
 
-// Calls store(input, j, values) with the weights of each input and vector of outputs of a panel.
+// Dequantizes a panel; calls store(input, j, values) for each input and vector of outputs.
 template <class K, class Store>
 void for_each_weight(const uint8_t* panel, int64_t inputs, int first, int end, Store store) {
   for (int64_t block = 0; block < inputs / kBlock; block++) {
@@ -320,7 +320,7 @@ void for_each_weight(const uint8_t* panel, int64_t inputs, int first, int end, S
   }
 }
 
-// Widens a panel to float32, the outputs of each input side by side.
+// Widens a panel to float32; the outputs of each input are adjacent.
 template <class K>
 void widen_blocks(const uint8_t* panel, int64_t inputs, uint32_t* words) {
   for_each_weight<K>(panel, inputs, 0, kPanelVectors, [=](int64_t input, int j, Floats* values) {

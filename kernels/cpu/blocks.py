@@ -1,8 +1,8 @@
 """Linear layers and embeddings whose weights stay in GGUF's block formats.
 
-A format has blocks of 32 inputs of an output, and a scale for each; the "K" formats have units of
-eight blocks with a scale of their own. The kernels read the same bits in another order, with
-a byte for each number of 6 bits in Q4_K and Q5_K.
+A block holds 32 weights of one output, which share a scale. The "K" formats group eight blocks into
+a unit, which has another scale. The kernels read the same bits in another order; they store each
+6-bit scale of Q4_K and Q5_K in a byte.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ _NARROW, _WIDE_OUTPUTS, _WIDE = 0, 1, 2  # as in linear_blocks.cpp
 
 
 class BlockFormat(NamedTuple):
-    """A format.
+    """A block format of GGUF.
 
     Attributes:
         name: Name in GGUF.
@@ -31,7 +31,7 @@ class BlockFormat(NamedTuple):
         bits: Bits of a code.
         is_super: Whether it is a K format.
         has_min: Whether a weight is `code * scale + minimum`, not `(code - middle) * scale`.
-        unit_bytes: Bytes of a unit, in the file.
+        unit_bytes: Bytes of a unit in the file.
     """
 
     name: str
@@ -48,7 +48,7 @@ class BlockFormat(NamedTuple):
 
     @property
     def packed_bytes(self) -> int:
-        """Bytes of a unit in the kernels' layout, where a number of 6 bits takes a byte."""
+        """Bytes of a unit in the kernels' layout, where each 6-bit value takes a byte."""
         return self.unit_bytes + (4 if self.is_super and self.has_min else 0)
 
     @property
@@ -70,18 +70,18 @@ FORMATS = {
         BlockFormat("Q6_K", 7, 6, is_super=True, has_min=False, unit_bytes=210),
     )
 }
-"""The formats that kernels take, by their names."""
+"""The formats that kernels support, by name."""
 
 
 class BlockFields(NamedTuple):
-    """The numbers in the bytes of a weight.
+    """The fields of packed weights.
 
     Attributes:
-        codes: `[outputs, blocks, 32]` uint8; those of Q8_0 have a sign, as int8.
+        codes: `[outputs, blocks, 32]` uint8; signed (int8) in Q8_0.
         scale: `[outputs, units]` float16.
         least: `[outputs, units]` float16; None if the format has no minimum.
-        scales: `[outputs, blocks, groups of a block]` uint8, as int8 in Q6_K; None if the format
-            has none.
+        scales: `[outputs, blocks, groups of a block]` uint8, int8 in Q6_K; None if the format has
+            none.
         mins: `[outputs, blocks, 1]` uint8; None if the format has none.
     """
 
@@ -93,7 +93,7 @@ class BlockFields(NamedTuple):
 
 
 def read_fields(rows: Tensor, block_format: BlockFormat) -> BlockFields:
-    """Take a weight's bytes apart; see ggml's ggml-common.h for the layouts.
+    """Split a weight's bytes into fields; ggml's ggml-common.h defines the layouts.
 
     Args:
         rows: `[outputs, bytes]` uint8, whole units, as in the file.
@@ -114,12 +114,12 @@ def read_fields(rows: Tensor, block_format: BlockFormat) -> BlockFields:
         return BlockFields(rest, scale, None, None, None)
     high_bytes = (block_format.bits - 4) * block_format.unit // 8
     high, low = rest[..., :high_bytes], rest[..., high_bytes:]
-    # Two blocks, or the halves of one, share bytes.
+    # Two blocks, or the halves of one block, share bytes.
     low = _apart(low, -1, -1, BLOCK if block_format.is_super else BLOCK // 2)
     codes = torch.stack([low & 15, low >> 4], -2).reshape(len(rows), -1, BLOCK)
     if high_bytes:
         eight = torch.arange(8, dtype=torch.uint8)
-        if block_format.is_super:  # bit b of a byte is of block b
+        if block_format.is_super:  # bit b of a byte belongs to block b
             bits = (high.unsqueeze(-2) >> eight[:, None]) & 1
         else:
             bits = (high.unsqueeze(-1) >> eight) & 1
@@ -138,7 +138,7 @@ def _read_q6_k(units: Tensor) -> BlockFields:
 
 
 def _read_small(packed: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the eight scales and minima of 6 bits in 12 bytes."""
+    """Unpack eight 6-bit scales and eight 6-bit minima from 12 bytes."""
     first, second, third = _apart(packed, -1, 3, 4).unbind(-2)
     scales = torch.cat([first & 63, third & 15 | first >> 6 << 4], -1)
     mins = torch.cat([second & 63, third >> 4 | second >> 6 << 4], -1)
@@ -150,7 +150,7 @@ def _half(two_bytes: Tensor) -> Tensor:
 
 
 def to_q4_1(codes: Tensor, scale: Tensor, least: Tensor) -> Tensor:
-    """Return the bytes of weights in the format Q4_1; a weight is `code * scale + least`.
+    """Pack weights in the format Q4_1; a weight is `code * scale + least`.
 
     Args:
         codes: `[outputs, blocks, 32]`, from 0 to 15.
@@ -171,7 +171,7 @@ def dequantize(
     dtype: torch.dtype = torch.float32,
     order: Tensor | None = None,
 ) -> Tensor:
-    """Return the weights that bytes stand for; the kernels have the same bits.
+    """Dequantize packed weights; the kernels return the same bits.
 
     Args:
         rows: `[rows, bytes]` uint8, as in the file.
@@ -233,7 +233,7 @@ class BlockKernels:
         dtype: torch.dtype = torch.float32,
         order: Tensor | None = None,
     ) -> Tensor:
-        """Return the weights that bytes stand for; see `dequantize`.
+        """Dequantize packed weights; see `dequantize`.
 
         Raises:
             IndexError: There is no such row.
@@ -286,13 +286,13 @@ class BlockKernels:
         """Multiply by weights in blocks.
 
         Args:
-            x: `[rows, inputs]` bfloat16, or float32, with which products are exact up to rounding.
+            x: `[rows, inputs]` bfloat16, or float32 for products that are exact up to rounding.
             outputs: The number of outputs.
             blocks: `[panels, units, bytes]` uint8, from `pack`.
             bias: `[padded outputs]` float32.
             number: Number of the format.
             *fused: The last four positional arguments of `LinearKernels.linear`.
-            low_rank: Products of adapters, added before gates and residuals.
+            low_rank: Adapters' products, added before gates and residuals.
 
         Returns:
             `[rows, outputs]`, of x's dtype.
@@ -309,10 +309,10 @@ class BlockKernels:
         return self._run(x, outputs, blocks, bias, number, elements)
 
     def embed(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
-        """Return the weights of outputs.
+        """Look up the weights of outputs.
 
         Args:
-            ids: `[rows]` int64, numbers of outputs.
+            ids: `[rows]` int64, indices of outputs.
             width: The number of inputs.
             blocks: `[panels, units, bytes]` uint8, from `pack`.
             number: Number of the format.
@@ -326,7 +326,7 @@ class BlockKernels:
         return self._look_up(ids, width, blocks, number, torch.bfloat16)
 
     def embed_wide(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
-        """Return the weights of outputs; as `embed`, but in float32."""
+        """Look up the weights of outputs as `embed` does, but in float32."""
         return self._look_up(ids, width, blocks, number, torch.float32)
 
     def _look_up(
@@ -364,13 +364,13 @@ class BlockKernels:
 
 
 def _apart(values: Tensor, dim: int, *sizes: int) -> Tensor:
-    """Return a tensor with a dimension taken apart into dimensions of these sizes."""
+    """Split a dimension of a tensor into dimensions of these sizes."""
     taken: Tensor = values.unflatten(dim, sizes)  # type: ignore[no-untyped-call]
     return taken
 
 
 def _stored(rows: Tensor, order: Tensor | None) -> tuple[int, tuple[int, int, int | None]]:
-    """Return how many outputs there are, and rows and their order as C++ takes them."""
+    """Return the number of outputs, the rows, and their order, as C++ takes them."""
     if order is None:
         return len(rows), (rows.data_ptr(), rows.shape[1], None)
     assert order.is_contiguous()

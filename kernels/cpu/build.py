@@ -19,12 +19,12 @@ from octavo.kernels.machine import compiler_target, cpu_identity
 log = logging.getLogger(__name__)
 
 ATTEMPTS = 5
-"""Attempts to compile a library that another process removes or damages meanwhile."""
+"""Maximum attempts to compile a library if other processes keep removing or damaging it."""
 LIBRARY = "kernels/cpu-{}.so"
 """Path in the cache, with the digest of `library_name`. The file's time is its last load, and
-processes that have it loaded lock it: by both `engine.cache_cleanup` finds unused ones."""
+processes lock it while loaded: `engine.cache_cleanup` finds unused files by both."""
 PREBUILT = Path(__file__).resolve().parents[2] / "build" / "kernels"
-"""The folder of a library that `make` compiled for a checkout, under the same name."""
+"""The folder where `make` puts the library that it compiled, under the same name."""
 
 
 def load_compiled() -> ctypes.CDLL:

@@ -1,7 +1,7 @@
 // One layer's cache, and the layout of K and V in its blocks.
 //
-// The tensors' shapes are [num_blocks, num_kv_heads, block_size, key_dim] and [..., value_dim], but a
-// block's head is stored as the products of attention read it, so that a step packs nothing. With P =
+// The tensors' shapes are [num_blocks, num_kv_heads, block_size, key_dim] and [..., value_dim], but
+// a block stores each head as attention's products read it, so that a step packs nothing. With P =
 // kPack of the type, the number of elements in a word of a dot product:
 //
 //   K: [key_dim / P][block_size][P], adjacent words of all keys;
@@ -13,7 +13,7 @@
 // A cache of latent attention has K alone: a key's first elements are its value, and attention
 // repacks them (repack.h).
 //
-// An fp8 cache has bytes, with its own P (fp8.h): 4 where the type has 2.
+// An fp8 cache stores bytes, with its own P (fp8.h): 4 where the model's type has 2.
 #pragma once
 
 #include <cstdint>
@@ -22,9 +22,9 @@
 #include "vector.h"
 
 constexpr int kMinBlock = 8;  // all block sizes are multiples of it
-constexpr int kMaxKeyDim = 576;  // as in ops.py; values have no more
+constexpr int kMaxKeyDim = 576;  // as in ops.py; values are not wider
 
-// The same as in native.py. Strides are from block to block, in elements.
+// The same as in native.py. Strides are between blocks, in elements.
 struct Cache {
   void* keys;
   void* values;  // or null: values are parts of keys
@@ -35,9 +35,9 @@ struct Cache {
   int32_t key_dim;
   int32_t value_dim;  // or 0 without values
   int32_t block_size;
-  int32_t dtype;  // of queries, of results, and of the cache unless that is fp8
+  int32_t dtype;  // of queries and results, and of the cache unless it is fp8
   Fp8 fp8 = kNotFp8;
-  float key_scale = 1;    // a key is its stored number times this
+  float key_scale = 1;    // a key is its stored value times this
   float value_scale = 1;  // the same for values; for latents it equals key_scale
 
   // Returns the bytes of an element of T in the cache.

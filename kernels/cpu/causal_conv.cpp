@@ -9,8 +9,8 @@
 
 namespace {
 
-constexpr int kChannels = 64;  // of an item
-constexpr int kAhead = 16;     // tokens from the one that is computed to the one prefetched
+constexpr int kChannels = 64;  // per item
+constexpr int kAhead = 16;     // tokens between computing and prefetching
 constexpr int kVectors = std::max(1, 32 / kLanes);  // computed together: a cache line of 16 bits
 constexpr int kMostWidth = 8;
 
@@ -63,7 +63,7 @@ class Worker {
       for (int i = 0; i < kColumns; i++) columns[i][first + row] = rows[row * kColumns + i];
   }
 
-  // Does the reverse with past_.
+  // Copies past_ back to rows.
   void put_columns(int first, int count, float* rows) const {
     int row = 0;
     if constexpr (kPast == 3)
@@ -89,8 +89,8 @@ class Worker {
     write_state(seq);
   }
 
-  // Computes some vectors of channels, and leaves their last inputs in past_. Rows of inputs lie so
-  // far apart that few of their lines stay in a cache, so each line is used once.
+  // Computes some vectors of channels, and leaves their last inputs in past_. Rows of inputs are so
+  // far apart that caches keep few of their lines, so this uses each line once.
   template <int kCount>
   void convolve(int64_t token, int tokens, int channel) {
     Floats past[kCount][kPast + 1], taps[kCount][kWidth], bias[kCount];
@@ -135,8 +135,8 @@ class Worker {
     narrow<T>(wide, count, to);
   }
 
-  // Calls work(row of the state from a channel on, the channel's index, number of channels) for
-  // the parts of the item's channels that are in different rows.
+  // Calls work(address in a row of the state, index of its first channel, number of channels) for
+  // each row that holds some of the item's channels.
   template <class Work>
   void for_each_row(int seq, Work work) {
     for (int i = 0; i < count_;) {

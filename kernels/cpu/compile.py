@@ -33,7 +33,7 @@ SOURCES = (
         "isa.cpp",
     ),
 )
-"""In the order of their compile times, longest first."""
+"""Sources in the order of their compile times, longest first."""
 HEADERS = (
     *(
         "activation.h",
@@ -65,9 +65,9 @@ FLAGS_OF = dict.fromkeys(
     ("linear.cpp", "linear_blocks.cpp", "experts.cpp", "latent_attention.cpp"),
     ("-fno-tree-ter",),
 )
-"""A source's own flags. This one keeps GCC from moving loads of weights up to where registers for
-them run out: up to a quarter fewer instructions on CPUs with 16 vector registers."""
-TIMEOUT = 600  # seconds, a source; on an idle core it takes 10
+"""A source's own flags. This one stops GCC from hoisting loads of weights until registers run out:
+up to a quarter fewer instructions on CPUs with 16 vector registers."""
+TIMEOUT = 600  # seconds per source; on an idle core it takes 10
 
 
 def find_compiler() -> str | None:
@@ -99,19 +99,18 @@ def compile_library(
 ) -> None:
     """Compile the sources to a shared library.
 
-    It needs PyTorch's by its name alone, and no OpenMP runtime by name: the loader finds both among
-    what PyTorch has loaded. With the system's runtime, the kernels would have a second pool of
-    threads, which spins while the first one works.
+    It names PyTorch's library without a path, and no OpenMP runtime: PyTorch has loaded both. The
+    system's runtime would start a second thread pool, which spins while the first one works.
 
     Args:
         compiler: The C++ compiler.
         target: Its flags for the CPU.
         path: The library.
         scratch: A directory for object files.
-        flags: Further ones of the linker.
+        flags: More flags of the linker.
 
     Raises:
-        OSError: The compiler fails, or takes too long.
+        OSError: The compiler fails or takes too long.
     """
     here = Path(__file__).parent
     objects = [str(scratch / f"{Path(name).stem}.o") for name in SOURCES]

@@ -7,15 +7,15 @@ namespace {
 
 constexpr float kSlack = 0.99f;  // for rounding
 constexpr double kMinTemperature = 1e-30;  // MIN_TEMPERATURE in kernels/sampling_tensors.py
-constexpr double kMostUniform = 1 - 0x1p-53;  // of a sum, this rounds to less than the sum
+constexpr double kMostUniform = 1 - 0x1p-53;  // times a sum is below the sum
 
-// Cuts candidates by their weight, after an earlier cut.
+// Cuts candidates by weight, after an earlier cut.
 Cut cut_top_p(const Row& row, double target, const Candidates& candidates, Cut before) {
   const auto weight = [&](int64_t i) { return candidates.weights_at(i); };
   const Range range = narrow(
       candidates, {before.key, int64_t{to_key(row.greatest())} + 1}, target, weight);
   const int32_t key = range.begin;
-  // As many as needed to reach the target, at least one.
+  // As many tokens as needed to reach the target, at least one.
   const double each = std::max(row.weigh(broadcast(from_key(key)))[0], 1e-38f);
   const double spare = std::max(std::ceil((target - range.measured) / each), 1.0);
   return {key, key > before.key ? spare : std::min(spare, before.spare)};
@@ -27,8 +27,8 @@ struct Reached {
   double sum;
 };
 
-// Adds the weights of the vectors [first, end) to `sum`, in the vocabulary's order, and returns the
-// first token at which it exceeds `target`, or else the last one that has weight.
+// Adds the weights of the vectors [first, end) to `sum`, in the vocabulary's order. Returns the
+// first token at which the sum exceeds `target`, else the last token with weight.
 template <class Weights>
 Reached reach(int64_t first, int64_t end, double sum, double target, Weights weights) {
   int64_t last = 0;
@@ -44,7 +44,7 @@ Reached reach(int64_t first, int64_t end, double sum, double target, Weights wei
   return {last, sum};
 }
 
-// Returns where the running sum of the vectors weights(i) exceeds `uniform` of the total.
+// Returns the token at which the running sum of weights(i) exceeds `uniform` times the total.
 template <class Weights>
 int64_t invert(int64_t vectors, double uniform, Weights weights) {
   thread_local std::vector<double> sums;
@@ -54,17 +54,17 @@ int64_t invert(int64_t vectors, double uniform, Weights weights) {
     sums.push_back(add(first, std::min(first + kChunk, vectors), weights));
     total += sums.back();
   }
-  if (sums.empty()) return 0;  // no weight is a number
+  if (sums.empty()) return 0;  // all weights are NaN
   uniform = std::min(uniform, kMostUniform);
   double target = uniform * total, before = 0;
   size_t chunk = 0;
   while (chunk + 1 < sums.size() && before + sums[chunk] <= target) before += sums[chunk++];
   const int64_t first = chunk * kChunk, end = std::min(first + kChunk, vectors);
 
-  // The chunk's sum in the vocabulary's order differs by rounding: scale the target to it. Else
-  // tokens that weigh less than the difference would be drawn too often, or never.
+  // The chunk's sum in the vocabulary's order differs by rounding: scale the target to it.
+  // Otherwise tokens lighter than the difference would be sampled too often, or never.
   const double sum = reach(first, end, before, HUGE_VAL, weights).sum;
-  if (before + sums[chunk] == total)  // no later token raises it
+  if (before + sums[chunk] == total)  // later tokens have no weight
     target = uniform * sum;
   else
     target = before + (target - before) / sums[chunk] * (sum - before);
@@ -92,7 +92,7 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
             });
   } else {
     total = add_all(row.vectors(), weights);
-    // All tokens below this weight weigh less together than the part that top-p cuts off.
+    // All tokens below this weight together weigh less than the tail that top-p cuts off.
     const float least = row.least_logit(kSlack * (1 - top_p) * total / row.size());
     candidates.gather(row, least);
     cut.key = to_key(least);
@@ -119,11 +119,11 @@ extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_
                                    int threads) {
 #pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
   for (int64_t i = 0; i < num_rows; i++) {
-    const bool greedy = temperatures[i] == 0;  // the first of the most likely
+    const bool greedy = temperatures[i] == 0;  // the first of the most likely tokens
     const double temperature = greedy ? 1 : std::max(temperatures[i], kMinTemperature);
     const Row row(logits + i * stride, size, 1 / temperature);
     const int64_t token =
         draw(row, greedy ? 1 : top_k[i], greedy ? 1 : top_p[i], min_p[i], uniforms[i]);
-    tokens[i] = std::min(token, size - 1);  // if no token is possible, it may be past the end
+    tokens[i] = std::min(token, size - 1);  // may be past the end if no token is possible
   }
 }

@@ -19,9 +19,9 @@
 
 namespace {
 
-constexpr int64_t kMostBytes = 64 << 20;  // of prepared rows; more rows are computed in slices
+constexpr int64_t kMostBytes = 64 << 20;  // of prepared rows at a time
 
-// The rows of an expert among the sorted ones.
+// An expert's range of the sorted rows.
 struct ExpertSpan {
   int64_t expert, first, count;
 };
@@ -74,8 +74,8 @@ struct Size {
   int64_t inputs, panels;
 };
 
-// Each kind of weights has a class: it prepares rows, and calls store(i, products) for the rows of
-// a span and a panel. Both products of a layer use the same buffers, for rows of `most` inputs.
+// Each type of weights has a class: it prepares rows, and calls store(i, products) for the rows of
+// a span and a panel. A layer's two products share buffers for rows of `most` inputs.
 
 template <class T, class Stored>
 class WordProducts {
@@ -199,7 +199,7 @@ class NibbleProducts {
   float* sums_;
 };
 
-// Numbers of the layer's own type, to and from vectors.
+// Converts elements of the layer's type to and from vectors.
 inline void put(uint16_t* to, int64_t count, Floats values) {
   store_first(to, count, BFloat16::narrow(values));
 }
@@ -280,7 +280,7 @@ class Mixture {
     if (column < layer_.inner) put(row + column, layer_.inner - column, values);
   }
 
-  // The next free thread takes the next panel, of all experts.
+  // The next free thread takes the next panel of all experts.
   void multiply_down(const Products& down, typename Products::Unit& unit, const Sorted& sorted,
                      std::atomic<int64_t>& free, int64_t begin, int64_t end) const {
     const int64_t panels = down_size_.panels;
@@ -337,8 +337,8 @@ void mix(const void* x, int64_t row_stride, const Routing& routing, const Expert
 thread_local const ForcedExperts* forced = nullptr;  // of the next calls
 thread_local int64_t forced_left = 0;
 
-// A call's routing, or the one that is forced on it. A call that cannot be forced stays as it is
-// and is not counted as forced.
+// A call's routing, or the one forced on it. A call that cannot be forced keeps its own, and does
+// not count.
 class CallRouting {
  public:
   explicit CallRouting(const Routing& call) : routing_(call) {
@@ -379,8 +379,8 @@ class CallRouting {
 
 }  // namespace
 
-// Forces experts on this thread's next `count` calls. Returns how many calls of the last forcing
-// are left. The arrays must outlive the calls.
+// Forces routings on this thread's next `count` calls, which the arrays must outlive. Returns the
+// number of calls that the previous forcing has left.
 extern "C" int64_t octavo_force_experts(const ForcedExperts* calls, int64_t count) {
   const int64_t left = forced_left;
   forced = calls;

@@ -7,16 +7,16 @@ enum ExpertWeights { kFloat32, kBFloat16, kInt8, kInt4, kE2m1 };
 
 // One of the two products of all experts. Weights are in panels, as in linear.h.
 struct ExpertProduct {
-  const void* panels;    // one expert's after another's
+  const void* panels;    // of one expert after another
   const float* bias;     // [experts, padded outputs]
-  const float* factors;  // of inputs in 8 bits
-  int64_t factor_stride;  // from one expert's factors to the next one's
-  const float* scales;    // in 8 bits: [experts, 2, padded outputs], as in `Scales`
+  const float* factors;  // factors of 8-bit inputs
+  int64_t factor_stride;  // between experts' factors
+  const float* scales;    // for 8 bits: [experts, 2, padded outputs], as in `Scales`
 };
 
 struct ExpertActivation {
   int kind;   // an Activation, in activation.h
-  int gated;  // panels have kLanes outputs of a gate and then the kLanes of the up projection
+  int gated;  // panels have kLanes outputs of the gate, then kLanes of the up projection
   float alpha, limit, offset;
 };
 
@@ -36,7 +36,7 @@ struct Routing {
   int64_t rows, chosen;
 };
 
-// The routing that one call of this thread computes in place of its own, and where it writes its
+// The routing that one call of this thread uses instead of its own, and where the call writes its
 // own. Arrays are [rows, chosen], for the call's rows from `first` on.
 struct ForcedExperts {
   const int64_t* experts;

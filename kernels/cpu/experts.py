@@ -1,8 +1,7 @@
 """Mixtures of experts in C++, with weights packed once.
 
-Transformers' experts multiply each expert's rows with PyTorch's kernels, which on a CPU take one
-expert after the other. Here threads share the panels of all experts, so one token's experts keep
-all threads busy.
+Transformers multiplies each expert's rows by PyTorch's kernels, on a CPU one expert after the
+other. Here threads share the panels of all experts, so one token's experts keep all threads busy.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,9 +15,9 @@ from torch import Tensor
 from octavo.kernels.cpu.linear import GROUP, LinearKernels
 
 _KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2, torch.uint8: 3}
-"""Kinds by the dtype of packed weights; the same as in experts.h. 4-bit weights are bytes."""
+"""Weight types by packed dtype; the same as in experts.h. 4-bit weights are bytes."""
 _E2M1 = 4
-"""The kind of 4-bit weights whose groups have a byte for each output's scale, and no zeros."""
+"""The type of 4-bit weights with one-byte scales and without zero points."""
 
 
 class _Product(Structure):
@@ -69,7 +68,7 @@ class _Forced(Structure):
 
 
 class NotForcedError(RuntimeError):
-    """A step did not compute the experts that were forced on it."""
+    """A step did not use the routing that was forced on it."""
 
 
 class PackedProduct(NamedTuple):
@@ -95,7 +94,7 @@ class ExpertKernels:
 
     Args:
         library: The compiled kernels.
-        linear: The kernels for linear layers, which pack weights.
+        linear: The linear kernels, which pack weights.
     """
 
     def __init__(self, library: CDLL, linear: LinearKernels) -> None:
@@ -113,7 +112,7 @@ class ExpertKernels:
         """Return whether layers of these sizes can be packed.
 
         Args:
-            hidden: Numbers of a row.
+            hidden: Elements of a row.
             inner: Outputs of an expert's first product, after its activation.
             dtype: Dtype of the packed weights; uint8 for 4 bits.
         """
@@ -121,7 +120,7 @@ class ExpertKernels:
         return dtype in _KINDS and hidden % multiple == 0 and inner % multiple == 0
 
     def arrange(self, values: Tensor, *, gated: bool) -> Tensor:
-        """Return one expert's outputs as panels have them.
+        """Arrange one expert's outputs as in panels.
 
         Args:
             values: `[outputs, ...]`; if gated, the gates and then the up projections.
@@ -171,14 +170,14 @@ class ExpertKernels:
 
         Args:
             x: `[rows, hidden]`, float32 if the weights are, else bfloat16.
-            expert_ids: `[rows, chosen]` int64; those that do not exist are skipped.
+            expert_ids: `[rows, chosen]` int64; experts that do not exist are skipped.
             weights: `[rows, chosen]` float32.
             up: The panels of the first product; see `PackedProduct`.
             up_bias: The bias of the first product; see `PackedProduct`.
             down: The panels of the second product; see `PackedProduct`.
             down_bias: The bias of the second product; see `PackedProduct`.
             activation: `Activation.number`.
-            gated: 1 if the first product's outputs are from `arrange`, with a gate.
+            gated: 1 if `arrange` interleaved the first product's gates.
             alpha: `Activation.alpha`.
             limit: `Activation.limit`.
             offset: `Activation.offset`.
@@ -223,19 +222,19 @@ class ExpertKernels:
     def forced(
         self, routings: Sequence[tuple[Tensor, Tensor]], first: int
     ) -> Iterator[list[tuple[Tensor, Tensor]]]:
-        """Force the experts of some rows in this thread's next calls, eager or compiled.
+        """Force the routing of some rows in this thread's next calls, eager or compiled.
 
         Args:
-            routings: The experts `[rows, chosen]` int64 and their float32 weights for each call,
-                in order; contiguous.
-            first: The first row that computes them.
+            routings: For each call in order, contiguous `[rows, chosen]` int64 experts and float32
+                weights.
+            first: The first row to which they apply.
 
         Yields:
             The experts and weights that the calls would have computed for these rows, once the
             context ends.
 
         Raises:
-            NotForcedError: There were fewer calls, or they have fewer rows or other numbers of
+            NotForcedError: There were fewer calls, or calls had fewer rows or another number of
                 experts.
         """
         replaced = [(torch.empty_like(ids), torch.empty_like(weights)) for ids, weights in routings]

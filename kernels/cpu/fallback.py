@@ -1,8 +1,8 @@
 """Attention on the CPU in plain PyTorch, for machines without a C++ compiler.
 
 It gathers sequences with the same number of queries through their block tables into one padded
-batch for `scaled_dot_product_attention`; so all decodes of a step are one call. Each gather copies
-the K/V that it reads.
+batch for `scaled_dot_product_attention`; all decodes of a step are one call. Each gather copies
+K/V.
 """
 
 import math
@@ -17,7 +17,7 @@ from octavo.kernels.cpu.fallback_draws import draw_tokens  # noqa: F401 - one of
 from octavo.kernels.low_rank import LowRankBatch, matrix_at
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.reference import round_for_cache
-from octavo.kernels.scores import score_tokens  # noqa: F401 - likewise
+from octavo.kernels.scores import score_tokens  # noqa: F401 - one of the operations
 from octavo.kernels.widths import width_of_values
 
 
@@ -47,7 +47,7 @@ def _raw(x: Tensor) -> Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def rotate_and_write(  # noqa: PLR0917 - as the others
+def rotate_and_write(  # noqa: PLR0917 - as in `octavo.kernels.ops`
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -62,7 +62,7 @@ def rotate_and_write(  # noqa: PLR0917 - as the others
 ) -> Tensor:
     """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
     half = query.shape[-1] // 2
-    # [num_tokens, 1, 1, half], the factors of both halves of every head.
+    # [num_tokens, 1, 1, half]: factors of both halves of every head.
     c, s = (angle[:, None, None, :half].float() for angle in (cos, sin))
     signed = torch.cat([-s, s], -2)
 
@@ -117,7 +117,7 @@ def paged_attention(
             v = k[..., :value_dim]
         else:
             v = _gather(value_cache, tables, keys, begins, seq_lens).to(q.dtype)
-        # [num_seqs, 1, query_len, keys], negative where the key is earlier.
+        # [num_seqs, 1, query_len, keys]; negative where the key is earlier
         distance = keys[:, None, None] - query_positions
         seen = (distance <= 0) & (keys[:, None, None] >= first_seen)
         if soft_cap is None and alibi_slopes is None and sinks is None:
@@ -139,7 +139,7 @@ def paged_attention(
 
 
 def _first_seen(query_positions: Tensor, sliding_window: int | None, chunk: int | None) -> Tensor:
-    """Return the first position that a query at each of these positions sees."""
+    """Return the first position that each query sees."""
     if sliding_window is not None:
         return (query_positions - sliding_window + 1).clamp(min=0)
     return (
@@ -155,7 +155,7 @@ def _sink_logits(sinks: Tensor, logits: Tensor) -> Tensor:
 
 
 def _positions(begins: Tensor, ends: Tensor, block_size: int) -> Tensor:
-    """Return the positions to gather, `[num_seqs, n]`: from the block of each sequence's first."""
+    """Return the positions to gather, `[num_seqs, n]`, from each sequence's first block on."""
     begins = begins - begins % block_size
     blocks = -(-int((ends - begins).max()) // block_size)
     return begins[:, None] + torch.arange(blocks * block_size)
@@ -166,12 +166,11 @@ def _gather(
 ) -> Tensor:
     """Return keys or values at whole blocks of positions, `[num_seqs, num_kv_heads, n, dim]`.
 
-    They are zeros before each sequence's begin and past its end. The mask is not enough there: NaN
-    times a weight of zero is NaN.
+    Positions outside a sequence are zeros. The mask is not enough there: NaN times zero is NaN.
     """
     block_size = cache.shape[2]
     places = (positions[:, ::block_size] // block_size).clamp(max=tables.shape[1] - 1)
-    # Entries of block tables that are not used may be any number.
+    # Unused entries of block tables may be any number.
     used = tables.long().gather(1, places).clamp(0, cache.shape[0] - 1)
     gathered = _raw(cache)[used].transpose(1, 2).flatten(2, 3)
     unseen = (positions < begins[:, None]) | (positions >= ends[:, None])
@@ -194,7 +193,7 @@ def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
 
 
 def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
-    """Add products of low rank; see `octavo.kernels.ops.add_low_rank`."""
+    """Add low-rank products; see `octavo.kernels.ops.add_low_rank`."""
     records = batch.records[layer].tolist()
     for adapter, begin, end in batch.tiles.tolist():
         down, up, rank, bits = records[adapter]

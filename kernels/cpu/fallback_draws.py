@@ -1,7 +1,7 @@
 """Samples tokens on the CPU in plain PyTorch, for machines without a C++ compiler.
 
-Top-k, top-p and min-p usually keep far fewer tokens than the vocabulary has. So this looks at some
-of the most likely tokens first, and at more of them only for rows that need it.
+Top-k, top-p and min-p usually keep far fewer tokens than the vocabulary has. So this first looks at
+some of the most likely tokens, and looks at more only for rows that need them.
 """
 
 import numpy as np
@@ -15,7 +15,7 @@ from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 CANDIDATES = 256
 """Number of most likely tokens that truncation looks at first."""
 WIDENING = 8
-"""Factor of that number for each further attempt."""
+"""Factor by which that number grows in each further attempt."""
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
@@ -53,7 +53,7 @@ def _weigh(tempered: Tensor) -> Tensor:
 
 
 def _draw_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Sample from what top-k, top-p and min-p keep."""
+    """Sample from the tokens that top-k, top-p and min-p keep."""
     scaled = _temper(logits, sampling)
     tokens = torch.empty(len(logits), dtype=torch.int64)
     rows = np.arange(len(logits))
@@ -71,7 +71,7 @@ def _draw_truncated(logits: Tensor, sampling: SamplingTensors) -> Tensor:
 def _invert_in_order(
     weights: Tensor, ids: Tensor, sampling: SamplingTensors, vocab_size: int
 ) -> Tensor:
-    """Do `_invert` in the order of token ids, which rounding cannot change."""
+    """Call `_invert` with tokens in the order of their ids, which rounding cannot change."""
     if ids.shape[1] > CANDIDATES:
         spread = weights.new_zeros((len(weights), vocab_size)).scatter_(1, ids, weights)
         return _invert(spread, _uniforms(sampling))
@@ -83,7 +83,7 @@ def _invert_in_order(
 def _truncate(
     scaled: Tensor, sampling: SamplingTensors, width: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return weights of each row's `width` most likely tokens, 0 for those cut off.
+    """Return the weights of each row's `width` most likely tokens, 0 for those cut off.
 
     Returns:
         `[n, width]` weights, most likely first; `[n, width]` token ids; `[n]`
@@ -107,7 +107,7 @@ def _truncate(
 
 
 def _invert(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """Return where in each row the running sum of `weights` exceeds `uniforms` of the total."""
+    """Return the column at which each row's running sum exceeds `uniforms` times its total."""
     running = weights.cumsum(dim=-1, dtype=torch.float64)
     total = running[:, -1:]
     target = torch.minimum(uniforms[:, None] * total, torch.nextafter(total, 0 * total))

@@ -3,8 +3,8 @@
 
 #include <cstdint>
 
-// Prefetches memory in the order of its use. Blocks are anywhere in memory, so the hardware cannot
-// predict the next one, and it stalls on many prefetches at once.
+// Prefetches memory in the order of its use. Blocks are scattered, so the hardware cannot predict
+// the next one; and it stalls on many prefetches at once.
 class Fetcher {
  public:
   // Prefetches `count` pieces of `lines` lines, `stride` bytes apart, within `steps` steps.
@@ -28,7 +28,7 @@ class Fetcher {
   }
 
  private:
-  static constexpr int kLines = 4;  // at a time; prefetching past a piece's end is harmless
+  static constexpr int kLines = 4;  // per step; prefetching past a piece's end is harmless
   const void* const* pieces_;
   const void* const* end_;
   const char* at_ = nullptr;

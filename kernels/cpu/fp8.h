@@ -1,8 +1,8 @@
 // The 8-bit floating-point types that a KV cache may be stored in (Micikevicius et al., "FP8 Formats
-// for Deep Learning", 2022). CPUs have no products of them, so attention widens them.
+// for Deep Learning", 2022). CPUs cannot multiply them, so attention widens them.
 //
-// Products of bfloat16 pairs take subnormal numbers for zeros, so the cache has none: writing
-// rounds a number below the least normal one to that or to zero.
+// Products of bfloat16 pairs treat subnormal numbers as zeros, so the cache has none: writing
+// rounds a number below the least normal one to that one or to zero.
 #pragma once
 
 #include <cmath>
@@ -16,7 +16,7 @@ typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 // The same numbers as in native.py.
 enum Fp8 : int32_t { kNotFp8 = 0, kE4M3 = 1, kE5M2 = 2 };
 
-// A type: a sign, exponents with a bias, and bits of a mantissa.
+// A type's exponent bias and mantissa bits.
 struct Fp8Format {
   int mantissa_bits, bias;
   float greatest;  // finite number
@@ -58,10 +58,10 @@ void to_fp8(const typename T::Stored* from, int count, float scale, Fp8 type, ui
 
 // Widens bytes to elements of T.
 //
-// Where a word of a product has two elements, four bytes lie together: first, third, second, fourth.
-// So shifts make each half of the pack bfloat16. Its exponents are those of the bytes, whose bias
-// is smaller, so that all numbers are too small by one power of two. The other factor of a product
-// is made 2^kGrown times as great, so that the product is not subnormal. `unit` makes up for both.
+// Where a word of a product has two elements, four bytes form a pack: first, third, second, fourth.
+// So shifts turn each half of the pack into bfloat16. Exponents keep the bytes' smaller bias, so
+// all values are too small by one power of two. The other factor of a product is scaled by
+// 2^kGrown, so that products are not subnormal. `unit` compensates both.
 template <class T>
 class Fp8Widener {
   using Stored = typename T::Stored;
@@ -74,12 +74,12 @@ class Fp8Widener {
       : format_(format_of(type)), more_(1 + format_.mantissa_bits),
         kept_(int16_t(0x8000 | 0x7f00 >> more_)) {}
 
-  // Returns where in its pack an element lies.
+  // Returns an element's place in its pack.
   static constexpr int place(int element) {
     return kPack == 1 ? 0 : element % 2 * 2 + element / 2;
   }
 
-  // Returns the factor by which products of packs are too small.
+  // Returns the factor that compensates the products of packs.
   float unit() const { return std::ldexp(1.f, T::kPack == 2 ? bias_change() - kGrown : 0); }
 
   // Widens packs: the first two elements of each go to `first`, the other two to `second`. The number
@@ -136,6 +136,6 @@ class Fp8Widener {
   }
 
   const Fp8Format format_;
-  const int more_;  // bits by which bfloat16's exponent is longer
+  const int more_;  // surplus bits of bfloat16's exponent
   const int16_t kept_;
 };

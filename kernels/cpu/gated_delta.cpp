@@ -1,5 +1,5 @@
-// The gated delta rule (Gated DeltaNet, Yang et al. 2024): several tokens as products, few one by
-// one.
+// The gated delta rule (Gated DeltaNet, Yang et al. 2024): chunks of tokens as products, few tokens
+// in turn.
 //
 // In a chunk, let D_i be the product of the decays up to token i, and S the state before it. Token
 // i changes the state by k_i u_i^T, with
@@ -7,9 +7,9 @@
 //   u_i = beta_i (v_i - (D_i k_i) S - sum over j < i of (k_i . k_ji) u_j)
 //
 // where k_ji is k_j decayed from token j to token i, and returns (D_i q_i) S plus the sum over
-// j <= i of (q_i . k_ji) u_j. The u_i are solved in turn, which is the UT transform of section 3.3
-// without its inverse. Decays are multiplied up token by token: all factors are at most 1, for any
-// decay, also for a decay of each key element (Kimi Delta Attention).
+// j <= i of (q_i . k_ji) u_j. The u_i are solved in turn: the UT transform of section 3.3 without
+// the inverse. Decays are multiplied up token by token: all factors are at most 1, for any decay,
+// also for a decay of each key element (Kimi Delta Attention).
 
 #include <algorithm>
 #include <cmath>
@@ -22,11 +22,11 @@
 namespace {
 
 constexpr int kTokens = 16;      // per chunk
-constexpr int kFew = 2;          // tokens that are faster one by one
-constexpr int kPadding = kFloatsPerLine;  // rows a power of two apart share few cache sets
-constexpr int kTileVectors = 4;  // columns of the state at a time, of one token
+constexpr int kFew = 2;          // up to so many tokens, one by one is faster
+constexpr int kPadding = kFloatsPerLine;  // else rows would share few cache sets
+constexpr int kTileVectors = 4;  // columns of the state at a time for one token
 constexpr int kItemsPerThread = 2;
-constexpr float kEpsilon = 1e-6f;  // added to the square of a length
+constexpr float kEpsilon = 1e-6f;  // added to squared lengths
 
 inline float dot(const float* a, const float* b, int width) {
   Floats sum{};
@@ -51,7 +51,7 @@ class Worker {
         columns_(key_width_ * kTokens), known_(2 * kTokens * width_), changes_(kTokens * width_),
         ones_(kTokens, 1.f) {}
 
-  // Computes an item; `next` is the state of the next one, which it prefetches, or null.
+  // Computes an item, and prefetches the next item's state `next` unless it is null.
   void run(const Item& item, const float* next) {
     const int tokens = p_.rows.query_count(item.seq), start = p_.rows.first_token(item.seq);
     columns_of_item_ = whole_vectors(item.end - item.begin);
@@ -69,7 +69,7 @@ class Worker {
   }
 
  private:
-  // Sets state_ to an item's columns of the state, with rows of whole vectors stride_ apart.
+  // Sets state_ to an item's columns of the state; rows are whole vectors, stride_ apart.
   void open(const Item& item) {
     float* row = p_.rows.template row<float>(item.seq, item.head) + item.begin;
     stride_ = in_place_ ? p_.value_dim : width_ + kPadding;
@@ -122,7 +122,7 @@ class Worker {
       load_token(token + i, item.head);
       compare(i, count);
     }
-    // Rows of known_: first the old state's values of the keys, then the queries' results.
+    // Fills known_: first the old state's values for the keys, then the queries' results.
     multiply(2 * count, p_.key_dim, reading_.data(), key_width_, {state_, stride_},
              columns / kLanes, known_.data(), width_, nullptr);
     for (int i = 0; i < count; i++) solve(i, token + i, item);
@@ -162,7 +162,7 @@ class Worker {
     std::copy(key_.begin(), key_.end(), &keys_[i * key_width_]);
   }
 
-  // Sets row i of changes_, from the rows before.
+  // Computes row i of changes_ from the rows before it.
   void solve(int i, int64_t token, const Item& item) {
     float* change = &changes_[i * width_];
     widen<T>(value(token, item), item.end - item.begin, change);
@@ -244,7 +244,7 @@ class Worker {
   std::vector<float> columns_, known_, changes_, ones_, copy_;
 };
 
-// Divides heads, and their values if that gives every thread work.
+// Divides heads, and also their values if not every thread has work otherwise.
 std::vector<Item> make_items(const GatedDelta& p, int threads) {
   const StateRows& rows = p.rows;
   const int whole = std::max(1, rows.num_seqs * p.value_heads);

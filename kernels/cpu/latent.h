@@ -1,13 +1,13 @@
-// The weights of latent attention: each head's products of queries, keys and values.
+// The weights of latent attention, per head, for queries, keys and values.
 #pragma once
 
 #include <cstdint>
 
-// Packed weights, as in linear.h: of each head in turn, in whole panels. The same as in native.py.
+// Packed weights, as in linear.h, head after head in whole panels; the same as in latent.py.
 struct LatentProducts {
-  const void* absorbing;  // from a query of keys to one of latents
-  const void* keys;       // from a latent to the first elements of a key
-  const void* values;     // from a latent to a value
-  int64_t key_dim;        // elements of a key that are made from a latent
+  const void* absorbing;  // maps a query of keys to a query of latents
+  const void* keys;       // maps a latent to the first elements of a key
+  const void* values;     // maps a latent to a value
+  int64_t key_dim;        // elements of a key that come from a latent
   int64_t value_dim;
 };

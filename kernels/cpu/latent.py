@@ -1,4 +1,4 @@
-"""The products of latent attention, packed once for latent_attention.cpp."""
+"""Weights of latent attention, packed once for latent_attention.cpp."""
 
 from ctypes import Structure, c_int64, c_void_p
 from typing import NamedTuple
@@ -13,7 +13,7 @@ _UNIT = 8
 
 
 class LatentProducts(Structure):
-    """The products of a layer; the same as in latent.h."""
+    """The packed weights of a layer; the same as in latent.h."""
 
     _fields_ = (
         *(("absorbing", c_void_p), ("keys", c_void_p), ("values", c_void_p)),
@@ -22,14 +22,14 @@ class LatentProducts(Structure):
 
 
 class PackedLatents(NamedTuple):
-    """The packed products that make keys and values from latents.
+    """The packed weights that turn latents into keys and values.
 
     Attributes:
         absorbing: `[num_heads, panels, words, ...]`: maps queries of keys to queries of latents.
         keys: `[num_heads, panels, words, ...]`: maps latents to the first elements of keys.
         values: `[num_heads, panels, words, ...]`: maps latents to values.
         value_dim: Elements of a value.
-        rotated: Elements of a key that are kept beside the latent.
+        rotated: Elements of a key that the cache keeps beside the latent.
     """
 
     absorbing: Tensor
@@ -40,7 +40,7 @@ class PackedLatents(NamedTuple):
 
 
 class LatentKernels:
-    """Packs products for `latent_attention`.
+    """Packs weights for `latent_attention`.
 
     Args:
         linear: The kernels for linear layers.
@@ -51,7 +51,7 @@ class LatentKernels:
 
     @staticmethod
     def takes(dims: tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Return whether there is a kernel for latents, keys and values of these sizes."""
+        """Return whether the kernel supports latents, keys and values of these sizes."""
         known = {torch.float32, torch.bfloat16}
         return dtype in known and all(dim % _UNIT == 0 for dim in dims)
 

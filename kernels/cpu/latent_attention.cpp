@@ -1,12 +1,11 @@
-// Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache has latents, from which every head
-// makes a key and a value, by two products.
+// Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache has latents, from which each head
+// computes a key and a value by two products.
 //
-// There are two ways. Absorbed: each query is multiplied by the matrix that makes keys, each result
-// by the one that makes values, and attention is over the latents, which are wider than keys and
-// values. Expanded: keys and values are made from a sequence's latents, once for all of its
-// queries. Absorbed takes fewer products for decodes, expanded for long chunks of prefills. A
-// thread expands one head's keys and values at a time, at most kMostKeys of them, which then come
-// from its core's cache.
+// There are two ways. Absorbed: each query is multiplied by the key matrix and each result by the
+// value matrix, and attention is over the latents, which are wider than keys and values. Expanded:
+// keys and values are computed from a sequence's latents, once for all of its queries. Absorbed
+// takes fewer products for decodes, expanded for long chunks of prefills. A thread expands at most
+// kMostKeys keys and values of one head at a time, so that they stay in its core's cache.
 
 #include "latent.h"
 
@@ -26,7 +25,7 @@ extern "C" int octavo_paged_attention(const Cache*, const Batch*, const void*, i
 
 namespace {
 
-constexpr int kMostKeys = 1024;    // that are expanded at a time; a multiple of kTile
+constexpr int kMostKeys = 1024;    // expanded at a time; a multiple of kTile
 constexpr int kMostAbsorbed = 256;  // tokens at a time, unless one sequence has more
 
 // One call. Strides are in elements.
@@ -42,7 +41,7 @@ struct Call {
   Sight sight;
   float soft_cap;
   int threads;
-  int64_t rotated;  // elements of a key that are kept beside the latent
+  int64_t rotated;  // elements of a key that the cache keeps beside the latent
 
   int64_t latent_dim() const { return cache.key_dim - rotated; }
   int64_t query_dim() const { return products.key_dim + rotated; }
@@ -50,7 +49,7 @@ struct Call {
 
 int64_t panels_of(int64_t outputs) { return (outputs + kPanel - 1) / kPanel; }
 
-// The kinds of words by the type of the cache.
+// The types of words by the cache's type.
 template <class T>
 struct WordsOf;
 template <>
@@ -62,7 +61,7 @@ struct WordsOf<BFloat16> {
   using WordKind = Pairs;
 };
 
-// The panels of a product of each head.
+// Each head's panels for one product.
 template <class T>
 struct HeadPanels {
   using Stored = typename T::Stored;
@@ -107,7 +106,7 @@ void multiply_heads(const HeadPanels<T>& panels, int64_t heads, int64_t rows, in
   }
 }
 
-// Stores the vector of a row's elements that begins at `first`, as far as there are `count`.
+// Stores the vector of a row's elements from `first` on; a row has `count` elements.
 template <class T>
 void put(typename T::Stored* row, int64_t first, int64_t count, Floats values) {
   typename T::Stored all[kLanes];
@@ -117,7 +116,7 @@ void put(typename T::Stored* row, int64_t first, int64_t count, Floats values) {
   std::memcpy(row + first, all, (count - first) * sizeof *all);
 }
 
-// Some of a batch's sequences, with their queries one after the other.
+// Some of a batch's sequences; their queries are adjacent.
 struct Selection {
   std::vector<int64_t> tokens;  // the batch's row of each query
   std::vector<int32_t> query_starts{0}, seq_lens, tables;
@@ -249,9 +248,9 @@ class LatentAttention {
   struct Expanded {
     int seq;
     int32_t base, first, end;        // positions: of key 0, and of the keys that queries see
-    std::vector<uint32_t> latents;   // rows as products take them, from `first` on
+    std::vector<uint32_t> latents;   // packed rows from `first` on
     std::vector<Stored> rotated;     // [tiles][rotated / kPack][kTile][kPack]
-    std::vector<int32_t> table;      // of kTile keys each, in a buffer of kMostKeys
+    std::vector<int32_t> table;      // blocks of kTile keys in a buffer of kMostKeys
     int32_t query_starts[2], seq_len;
     Plan plan;                       // of one head; items have ranges of whole pieces
     int parts = 0;
@@ -308,7 +307,7 @@ class LatentAttention {
     }
   }
 
-  // Reads a key from its block: a latent and what is kept beside it.
+  // Reads a key from its block: a latent and the elements beside it.
   void read_key(const int32_t* table, int key, Stored* row) const {
     using Widener = Fp8Widener<T>;
     const Cache& cache = call_.cache;
@@ -333,7 +332,7 @@ class LatentAttention {
             nullptr, 0};
   }
 
-  // Makes the items of a head, each divided where the keys in the buffer change.
+  // Builds a head's items, divided where the buffer's keys change.
   void plan(Expanded& expanded) const {
     const Plan whole = make_plan(batch_of(expanded), 1, 1, call_.sight);
     for (Item item : whole.items) {
@@ -407,7 +406,7 @@ class LatentAttention {
     return {expanded.latents.data() + (begin - expanded.first) * stride, end - begin, stride};
   }
 
-  // Makes a head's keys from latents, in K's layout with blocks of kTile (see cache.h).
+  // Computes a head's keys from latents, in K's layout with blocks of kTile (see cache.h).
   void expand_keys(PanelProducts<WordKind>& products, const Expanded& expanded, int64_t head,
                    int begin,
                    int end, Stored* keys) const {
@@ -435,7 +434,7 @@ class LatentAttention {
                   keys + tile % (kMostKeys / kTile) * tile_size + made * kTile);
   }
 
-  // Makes a head's values from latents, in V's layout with blocks of kTile.
+  // Computes a head's values from latents, in V's layout with blocks of kTile.
   void expand_values(PanelProducts<WordKind>& products, const Expanded& expanded, int64_t head,
                      int begin,
                      int end, Stored* values) const {
@@ -466,10 +465,10 @@ class LatentAttention {
 
 }  // namespace
 
-// Attends to the cache's latents. A query has its key's elements: those that are made from a latent,
-// then those that are kept beside it. Results are [tokens][num_heads][value_dim]. Dimensions are
-// multiples of 8. Returns 0, or 1 + the index of a sequence with a bad block table, or -1 for a type
-// that has no products.
+// Attends to the cache's latents. A query's elements match a key's: those computed from a latent,
+// then those kept beside it. Results are [tokens][num_heads][value_dim]. Dimensions are multiples
+// of 8. Returns 0, or 1 + the index of a sequence with a bad block table, or -1 for a type that has
+// no products.
 extern "C" int octavo_latent_attention(const Cache* cache, const Batch* batch, const void* query,
                                        int64_t query_token_stride, int64_t query_head_stride,
                                        int num_heads, int query_dim,

@@ -21,7 +21,7 @@ class Level(NamedTuple):
 
 
 def _level(name: str, flags: str, needs: str, base: Level | None = None) -> Level:
-    """Return a level with what it adds to another one; a new -march replaces the other's."""
+    """Return a level that extends another one; a new -march replaces the other's."""
     added = tuple(flags.split())
     inherited = () if base is None else base.flags
     if any(flag.startswith("-march") for flag in added):

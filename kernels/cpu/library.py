@@ -32,7 +32,7 @@ def load_library() -> ctypes.CDLL:
             if path.exists():
                 try:
                     return load(path)
-                except OSError as error:  # an older C library, or another build of PyTorch
+                except OSError as error:  # such as an older C library or another PyTorch
                     log.warning("the wheel's CPU kernels cannot be loaded: %s", error)
                     break
     return load_compiled()

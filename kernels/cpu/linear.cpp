@@ -20,8 +20,7 @@ void multiply(const void* words, int64_t rows, int64_t stride, const LinearLayer
       .run(threads, prepare);
 }
 
-// Lines whose addresses differ by a multiple of this share one set of the first cache, of few
-// lines.
+// Lines whose addresses differ by a multiple of this share one small set of the first cache.
 constexpr int kSetBytes = 4096;
 
 // Weights have the rows' type. Rows are copied if a tile of them would not fit into the first
@@ -52,8 +51,8 @@ void linear(const Row* x, int64_t rows, int64_t row_stride, const LinearLayer& l
   multiply<Own>(words, rows, stride, layer, depth, threads, prepare, store);
 }
 
-// Lays out words first to end - 1 of up to kPanel rows, with all rows of a word side by side.
-// Missing rows become zeros.
+// Packs words first to end - 1 of up to kPanel rows; a word's rows become adjacent. Missing rows
+// become zeros.
 void pack_words(const uint8_t* from, int64_t row_bytes, int rows, int64_t first, int64_t end,
                 uint32_t* to) {
   constexpr int kSquare = 4, kAheadBytes = 256;
@@ -127,7 +126,7 @@ extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_
   multiply<Fours>(prepared, rows, stride, *layer, depth, threads, prepare, store);
 }
 
-// Lays out a weight's rows, of `words` words each, in panels; see linear.h. Outputs are padded with
+// Packs a weight's rows, of `words` words each, into panels; see linear.h. Outputs are padded with
 // zeros to whole panels.
 extern "C" void octavo_pack_words(const uint8_t* rows, int64_t row_bytes, int64_t outputs,
                                   int64_t words, uint32_t* panels, int threads) {

@@ -1,4 +1,4 @@
-// The product of rows of activations and packed weights, blocked for registers and caches.
+// The product of rows of activations with packed weights, blocked for registers and caches.
 //
 // Weights are in panels of kPanel outputs: for each word of inputs (2 of 16 bits, 4 of 8 bits), the
 // panel's outputs are contiguous. A panel is prefetched once, during the work on the one before,
@@ -19,22 +19,22 @@
 constexpr int kPanelVectors = 2;
 constexpr int kPanel = kPanelVectors * kLanes;
 #if defined(__x86_64__) && !defined(__AVX512F__)
-constexpr int kTileRows = 6;  // two sums each; with an element and weights, 16 registers
+constexpr int kTileRows = 6;  // two sums each; with the operands, 16 registers
 #else
-constexpr int kTileRows = 12;  // of 32 registers
+constexpr int kTileRows = 12;  // with 32 registers
 #endif
 constexpr int kLineWords = 16;
-constexpr int kGroupInputs = 32;  // that share a scale in 4 bits, as in linear.py
+constexpr int kGroupInputs = 32;  // share a scale in 4 bits, as in linear.py
 
-// Rows of words as the products take them: T::kParts parts of each word; part i of all words begins
+// Rows of words, packed for the products: T::kParts parts of each word; part i of all words begins
 // at i * depth.
 struct Rows {
   const uint32_t* words;
   int64_t count, stride;
 };
 
-// Rows for weights whose groups of inputs have scales: the words of the inputs, rounded group by
-// group or as they are, and each group's sum and value of a step.
+// Rows for weights with scales per group of inputs: the inputs' words, rounded per group or
+// unchanged, and each group's sum and step size.
 struct GroupedRows {
   const uint32_t* words;
   int64_t stride;
@@ -47,7 +47,7 @@ template <class T>
 using Sums = typename T::Sum (*)[kPanelVectors];
 
 // Sets `sums` to the products of kRows rows and a panel of `depth` words of each output. Prefetches
-// kAhead lines of `ahead` for each word. T is a kind of words; see words.h.
+// kAhead lines of `ahead` for each word. T is a type of words; see words.h.
 template <class T, int kRows, int kAhead>
 __attribute__((noinline)) void multiply_tile(const uint32_t* a, int64_t stride, const uint32_t* b,
                                              int64_t depth, const uint32_t* ahead, Sums<T> sums) {
@@ -157,8 +157,8 @@ class PanelProducts {
 // Calls store(row, panel, sums) with each row's sums of each panel.
 //
 // The next free thread takes the next panel, as other processes may slow some threads. A single row
-// of bfloat16 streams panels: a step of Qwen3-0.6B took 7 to 30% less time so on a Zen 4. A row of
-// bytes did not gain every time.
+// of bfloat16 streams panels: a step of Qwen3-0.6B took 7 to 30% less time with it on a Zen 4. A
+// row of bytes did not always gain.
 template <class T, class Store>
 class Linear {
  public:
@@ -176,7 +176,7 @@ class Linear {
     {
       PanelProducts<T> products;
       if constexpr (!std::is_same_v<Prepare, std::nullptr_t>) {
-#pragma omp for  // ends when all rows are prepared
+#pragma omp for  // a barrier: all rows are prepared
         for (int64_t row = 0; row < rows_.count; row++) prepare(row);
       }
       if (single)
@@ -206,7 +206,7 @@ class Linear {
   Store store_;
 };
 
-// Takes a row's words apart into T::kParts times as many.
+// Splits each word of a row into T::kParts words.
 template <class T>
 void take_apart(const void* row, int64_t depth, uint32_t* parts) {
   for (int part = 0; part < T::kParts; part++)
@@ -221,14 +221,14 @@ struct LinearLayer {
   const void* panels;
   const float* bias;  // per output of each panel
   int64_t inputs, outputs;
-  // If set, panels have kLanes outputs of a gate and then the kLanes of the up projection; each
-  // output is silu(gate) * up.
+  // If set, panels have kLanes outputs of the gate, then kLanes of the up projection; each output
+  // is silu(gate) * up.
   int gated;
   float epsilon;
   const void* norm;      // weights of an RMSNorm of the inputs, or null
   const void* residual;  // added to outputs that are not gated, or null
   int64_t residual_stride;
-  const LowRankSums* adapted;  // added to the products before all else, or null
+  const LowRankSums* adapted;  // added to the products first, or null
 };
 
 // Types of the rows and outputs of layers in blocks: bfloat16; bfloat16 with float32 outputs; or
@@ -239,5 +239,5 @@ enum BlockElements { kNarrowBlocks, kWideOutputBlocks, kWideBlocks };
 struct Scales {
   const float* factors;   // per input
   const float* outputs;   // per output of each panel
-  const float* row_sums;  // per output, the sum of its scaled weights
+  const float* row_sums;  // per output: the sum of its scaled weights
 };

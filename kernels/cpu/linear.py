@@ -10,7 +10,7 @@ SmolLM2-135M, on 2 cores of an EPYC 9004 (peak 469 bfloat16 Gflop/s and about 45
     8 bits, oneDNN     10.3   11.1   27.2    199  without rounding activations
     8 bits, these       5.0    5.4   20.6    192  with it
 
-Those of 4 bits are in blocks.py.
+Layers with 4-bit weights are in blocks.py.
 """
 
 from collections.abc import Sequence
@@ -53,7 +53,7 @@ class Layer(Structure):
 
 
 class _Scales(Structure):
-    """An 8-bit layer's scales; the same as in linear.h."""
+    """Scales of an 8-bit layer; the same as in linear.h."""
 
     _fields_ = (("factors", c_void_p), ("outputs", c_void_p), ("row_sums", c_void_p))
 
@@ -123,20 +123,20 @@ class LinearKernels:
         """Pack weights in e2m1, whose groups share a power of two, into panels.
 
         Args:
-            codes: `[outputs, groups, GROUP]`, from 0 to 15, the bits of each number.
+            codes: `[outputs, groups, GROUP]`, from 0 to 15: the bits of each value.
             exponents: `[outputs, groups]` uint8, a group's exponent plus 127, from 0 to 254.
 
         Returns:
             `[panels, groups, bytes]` uint8.
         """
-        # In ascending order: the negative numbers' codes from 15 down, then the positive ones'.
+        # In ascending order of values: negative codes from 15 down, then positive ones.
         places = torch.where(codes > 7, 15 - codes, codes + 8)
         return self._join_groups(places, (exponents,))
 
     def _join_groups(self, codes: Tensor, scales: Sequence[Tensor]) -> Tensor:
-        """Put each panel's codes of a group and its scales side by side."""
+        """Put each group's codes and scales side by side, panel by panel."""
         groups = codes.shape[1]
-        # An output's two lanes have every other pair of inputs, four pairs in each vector.
+        # Each of an output's two lanes holds every other pair of inputs, four pairs per vector.
         vector = self.panel // 2
         lanes = self.pad_outputs(codes.int()).reshape(-1, 2, vector, groups, 4, 4, 2)
         lanes = lanes.permute(0, 3, 1, 4, 2, 6, 5)
@@ -163,7 +163,7 @@ class LinearKernels:
             `[2 * outputs, each padded to whole panels, ...]`.
         """
         half = self.panel // 2
-        if len(gate) % half:  # else padding would copy them
+        if len(gate) % half:  # padding would otherwise copy them
             gate, up = _pad(gate, half), _pad(up, half)
         parts = [values.reshape(-1, half, *values.shape[1:]) for values in (gate, up)]
         return torch.stack(parts, 1).flatten(0, 2)
@@ -191,7 +191,7 @@ class LinearKernels:
         """Multiply by bfloat16 or float32 weights.
 
         Args:
-            x: `[rows, inputs]`, of the weights' dtype, as all below but the bias.
+            x: `[rows, inputs]`. All tensors but the bias have the weights' dtype.
             outputs: The number of outputs.
             panels: The packed weights.
             bias: `[padded outputs]` float32.
@@ -223,7 +223,7 @@ class LinearKernels:
         *,
         low_rank: LowRankOfLayer | None = None,
     ) -> Tensor:
-        """Multiply by bfloat16 weights; as `linear`, but return the float32 sums."""
+        """Multiply by bfloat16 weights as `linear` does, but return float32."""
         x, layer = self.prepare(x, outputs, panels, bias, low_rank=low_rank)
         out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
         self._wide(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
@@ -278,7 +278,7 @@ class LinearKernels:
         *,
         low_rank: LowRankOfLayer | None = None,
     ) -> tuple[Tensor, Layer]:
-        """Return rows that C++ can read, and the layer, with its adapters."""
+        """Return rows that C++ can read, and the layer with its adapters."""
         if x.stride(1) != 1 or x.stride(0) % _PAIR:
             x = x.contiguous()
         layer = Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
@@ -289,7 +289,7 @@ class LinearKernels:
             layer.residual, layer.residual_stride = residual.data_ptr(), residual.stride(0)
         if low_rank is not None:
             assert self._low_rank is not None
-            layer.sums = self._low_rank.multiply_down(x, low_rank, layer)  # lives as long
+            layer.sums = self._low_rank.multiply_down(x, low_rank, layer)  # keeps the memory alive
             layer.adapted = layer.sums.address
         return x, layer
 
@@ -299,5 +299,5 @@ def _pad(values: Tensor, whole: int) -> Tensor:
 
 
 def rows_of(x: Tensor) -> tuple[int, int, int]:
-    """Return rows as C++ takes them: their address, how many there are, and their stride."""
+    """Return rows as C++ takes them: their address, number and stride."""
     return x.data_ptr(), x.shape[0], x.stride(0)

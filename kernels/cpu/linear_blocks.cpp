@@ -1,8 +1,8 @@
 // Linear layers and embeddings of weights in GGUF's block formats.
 //
-// Rows become bytes, group by group, and are multiplied by the weights' codes: the sums of a group
-// are exact, and the groups' sums are added in the same order for one row and for many, so that a
-// row's products do not depend on the others. For rows in float32, panels are widened to float32.
+// Rows are rounded to bytes, group by group, and multiplied by the weights' codes. A group's sum is
+// exact, and groups are added in the same order for one row and for many: so a row's products do
+// not depend on other rows. For rows in float32, panels are widened to float32.
 
 #include <algorithm>
 #include <atomic>
@@ -91,7 +91,7 @@ void multiply_wide(const float* x, int64_t rows, int64_t row_stride, const Linea
 #pragma omp parallel num_threads(threads)
   {
     if (normed) {
-#pragma omp for  // ends when all rows are normed
+#pragma omp for  // a barrier: all rows are normed
       for (int64_t row = 0; row < rows; row++)
         norm_row(x + row * row_stride, layer, normed + row * layer.inputs);
     }

@@ -1,4 +1,4 @@
-// Products of low rank for the rows of a batch, each of which may have its own pair of matrices.
+// Low-rank products for the rows of a batch; each row may have its own pair of matrices.
 
 #include "low_rank.h"
 
@@ -11,8 +11,8 @@
 
 namespace {
 
-constexpr int kTogether = 4;  // rows of a matrix that are read together
-constexpr int64_t kShare = 16;  // rows of a matrix that a thread multiplies by at a time
+constexpr int kTogether = 4;  // matrix rows that are read together
+constexpr int64_t kShare = 16;  // matrix rows that a thread takes at a time
 
 template <class Type>
 Floats load_some(const typename Type::Stored* from, int64_t count) {
@@ -124,7 +124,7 @@ void add_tiles(const RowPointers& rows, const LowRankTile* tiles, int64_t num_ti
   }
 }
 
-// A packed layer's rows, bfloat16 or float32, as the products take them.
+// A packed layer's rows, bfloat16 or float32, prepared for the products.
 template <class Element>
 struct PackedRows {
   const Element* x;
@@ -154,7 +154,7 @@ void multiply_share(const PackedRows<Element>& packed, const LowRankBatch& batch
   }
 }
 
-// Whether an adapter of the batch adapts a part of the layer.
+// Returns whether an adapter of the batch adapts a part of the layer.
 bool is_adapted(const LowRankBatch& batch, const LowRankPart* parts, int64_t num_parts) {
   for (int64_t i = 0; i < num_parts; i++)
     for (int64_t adapter = 0; adapter < batch.num_adapters; adapter++)
@@ -203,10 +203,9 @@ void multiply_rows_down(const LowRankBatch& batch, const LowRankPart* parts, int
 
 }  // namespace
 
-// Multiplies each row, bfloat16 or, if `wide`, float32, by the down-projection, LoRA's A, of its
-// adapter, whose matrices are of the same type. Stores the products in `inner`; LowRankSums
-// describes its layout. Returns 1; or 0 if no adapter of the batch adapts this layer, and -1 if the
-// batch has another number of rows.
+// Multiplies each row, bfloat16 or, if `wide`, float32, by its adapter's down projection, LoRA's A,
+// of the same type. Stores the products in `inner`; LowRankSums describes its layout. Returns 1; or
+// 0 if no adapter of the batch adapts this layer, and -1 if the batch has another number of rows.
 extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart* parts,
                                     int64_t num_parts, const void* x, int wide, int64_t rows,
                                     int64_t row_stride, const LinearLayer* layer, float* inner,

@@ -1,5 +1,4 @@
-// Products of low rank that adapters add to the rows of a batch; the structs are those of
-// low_rank.py.
+// Low-rank products that adapters add to a batch's rows; low_rank.py has the same structs.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +25,7 @@ struct LowRankBatch {
   int64_t num_rows, num_tiles, num_adapters, max_rank;
 };
 
-// The outputs of a packed layer that are those of one layer of the model. `up` is in panels:
+// The part of a packed layer's outputs that belongs to one layer of the model. `up` is in panels:
 // [panels][rank][lanes], from the packed layer's panel `panel` and the panel's lane `lane` on.
 struct LowRankPart {
   int32_t layer, panel, panels, lane, lanes;
@@ -35,7 +34,7 @@ struct LowRankPart {
 struct LowRankLayer {
   const LowRankPart* parts;
   int32_t num_parts;
-  int32_t of_logits;  // whether its rows are those of the logits
+  int32_t of_logits;  // whether it runs only for the rows of logits
 };
 
 // The adapters of a step.

@@ -1,4 +1,4 @@
-"""Products of low rank in C++."""
+"""Low-rank products in C++."""
 
 import ctypes
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 
 
 class _Batch(Structure):
-    """A batch's rows; the same as LowRankBatch in low_rank.h, and so below."""
+    """A batch's rows; this struct and those below are the same as in low_rank.h."""
 
     _fields_ = (
         *((name, c_void_p) for name in ("rows", "adapters", "tiles", "records")),
@@ -52,14 +52,14 @@ class _Sums(Structure):
 
 
 class LowRankStructs:
-    """The structs of a step's adapters. The table of layers is kept from step to step."""
+    """The structs of a step's adapters. Steps share the table of layers."""
 
     def __init__(self) -> None:
         self._layers: Sequence[LowRankLayer] | None = None
         self._table: ctypes.Array[_Layer] | None = None
 
     def make(self, adapters: StepAdapters) -> _StepAdapters:
-        """Return a step's struct, which its adapters and this object must outlive."""
+        """Return a step's struct; the adapters and this object must outlive it."""
         if self._table is None or self._layers is not adapters.layers:
             self._layers = adapters.layers
             self._table = (_Layer * len(adapters.layers))(*map(_layer, adapters.layers))
@@ -92,7 +92,7 @@ class LowRankKernels:
         library: The compiled kernels.
 
     Attributes:
-        structs: Makes the structs of steps' adapters.
+        structs: Builder of the structs of a step's adapters.
     """
 
     def __init__(self, library: CDLL) -> None:
@@ -111,7 +111,7 @@ class LowRankKernels:
         self._multiply_down.restype = c_int
 
     def add_low_rank(self, out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
-        """Add products of low rank; see `octavo.kernels.ops.add_low_rank`."""
+        """Add low-rank products; see `octavo.kernels.ops.add_low_rank`."""
         self._add(
             *(x.data_ptr(), x.stride(0), x.shape[1], out.data_ptr(), out.stride(0), out.shape[1]),
             *(_DTYPES[x.dtype], int(out.dtype != x.dtype)),
@@ -123,13 +123,13 @@ class LowRankKernels:
         """Multiply rows by the first matrices of their adapters.
 
         Args:
-            x: `[rows, inputs]` bfloat16 or float32, as the matrices; rows must be contiguous, and
-                may be apart.
+            x: `[rows, inputs]` bfloat16 or float32, as the matrices; each row must be contiguous;
+                rows may be strided.
             low_rank: The adapters of the packed layer.
             layer: The packed layer's struct, with its norm.
 
         Raises:
-            ValueError: The rows are not those of the batch.
+            ValueError: The number of rows is not the batch's.
         """
         batch, parts = _batch(low_rank.batch), _parts(low_rank.parts)
         inner = torch.empty(len(x), len(parts), low_rank.batch.max_rank)
@@ -140,7 +140,7 @@ class LowRankKernels:
         )
         if status < 0:
             raise ValueError(
-                f"{low_rank.batch.num_rows} rows have adapters or none, but the layer has {len(x)}"
+                f"adapters are for {low_rank.batch.num_rows} rows, but the layer has {len(x)}"
             )
         sums = _Sums(ctypes.pointer(batch), parts, len(parts), inner.data_ptr())
         return LowRankSums(sums if status else None, inner)

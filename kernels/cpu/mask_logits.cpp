@@ -1,4 +1,4 @@
-// Makes the tokens that a bit mask leaves out impossible.
+// Makes the tokens that a bit mask excludes impossible.
 
 #include <algorithm>
 #include <cstdint>

@@ -71,7 +71,7 @@ class _Cache(Structure):
 
 
 class _Batch(Structure):
-    """A batch's sequences, as a group of layers has them; the same as in plan.h."""
+    """A batch's sequences as one layer group sees them; the same as in plan.h."""
 
     _fields_ = (
         ("query_starts", c_void_p),
@@ -86,7 +86,7 @@ class _Batch(Structure):
 
 
 class _State(Structure):
-    """The place of a state in the cache; the same as StateCache in operators.h."""
+    """A state's location in the cache; the same as StateCache in operators.h."""
 
     _fields_ = (
         *(("state", c_void_p), ("block_stride", c_int64), ("row_size", c_int64)),
@@ -112,7 +112,7 @@ class Spent(Structure):
 
 
 class _CheckedCache:
-    """A layer's checked cache and its struct. Does not keep the cache alive.
+    """A layer's checked cache and its struct. It does not keep the cache alive.
 
     Attributes:
         dtype: Dtype of queries, of results, and of the cache unless that is fp8.
@@ -176,7 +176,7 @@ class _CheckedCache:
         dtype: torch.dtype,
         scales: tuple[float, float],
     ) -> bool:
-        """Return whether it was checked for these very tensors and this use of them."""
+        """Return whether these very tensors were checked for the same use."""
         same = self.keys() is key_cache and self.values() is value_cache
         used = dtype if key_cache.dtype in _FP8_DTYPES else self.dtype
         return same and self.dtype == used and self.scales == scales
@@ -290,11 +290,11 @@ class NativeKernels:
 
     Attributes:
         linear: The kernels for linear layers.
-        latents: Packs the products of latent attention.
+        latents: Packer of latent attention's weights.
         states: The kernels for layers that keep a state.
         experts: The kernel for mixtures of experts.
-        programs: Makes programs of operators.
-        isa: Name in isa.cpp of the instructions that they use.
+        programs: Builder of programs of operators.
+        isa: Name in isa.cpp of the instruction set that the kernels use.
     """
 
     def __init__(self) -> None:
@@ -383,7 +383,7 @@ class NativeKernels:
         )
         _check_slot(bad, slot_mapping, cache)
 
-    def rotate_and_write(  # noqa: PLR0917 - as the others
+    def rotate_and_write(  # noqa: PLR0917 - as in `octavo.kernels.ops`
         self,
         query: Tensor,
         key: Tensor,
@@ -486,15 +486,15 @@ class NativeKernels:
         chunk: int | None = None,
         key_scale: float = 1.0,
     ) -> Tensor:
-        """Attend to a cache of latents, from which each head makes keys and values.
+        """Attend to a cache of latents, from which each head computes keys and values.
 
         Args:
-            query: `[num_tokens, num_heads, key_dim + rotated]`: a query's last elements are for
-                those of a key that are kept beside the latent.
+            query: `[num_tokens, num_heads, key_dim + rotated]`; the last elements belong to the
+                part of a key that the cache keeps beside the latent.
             key_cache: `[num_blocks, 1, block_size, latent_dim + rotated]`, float32, bfloat16 or
                 fp8.
             metadata: See `octavo.kernels.ops.paged_attention`.
-            products: Makes keys and values from latents.
+            products: Weights that turn latents into keys and values.
             scale: See `octavo.kernels.ops.paged_attention`.
             sliding_window: See `octavo.kernels.ops.paged_attention`.
             soft_cap: See `octavo.kernels.ops.paged_attention`.
@@ -533,9 +533,9 @@ class NativeKernels:
         groups: Sequence[AttentionMetadata],
         adapters: StepAdapters | None = None,
     ) -> object:
-        """Set this thread's step, for the operators that programs call.
+        """Set this thread's step for the operators that programs call.
 
-        The arguments, and what is returned, must outlive their calls.
+        The arguments and the returned object must outlive those calls.
         """
         step, kept = self._step(caches, groups, adapters)
         self._set_step(byref(step))
@@ -547,7 +547,7 @@ class NativeKernels:
         groups: Sequence[AttentionMetadata],
         adapters: StepAdapters | None,
     ) -> tuple[_Step, object]:
-        """Return a step's struct, and what it points to besides the arguments."""
+        """Return a step's struct, and the memory that it points to besides the arguments."""
         batches = self._check_batches(groups)
         struct = None if adapters is None else self.low_rank.structs.make(adapters)
         step = _Step(
@@ -557,7 +557,7 @@ class NativeKernels:
         return step, struct
 
     def take_spent(self) -> Spent:
-        """Return the seconds in operators of this thread's steps since the last call."""
+        """Return the seconds that this thread's steps spent in operators since the last call."""
         spent: Spent = self._take_spent()
         return spent
 
@@ -623,10 +623,9 @@ class NativeKernels:
         all wait for the slower: 48 streams on 2 cores get 457 tokens/s instead of 516.
 
         Args:
-            places: The CPUs of each thread, the calling one first; no places do nothing.
+            places: The CPUs of each thread, the calling thread first; if empty, nothing happens.
 
-        Returns:
-            Whether all are pinned.
+        Returns: Whether all threads are pinned.
         """
         cpus = [cpu for place in places for cpu in place]
         ends = list(itertools.accumulate(map(len, places)))
@@ -704,18 +703,18 @@ def _places_of(masks: Mapping[int, np.ndarray], num_rows: int) -> "Array[c_void_
 
 
 def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Return the address of a tensor of `_rows`, and its strides."""
+    """Return the address and the strides of a tensor from `_rows`."""
     token_stride, head_stride, _ = rows.stride()
     return rows.data_ptr(), token_stride, head_stride
 
 
 def _of_heads(numbers: Tensor | None) -> Tensor | None:
-    """Return a number for each head as C++ can read them."""
+    """Return one value per head, as C++ can read them."""
     return None if numbers is None else numbers.to(torch.float32).contiguous()
 
 
 def _reference(cache: Tensor | None) -> Callable[[], Tensor | None]:
-    """Return a function that returns a tensor that it does not keep alive, or None."""
+    """Return a weak reference to a tensor; for None, a function that returns None."""
     return _nothing if cache is None else weakref.ref(cache)
 
 

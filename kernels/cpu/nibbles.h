@@ -1,8 +1,8 @@
 // Products of a few rows and 4-bit weights.
 //
-// A weight is a number of 4 bits times a scale; whole numbers also have a zero. An output has a
-// scale, and a zero, for each group of inputs. The kernel sums a group's products with the numbers
-// first, and multiplies the sum by the scale once.
+// A weight is a 4-bit value times a scale; integers also have a zero. An output has a scale, and a
+// zero, per group of inputs. The kernel first sums a group's products with the 4-bit values, then
+// multiplies the sum by the scale.
 #pragma once
 
 #include <algorithm>
@@ -15,24 +15,24 @@
 
 // A panel's group is kPanelVectors times four vectors of 4-bit numbers, then the scales, then the
 // zeros. An output has two lanes in vector t. Lane h has, from its low bits up, the weights of
-// inputs 8 t + h, 8 t + h + 2, ...; so its n-th number belongs to the row's word 4 t + n.
+// inputs 8 t + h, 8 t + h + 2, ...; so its n-th value belongs to the row's word 4 t + n.
 template <class NumberKind>
 struct GroupOf {
   static constexpr int kWords = kGroupInputs / 2;
   static constexpr int kNibbles = kPanel * kGroupInputs / 2;  // bytes
   static constexpr int kBytes = kNibbles + kPanel * NumberKind::kScaleBytes;
 };
-constexpr int kFewRows = 4;  // twice two sums each, besides the operands
+constexpr int kFewRows = 4;  // 4 sums each fit in registers
 
 #if defined(__AVX512BF16__)
 constexpr bool kRoundsRows = false;
 #else
-constexpr bool kRoundsRows = true;  // to 16 bits, in steps of a group's own
+constexpr bool kRoundsRows = true;  // to 16 bits, with a step size per group
 #endif
 
-// The kinds of numbers. If rows are rounded, numbers are whole ones in 16 bits, with kShift added.
+// The types of 4-bit values. If rows are rounded, values are 16-bit integers, with kShift added.
 
-// Whole numbers q from -8 to 7, by the code q + 8; the scale and the zero are bfloat16.
+// Integers q from -8 to 7, coded as q + 8; the scale and the zero are bfloat16.
 struct Int4 {
   static constexpr int kScaleBytes = 4;
   static constexpr float kShift = 8;
@@ -46,7 +46,7 @@ struct Int4 {
         zero(BFloat16::load_floats(halves(scales) + kPanel + j * kLanes)) {
     if (kRoundsRows) zero -= scale * kShift;
   }
-  // Returns products with weights from the products with numbers and the sum of the inputs.
+  // Converts products with values to products with weights; takes the sum of the inputs.
   Floats weigh(Floats products, float sum) const { return products * scale + zero * sum; }
 
   Floats scale, zero;
@@ -57,8 +57,8 @@ struct Int4 {
   }
 };
 
-// Numbers of e2m1, in ascending order, so that the first is 0 as a whole number; the scale is a
-// power of two, by its exponent plus 127 (e8m0). Twice a number is an integer.
+// Values of e2m1 in ascending order, as integers from 0; the scale is a power of two, stored as its
+// exponent plus 127 (e8m0). Twice a value is an integer.
 struct E2m1 {
   static constexpr int kScaleBytes = 1;
   static constexpr float kShift = 12;
@@ -76,7 +76,7 @@ struct E2m1 {
 #elif defined(__aarch64__)
     return (Words)vqtbl1q_u8(vld1q_u8(kWhole), (uint8x16_t)codes);
 #else
-    // The magnitude and 0, 1, 2, ... are the same up to 4; from there on, steps are 2, and one is 4.
+    // Codes 0, 1, 2, 3, 4 are their own magnitudes; then steps are 2, and the last is 4.
     const Shorts steps = (Shorts)codes - 8;
     const Shorts places = steps < 0 ? -1 - steps : steps;
     const Shorts magnitudes =
@@ -91,7 +91,7 @@ struct E2m1 {
     scale = (Floats)(exponents == 0 ? broadcast(uint32_t{1} << 22) : bits);  // 2^-127 is subnormal
     if (kRoundsRows) scale *= .5f;
   }
-  // Shifts before it scales, as a large scale would overflow.
+  // Shifts before scaling, as a large scale would overflow.
   Floats weigh(Floats products, float sum) const {
     return (kRoundsRows ? products - kShift * sum : products) * scale;
   }
@@ -108,7 +108,7 @@ struct E2m1 {
 
 #if defined(__AVX512BF16__)
 
-// Numbers become bfloat16, which represents them exactly, by a table.
+// A table converts values to bfloat16, which represents them exactly.
 template <class NumberKind>
 struct Numbers {
   using Sum = Floats;
@@ -136,7 +136,7 @@ struct Numbers {
 
 #else
 
-// Numbers are whole, and so are rows.
+// Values and rows are integers.
 template <class NumberKind>
 struct Numbers {
   using Sum = Ints;
@@ -152,7 +152,7 @@ struct Numbers {
 
 #endif
 
-// Rounds a group of a row to 16 bits; returns the value of a step.
+// Rounds a group of a row to 16 bits; returns the step size.
 inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
   typedef int16_t Whole __attribute__((vector_size(kLanes * 2)));
   Floats magnitudes{}, total{};
@@ -166,7 +166,7 @@ inline float round_group(const uint16_t* from, uint32_t* words, float* sum) {
     store(words + i / 2, __builtin_convertvector(whole, Whole));
     total += __builtin_convertvector(whole, Floats);
   }
-  *sum = reduce_add(total) * step;  // of the rounded ones, by which a shift is taken off
+  *sum = reduce_add(total) * step;  // sum of the rounded values, to undo the shift
   return step;
 }
 
@@ -222,7 +222,7 @@ inline float sum_of_group(const uint16_t* from) {
   return reduce_add(sum);
 }
 
-// Prepares a row: its words if they are rounded, and each group's sum and step.
+// Prepares a row: its words if they are rounded, and each group's sum and step size.
 inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words, float* sums,
                            float* steps) {
   for (int64_t group = 0; group < groups; group++) {
@@ -234,7 +234,7 @@ inline void prepare_groups(const uint16_t* from, int64_t groups, uint32_t* words
   }
 }
 
-// Calls store(row, sums) with each row's products with a panel, for at most kFewRows rows.
+// Multiplies at most kFewRows rows by a panel; calls store(row, sums) for each.
 template <class NumberKind, class Store>
 void multiply_few(int rows, const GroupedRows& few, const uint8_t* panel, const uint8_t* ahead,
                   Store store) {

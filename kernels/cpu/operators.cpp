@@ -46,8 +46,8 @@ __thread Spent spent;
 
 namespace {
 
-// A linear layer's rows and results; `out` is null if the kernels do not support the call. If
-// `adapted` is the layer's number among those that adapters adapt, the layer adds their sums.
+// A linear layer's rows and results; `out` is null if the kernels do not support the call. If the
+// layer is adapted, `adapted` is its number, and the layer adds the adapters' sums.
 struct LinearCall {
   const View& rows;
   LinearLayer layer;
@@ -78,12 +78,12 @@ struct LinearCall {
   int64_t row_stride() const { return rows.strides[0]; }
 
  private:
-  // Prepares the sums of adapters; returns whether the rows are those of the step.
+  // Prepares the adapters' sums; returns whether the number of rows is the step's.
   bool adapt(int64_t number) {
     if (number >= step.adapters->num_layers) return false;
     const LowRankLayer& adapted = step.adapters->layers[number];
     const LowRankBatch& batch = adapted.of_logits ? step.adapters->logits : step.adapters->tokens;
-    struct Inner {  // kernels have a buffer of floats of their own
+    struct Inner {  // kernels have their own buffer of floats
       float value;
     };
     auto* const inner = reinterpret_cast<float*>(
@@ -109,8 +109,7 @@ ExpertProduct expert_product(const View& panels, const View& bias, const View* f
   return product;
 }
 
-// Returns an ExpertWeights by the dtype of packed weights, and in 4 bits by the bytes of a group;
-// as in experts.py.
+// Returns the ExpertWeights of a packed dtype; in 4 bits, of a group's bytes, as in experts.py.
 int expert_weights(const View& panels) {
   if (panels.dtype == aoti_torch_dtype_float32()) return kFloat32;
   if (panels.dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
@@ -127,18 +126,18 @@ int64_t expert_inputs(const View& panels) {
 
 }  // namespace
 
-// Adds up `elements` of `x` over all ranks to `out`; `dtype` is 0 for float32, 1 for float16 and 2
+// Sums `elements` of `x` over all ranks into `out`; `dtype` is 0 for float32, 1 for float16 and 2
 // for bfloat16. Returns 0 on success.
 using SumOverRanks = int (*)(const void* x, void* out, int64_t elements, int dtype);
 static SumOverRanks add_up = nullptr;
 
-// Sets the function that adds up over ranks for all steps of this process.
+// Sets the function that sums over ranks for all steps of this process.
 extern "C" void octavo_set_sum(SumOverRanks function) { add_up = function; }
 
 // Sets this thread's step for the operators. The memory that it points to must outlive their calls.
 extern "C" void octavo_set_step(const Step* within) { step = *within; }
 
-// Returns the seconds of this thread's steps since its last call.
+// Returns the seconds of this thread's steps since its previous call.
 extern "C" Spent octavo_take_spent() {
   const Spent result = spent;
   spent = {};
@@ -165,8 +164,8 @@ bool paged_attention(const Result& result, const View& query, const View& key, c
   int64_t token_stride = query.strides[0], head_stride = query.strides[1];
   int64_t bad = 0;
   if (cos) {  // if another layer has written these keys and values, this writes the same again
-    // The rotated queries are written where the results go, if they have the same size: nothing
-    // else reads a token's query.
+    // The rotated queries are written into the results' memory if sizes match: nothing else reads a
+    // token's query.
     void* queries = out;
     if (key_dim != value_dim) {
       rotated = allocate(query.sizes[0] * num_heads * key_dim * bytes_of(query.dtype));

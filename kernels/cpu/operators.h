@@ -42,8 +42,8 @@ int32_t aoti_torch_dtype_int8();
 // Otherwise other libraries of the process could define the names declared here.
 #define HIDDEN __attribute__((visibility("hidden")))
 
-// The place of the states of one convolution or recurrence of one layer; the same as in native.py.
-// The stride and the size are in elements.
+// The location of the states of one convolution or recurrence of one layer; the same as in
+// native.py. The stride and the size are in elements.
 struct StateCache {
   void* state;
   int64_t block_stride, row_size;
@@ -54,11 +54,11 @@ struct StateCache {
 // The current step. Each thread has its own. The layers of a group share a batch.
 struct Step {
   const Cache* layers;
-  const int32_t* groups;   // of each layer
-  const int32_t* written;  // whether a layer writes its cache; else an earlier one does
+  const int32_t* groups;   // each layer's group
+  const int32_t* written;  // whether a layer writes its cache; else an earlier layer does
   const StateCache* states;
-  const Batch* batches;  // of each group
-  const StepAdapters* adapters;  // or null if no sequence has one
+  const Batch* batches;  // each group's batch
+  const StepAdapters* adapters;  // or null without adapters
   int32_t threads;
 };
 extern __thread Step step HIDDEN;
@@ -120,13 +120,13 @@ inline Memory allocate(int64_t bytes) {
   return Memory(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
 }
 
-// Where an operator puts its result: memory that a program frees, or a new tensor of PyTorch's.
+// The destination of an operator's result: memory that a program frees, or a new PyTorch tensor.
 struct Result {
   View* view;
   Memory* memory;  // null for a tensor
   Tensor* tensor;
 
-  // Makes an uninitialized contiguous result; returns null if there is no memory for it.
+  // Allocates an uninitialized contiguous result; returns null without memory.
   void* make(const int64_t* sizes, int32_t dimensions, int32_t dtype) const {
     *view = {nullptr, dtype, dimensions, {}, {}};
     int64_t elements = 1;
@@ -161,7 +161,7 @@ struct Tensors {
   }
 };
 
-// The conversion of a program's word to an operator's argument, and its letter in signatures.
+// Converts a program's word to an operator's argument; kLetter stands for it in signatures.
 template <class T>
 struct Argument {
   static constexpr char kLetter = std::is_floating_point_v<T> ? 'f' : 'i';

@@ -1,4 +1,4 @@
-// The results of a linear layer: its bias, adapters, gate and residual, and where they go.
+// Finishes and stores the results of a linear layer: bias, adapters, gate and residual.
 #pragma once
 
 #include <cstdint>

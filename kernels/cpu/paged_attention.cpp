@@ -11,8 +11,8 @@
 //
 // Packing K and V in every step, from a plain cache, took longer: 491 us per layer instead of 399
 // for 48 decodes at 200 tokens, 409 instead of 325 for 4 at 2048, 3.89 ms instead of 3.79 for 512
-// tokens of 1024 (AMD EPYC 9004, two threads, bf16, 9 query heads, 3 KV heads of 64; the least of
-// three interleaved runs each, on a busy machine). Only reading the K and V of those 48 took 306.
+// tokens of 1024 (AMD EPYC 9004, two threads, bf16, 9 query heads, 3 KV heads of 64; the minimum of
+// three interleaved runs each, on a busy machine). Reading the K and V of those 48 alone took 306.
 //
 // Slots past the end of the keys may hold anything, including NaN: their logits are replaced, not
 // added to, and their values are left out of the products.
@@ -25,7 +25,7 @@
 
 namespace {
 
-constexpr int64_t kMinParallelWork = 1 << 17;  // with fewer products, threads cost more
+constexpr int64_t kMinParallelWork = 1 << 17;  // fewer products do not pay for threads
 
 template <class T>
 void attend(const Attention& p, const Plan& plan, int threads) {
@@ -38,7 +38,7 @@ void attend(const Attention& p, const Plan& plan, int threads) {
 #pragma omp parallel num_threads(threads) if (parallel)
   {
     Worker<T> worker(p, parts.get());
-    // Taken one item ahead, so that a thread can prefetch its next item's keys.
+    // Threads take items one ahead, to prefetch the next item's keys.
     int i = queue++;
     if (i < items) worker.start(plan.items[i]);
     while (i < items) {

@@ -38,11 +38,10 @@ struct Sight {
   }
 };
 
-// Returns where an item begins whose first query sees keys from `first_key`.
+// Returns the first key of an item whose first query sees keys from `first_key` on.
 inline int begin_at(int first_key) { return first_key - first_key % kFirstKey; }
 
-// A row r is token r / group and head r % group of the sequence's tokens and of the
-// query heads that share the KV head.
+// Row r is token r / group of the sequence and head r % group of those that share the KV head.
 struct Item {
   int seq, kv_head;
   int row_begin, rows;
@@ -50,7 +49,7 @@ struct Item {
   int part;                // index of the partial result; -1: the result is complete
 };
 
-// A result with the parts [part, part + parts).
+// A result that merges the parts [part, part + parts).
 struct Merge {
   Item item;
   int part, parts;
@@ -60,10 +59,10 @@ struct Plan {
   std::vector<Item> items;
   std::vector<Merge> merges;
   int parts = 0;
-  int64_t work = 0;  // products of a query row and a key
+  int64_t work = 0;  // (query row, key) pairs
 };
 
-// Divides the batch into items, the last (longest) rows of a sequence first.
+// Divides the batch into items; a sequence's last (longest) rows come first.
 inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sight) {
   Plan plan;
   for (int seq = 0; seq < batch.num_seqs; seq++) {
@@ -85,7 +84,7 @@ inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sig
   return plan;
 }
 
-// Splits long items by keys until every thread has a few.
+// Splits long items by keys until every thread has a few items.
 inline void split_items(Plan& plan, int threads) {
   const int wanted = kItemsPerThread * threads;
   if (threads == 1 || plan.items.empty() || int(plan.items.size()) >= wanted) return;
@@ -110,8 +109,7 @@ inline void split_items(Plan& plan, int threads) {
   }
 }
 
-// Returns 0, or 1 + a sequence whose block table names a block that does not exist, among those that
-// its queries see.
+// Returns 0, or 1 + the index of a sequence whose queries see a block that does not exist.
 inline int find_bad_table(const Batch& batch, const Cache& cache, Sight sight) {
   for (int seq = 0; seq < batch.num_seqs; seq++) {
     const int32_t* table = batch.block_tables + seq * batch.table_stride;

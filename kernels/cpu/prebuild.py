@@ -23,7 +23,7 @@ def prebuild(target: Path) -> list[Path]:
         target: The directory for the libraries.
 
     Returns:
-        Them; none if there is no g++ or there are no levels for this architecture.
+        The libraries; none without g++ or without levels for this architecture.
 
     Raises:
         OSError: The compiler fails.
@@ -44,13 +44,13 @@ def prebuild(target: Path) -> list[Path]:
 
 
 def prebuild_here(target: Path) -> Path | None:
-    """Compile a library for this machine, if it is not there.
+    """Compile a library for this machine unless it exists.
 
     Args:
-        target: The directory for it; others are removed.
+        target: Its directory; other libraries there are removed.
 
     Returns:
-        It; None if there is no compiler.
+        The library's path; None if there is no compiler.
 
     Raises:
         OSError: The compiler fails.
@@ -72,7 +72,7 @@ def prebuild_here(target: Path) -> Path | None:
 
 
 def _run(name: str) -> dict[str, Any]:
-    """Run a file of Python, which imports nothing of Octavo; return its names."""
+    """Run a Python file that imports nothing of Octavo; return its names."""
     return runpy.run_path(str(HERE / name))
 
 

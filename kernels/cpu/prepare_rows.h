@@ -1,4 +1,4 @@
-// Rows as products take them: normed, rounded to bytes, or as they are.
+// Prepares rows for products: normed, rounded to bytes, or unchanged.
 //
 // Elements are uint16_t, which is bfloat16 here, or float.
 #pragma once
@@ -29,7 +29,7 @@ inline void store_first_floats(uint16_t* to, int64_t count, Floats x) {
 }
 inline void store_first_floats(float* to, int64_t count, Floats x) { store_first(to, count, x); }
 
-// Rounds to elements where the model does, so that near ties come out the same.
+// Rounds to elements where the model does, so that near ties end the same way.
 template <class Element>
 Floats rounded(Floats x) {
   return sizeof(Element) == 2 ? BFloat16::widen(BFloat16::narrow(x)) : x;
@@ -97,13 +97,13 @@ inline Range round_row(const uint16_t* row, const LinearLayer& layer, const floa
     whole = whole > 255 ? broadcast(255) : whole;
     store_first(bytes + i, x.count - i, __builtin_convertvector(whole, Bytes));
   }
-  // A norm divides the whole row, which is the same as dividing the step.
+  // Dividing a whole row by its norm equals dividing the step.
   const float scale = layer.norm ? inverse_rms(row, layer) : 1;
   return {step * scale, static_cast<float>(zero[0])};
 }
 
-// Products of a row's bytes and a panel's weights, in float32. `scales` and `row_sums` are the
-// panel's; see `Scales`.
+// Converts products of a row's bytes and a panel's weights to float32. `scales` and `row_sums` are
+// the panel's; see `Scales`.
 inline void to_floats(const Ints* sums, const Range& range, const float* scales,
                       const float* row_sums, Floats* values) {
   for (int j = 0; j < kPanelVectors; j++) {

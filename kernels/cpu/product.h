@@ -1,4 +1,4 @@
-// The matrix product, blocked for registers, of rows of words and words in a cache.
+// The product of rows of words with words in a cache, blocked for registers.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ constexpr int kMicroColumns = 4;  // vectors; 32 registers
 constexpr int kMicroColumns = 2;  // vectors; 16 registers
 #endif
 
-// Loads rows of elements of T, for a matrix.
+// Loads rows of elements of T as a matrix.
 template <class T>
 struct Elements {
   using Stored = typename T::Stored;
@@ -64,7 +64,7 @@ class Product {
   void run_block(int row, int column) const {
     const uint32_t* a = a_ + row * a_stride_;
     float* c = c_ + row * c_stride_ + column * kLanes;
-    Fetcher fetcher = fetcher_;  // by value, to live in registers
+    Fetcher fetcher = fetcher_;  // by value, to stay in registers
     Floats sum[kRows][kColumns];
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i++)

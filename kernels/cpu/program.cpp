@@ -1,4 +1,4 @@
-// Programs: a traced step's calls of Octavo's operators, run without Python and without PyTorch's
+// Programs: a traced step's calls of Octavo's operators, run without Python and PyTorch's
 // dispatcher, which would take longer than a small model's products.
 //
 // program.py writes them, as words of 64 bits. Tensors have numbers: first a program's inputs, then
@@ -121,8 +121,8 @@ class Run {
   std::vector<Memory> memory_;
 };
 
-// Runs a program as PyTorch calls operators: with its address, the step's tokens and rows, and the
-// inputs. Throws what PyTorch raises in Python.
+// Runs a program with PyTorch's calling convention: its address, the step's tokens and rows, and
+// the inputs. Throws exceptions that PyTorch raises in Python.
 void run(Value* stack, uint64_t num_arguments, uint64_t num_outputs) {
   constexpr uint64_t kNumbers = 3;
   Owned inputs, outputs;
@@ -137,7 +137,7 @@ void run(Value* stack, uint64_t num_arguments, uint64_t num_outputs) {
   outputs.tensors.clear();
 }
 
-// The words of a list: "Tensor x0, Tensor x1, ...".
+// The text of a list: "Tensor x0, Tensor x1, ...".
 std::string list(const char* each, int count) {
   std::string words;
   for (int i = 0; i < count; i++) {
@@ -157,8 +157,8 @@ extern "C" const char* octavo_operator(int64_t number, const char** signature) {
   return operators()[number].name;
 }
 
-// Registers `octavo::<name>`, which runs programs of these numbers of inputs and outputs:
-// (int program, int tokens, int rows, Tensor x0, ...) -> (Tensor y0, ...).
+// Registers `octavo::<name>`, which runs programs with these numbers of inputs and outputs: (int
+// program, int tokens, int rows, Tensor x0, ...) -> (Tensor y0, ...).
 extern "C" Error octavo_register_run(const char* name, int inputs, int outputs) {
   static Library definitions, kernels;
   if (!kernels &&

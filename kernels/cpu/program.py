@@ -22,7 +22,7 @@ from torch import Tensor
 
 MAX_DIMENSIONS = 8
 FIRST_CONSTANT = 1 << 32
-"""The number of a program's first constant; the others count from it."""
+"""The number of a program's first constant; the others follow."""
 ABSENT = -1
 VIEW, FREE = -1, -2
 DTYPES = "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"
@@ -30,7 +30,7 @@ DTYPES = "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"
 
 
 class Linear(NamedTuple):
-    """A number that is linear in a step's numbers of tokens and rows."""
+    """A size that is linear in a step's number of tokens and number of rows."""
 
     constant: int
     tokens: int = 0
@@ -57,12 +57,12 @@ class _Program(Structure):
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A program that can be run, as `octavo::<name>` with `address` as its first argument.
+    """A finished program; `octavo::<name>` runs it, with `address` as the first argument.
 
     Attributes:
-        name: Name of the operator that runs programs of as many inputs and outputs.
-        address: The program's place in memory, valid as long as this object lives.
-        kept: The memory that it points to.
+        name: Name of the operator that runs programs with this many inputs and outputs.
+        address: The program's address, valid while this object lives.
+        kept: The memory that the program points to.
     """
 
     name: str
@@ -112,12 +112,12 @@ class Programs:
 
 
 class ProgramBuilder:
-    """Writes a program. Its methods return the numbers of tensors.
+    """Builds a program. Its methods return tensors' numbers.
 
     Args:
         operators: Number and signature of each operator, by name.
-        dtypes: PyTorch's numbers of types.
-        run: Returns the operator that runs programs of numbers of inputs and outputs.
+        dtypes: PyTorch's numbers of dtypes.
+        run: Returns the operator that runs programs with a number of inputs and of outputs.
     """
 
     def __init__(
@@ -134,12 +134,12 @@ class ProgramBuilder:
         self._inputs = self._others = self._outputs = 0
 
     def input(self) -> int:
-        """Add the next input; all come before what is made."""
+        """Add the next input; all inputs come before constants and calls."""
         self._inputs += 1
         return self._next()
 
     def constant(self, tensor: Tensor) -> int:
-        """Add a tensor that never changes, of one of `DTYPES`."""
+        """Add a constant tensor of one of `DTYPES`."""
         self._constants.append(tensor)
         return FIRST_CONSTANT + len(self._constants) - 1
 
@@ -148,7 +148,7 @@ class ProgramBuilder:
 
         Args:
             name: Its name in operators.cpp.
-            arguments: Numbers of tensors, and numbers; None for one that is absent.
+            arguments: Tensors' numbers, and plain numbers; None for an absent argument.
             output: Whether the result is the program's next output.
         """
         number, signature = self._operators[name]
@@ -163,7 +163,7 @@ class ProgramBuilder:
 
         Args:
             tensor: Its number.
-            dtype: Its type, and the view's.
+            dtype: The dtype of both.
             layout: The view's sizes, its strides, and its offset in that tensor, in elements.
         """
         sizes, strides, offset = layout
@@ -174,7 +174,7 @@ class ProgramBuilder:
         return made
 
     def free(self, tensor: int) -> None:
-        """Give a result's memory back."""
+        """Free a result's memory."""
         self._words += [FREE, tensor]
 
     def finish(self) -> Program:
@@ -198,7 +198,7 @@ class ProgramBuilder:
 
 
 def _word(letter: str, value: Any) -> int:  # noqa: ANN401
-    """Return an argument's word, by its letter in the operator's signature."""
+    """Encode an argument as a word, by its letter in the operator's signature."""
     if letter == "f":
         bits: int = struct.unpack("q", struct.pack("d", value or 0.0))[0]
         return bits

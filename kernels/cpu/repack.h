@@ -1,4 +1,4 @@
-// Turns keys in K's layout into values in V's (see cache.h), by transposing them in registers.
+// Transposes keys in K's layout to values in V's layout (see cache.h), in registers.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// RMSNorm (Zhang and Sennrich, 2019) of rows that no product norms itself: of heads, and of the
-// results that a layer adds to its input.
+// RMSNorm (Zhang and Sennrich, 2019) of rows that no product norms: heads, and results that a layer
+// adds to its input.
 
 #include <algorithm>
 #include <cmath>
@@ -9,7 +9,7 @@
 
 namespace {
 
-constexpr int64_t kElementsOfThread = 1 << 14;  // fewer are not worth a thread
+constexpr int64_t kElementsOfThread = 1 << 14;  // fewer do not pay for a thread
 
 template <class Element, class Weight>
 void norm_row(const Element* row, int64_t width, const Weight* weights, float epsilon,
@@ -56,10 +56,10 @@ void norm_rows(const void* x, int dimensions, const int64_t* sizes, const int64_
 
 }  // namespace
 
-// Norms the rows of a tensor, whose elements lie next to each other, to a contiguous one.
+// Norms the rows of a tensor, whose elements are adjacent, into a contiguous one.
 //
 // Elements are float32 if `wide`, else bfloat16, and so are weights, which may be null.
-// `rounds_first` rounds to the elements' type before the weights multiply, too.
+// `rounds_first` also rounds to the elements' type before multiplying by the weights.
 extern "C" void octavo_rms_norm(const void* x, int dimensions, const int64_t* sizes,
                                 const int64_t* strides, bool wide, const void* weights,
                                 bool wide_weights, float epsilon, bool rounds_first, void* out,

@@ -1,4 +1,4 @@
-// Rounds weights as octavo/engine/models/quantization/rounding.py defines it.
+// Rounds weights as engine/models/quantization/rounding.py defines.
 
 #include <algorithm>
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace {
 
-constexpr int kTried = 4;             // numbers of steps, from kMost down, as LEVELS has them
+constexpr int kTried = 4;             // numbers of steps from kMost down, as in LEVELS
 constexpr int kMost = 15;
 constexpr float kEpsilon = 1e-8f;
 constexpr int kHalf = kGroupInputs / 2;
@@ -26,7 +26,7 @@ struct RoundedGroup {
   uint16_t scale, zero;
 };
 
-// Returns the numbers with the least squared error.
+// Returns the codes with the least squared error.
 template <class Element, class Scale>
 RoundedGroup<Scale> round_to_4_bits(const typename Element::Stored* from) {
   constexpr int kVectors = kGroupInputs / kLanes;
@@ -78,8 +78,8 @@ RoundedGroup<Scale> round_to_4_bits(const typename Element::Stored* from) {
   return group;
 }
 
-// Stores a block of GGUF's Q4_1: the scale, the least weight, and the codes, where the two halves
-// of the block share bytes.
+// Stores a block of GGUF's Q4_1: the scale, the least weight, and the codes; the block's halves
+// share bytes.
 void store_q4_1(const RoundedGroup<Float16>& group, uint8_t* to) {
   uint16_t halves[kLanes] = {group.scale, group.zero};
   const Floats wide = Float16::load_floats(halves);
@@ -111,8 +111,8 @@ Floats load_some(const typename Element::Stored* from, int64_t count) {
   return Element::load_floats(some);
 }
 
-// Sets `bytes` to an output's weights times `factors`, in 127 steps; returns the value of a step.
-// `sum` gets the sum of the bytes.
+// Sets `bytes` to an output's weights times `factors`, in 127 steps; returns the step size. `sum`
+// gets the sum of the bytes.
 template <class Element>
 float round_to_bytes(const typename Element::Stored* from, const float* factors, int64_t inputs,
                      int8_t* bytes, int32_t* sum) {
@@ -185,8 +185,8 @@ extern "C" void octavo_round_to_q4_1(const void* weight, int64_t stride, int64_t
   });
 }
 
-// Rounds a weight times the factors of its inputs to bytes, with a scale for each output; also sets
-// the sum of each output's bytes, scaled.
+// Rounds a weight times its inputs' factors to bytes, with a scale per output; also sets each
+// output's scaled sum of bytes.
 extern "C" void octavo_round_to_bytes(const void* weight, int64_t stride, int64_t wide,
                                       int64_t outputs, int64_t inputs, const float* factors,
                                       int8_t* bytes, float* scales, float* sums, int threads) {

@@ -1,4 +1,4 @@
-"""Rounding of weights in C++, with the bits of `octavo.engine.models.quantization.rounding`."""
+"""Rounding of weights in C++; same bits as `octavo.engine.models.quantization.rounding`."""
 
 from ctypes import CDLL, c_int, c_int64, c_void_p
 
@@ -27,7 +27,7 @@ class RoundingKernels:
         self._widest.argtypes, self._widest.restype = (*weight, c_void_p, c_int), None
 
     def to_q4_1(self, weight: Tensor) -> Tensor:
-        """Round a weight to 4 bits; each group gets the scale of the least squared error.
+        """Round a weight to 4 bits; each group gets the scale with the least squared error.
 
         Args:
             weight: `[outputs, inputs]` bfloat16 or float32, whole groups.
@@ -43,7 +43,7 @@ class RoundingKernels:
         return out
 
     def to_bytes(self, weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Round a weight times the factors of its inputs to 8 bits.
+        """Multiply a weight by its inputs' factors and round it to 8 bits.
 
         Args:
             weight: `[outputs, inputs]`, floats.

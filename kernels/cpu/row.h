@@ -1,8 +1,8 @@
 // A row of logits and its truncation without sorting.
 //
-// A bound on the logit excludes tokens that cannot be among the most likely ones. Tens to thousands
-// of tokens are left, and the cut among them is found by narrowing a range of keys: integers that
-// rise with the logits. All sums are over one row, in an order that depends on this row only.
+// A bound on the logit excludes tokens that cannot be among the most likely ones. The cut among the
+// remaining tens to thousands is found by narrowing a range of keys: integers that rise with the
+// logits. All sums are over one row, in an order that depends only on this row.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 
 #include "vector.h"
 
-constexpr int64_t kChunk = 64;  // vectors of weights that are summed as floats
+constexpr int64_t kChunk = 64;  // vectors of weights summed as floats
 constexpr int64_t kGroup = 16;  // logits per group; the groups' maxima bound top-k
 constexpr int kBounds = 3;      // tried at a time
 constexpr float kLog2E = 1.44269504f;
@@ -21,7 +21,7 @@ constexpr float kImpossible = -std::numeric_limits<float>::infinity();
 
 inline int64_t num_vectors(int64_t count) { return (count + kLanes - 1) / kLanes; }
 
-// Integers that rise with floats, and back. -0 is 0.
+// Converts floats to integers of the same order, and back. -0 is 0.
 inline Ints to_keys(Floats x) {
   const Ints bits = (Ints)(x + 0.f);
   return bits ^ (bits >> 31 & 0x7fffffff);
@@ -70,8 +70,8 @@ class Row {
   float scale_, greatest_;
 };
 
-// Some of a row's tokens, in the vocabulary's order: the keys of their logits, and their ids. The
-// last vector is padded with tokens of weight 0.
+// Some tokens of a row, in the vocabulary's order: their logits' keys, and their ids. The last
+// vector is padded with tokens of weight 0.
 struct Candidates {
   std::vector<int32_t> keys, places;
   std::vector<float> weights;
@@ -95,7 +95,7 @@ struct Candidates {
     store(&weights[count], Floats{});
   }
 
-  // Returns one past the last of the first `spare` candidates with this key.
+  // Returns the index after the `spare`th candidate with this key.
   int64_t end_of(int32_t key, double spare) const {
     for (int64_t i = 0; i < count; i++)
       if (keys[i] == key && --spare < 1) return i + 1;
@@ -140,7 +140,7 @@ struct Candidates {
   }
 };
 
-// Returns the sum of the vectors `numbers(i)` for i in [first, end), at most kChunk of them.
+// Sums the vectors `numbers(i)` for i in [first, end), at most kChunk of them.
 template <class Numbers>
 double add(int64_t first, int64_t end, Numbers numbers) {
   Floats sum{};
@@ -156,20 +156,20 @@ double add_all(int64_t end, Numbers numbers) {
   return sum;
 }
 
-// A cut of candidates: those with a greater key are kept, and the first `spare` with this key.
+// A cut of candidates: it keeps those with a greater key and the first `spare` with this key.
 struct Cut {
   int32_t key;
   double spare;
 };
 
-// A range of keys, and the measure of the candidates with keys from its end on.
+// A range of keys, and the measure of the candidates with keys at or above its end.
 struct Range {
   int64_t begin, end;
   double measured = 0;
 };
 
-// Narrows a range to the greatest key from which on candidates measure at least `target`, or to its
-// first key if there is none. measure(i) returns the measures of the i-th vector's candidates.
+// Narrows a range to the greatest key such that candidates from it on measure at least `target`, or
+// to its first key. measure(i) returns the measures of the i-th vector's candidates.
 template <class Measure>
 Range narrow(const Candidates& candidates, Range range, double target, Measure measure) {
   const int64_t vectors = candidates.vectors();
@@ -202,7 +202,7 @@ inline Cut cut_top_k(const Row& row, int64_t top_k, Candidates& candidates) {
   const auto one = [](int64_t) { return broadcast(1.f); };
   Range range{to_key(kImpossible), int64_t{to_key(row.greatest())} + 1};
   candidates.gather_greatest(row);
-  // If this many groups' maxima reach a bound, at least as many logits do.
+  // If k groups' maxima reach a bound, at least k logits do.
   if (top_k <= candidates.count) range.begin = narrow(candidates, range, top_k, one).begin;
   candidates.gather(row, from_key(range.begin));
   range = narrow(candidates, range, top_k, one);

@@ -1,4 +1,4 @@
-// Log-probabilities of one token of each row, and of its most likely tokens.
+// Log-probabilities of one token per row, and of the row's most likely tokens.
 
 #include <utility>
 
@@ -6,8 +6,8 @@
 
 namespace {
 
-// Writes the ids and log-probabilities of a row's `most` most likely tokens, most likely first, on
-// a tie the lowest ids. A row with NaN may have fewer.
+// Writes the ids and log-probabilities of a row's `most` most likely tokens, most likely first,
+// lowest ids first on a tie. A row with NaN may have fewer.
 void write_top(const Row& row, float normaliser, int64_t most, int64_t* places,
                float* logprobs) {
   thread_local Candidates candidates;

@@ -10,9 +10,9 @@
 
 namespace {
 
-constexpr int kChannels = 64;   // of an item
+constexpr int kChannels = 64;   // per item
 constexpr int kTokens = kLanes > 8 ? kLanes : 8;  // at a time; whole vectors
-constexpr int kMostVectors = 2;  // of a state at a time
+constexpr int kMostVectors = 2;  // vectors of a state at a time
 
 template <class T>
 class Worker {
@@ -46,7 +46,7 @@ class Worker {
            channel % p_.channels_per_row * p_.state_size;
   }
 
-  // Loads b and c, the steps and their products with x, and sets the results to d * x.
+  // Loads b, c, the step sizes and their products with x; sets the results to d * x.
   void load_tokens(int64_t token, int count) {
     for (int t = 0; t < count; t++, token++) {
       widen<T>(static_cast<const Stored*>(p_.b) + token * p_.b_stride, p_.state_size,
@@ -74,7 +74,7 @@ class Worker {
     }
   }
 
-  // Takes a channel's state through some tokens, and adds its results.
+  // Updates a channel's state by some tokens, and adds its results.
   void scan_tokens(int count, int channel, float* state, bool is_new) {
     Floats sums[kTokens] = {};
     scan(count, channel, state, is_new, sums);
@@ -85,7 +85,7 @@ class Worker {
     }
   }
 
-  // Takes the states of a vector of channels through one token, and adds its results.
+  // Updates the states of a vector of channels by one token, and adds the results.
   void scan_channels(int seq, int channel, bool is_new) {
     Floats sums[kLanes] = {};
     for (int i = 0; i < std::min(kLanes, count_ - channel); i++)

@@ -1,11 +1,11 @@
-// Mamba-2's state space model (Dao and Gu 2024): several tokens as products, few one by one.
+// Mamba-2's state space model (Dao and Gu 2024): chunks of tokens as products, few tokens in turn.
 //
 // In a chunk of tokens, with the running sums G of a * dt, token t returns
 //
 //   exp(G_t) S c_t + sum over j <= t of exp(G_t - G_j) (c_t b_j) dt_j x_j
 //
 // (section 6), and all factors are at most 1. The state S is [head_dim][state_size], so that
-// results come as columns of S C: the lanes of a vector are tokens.
+// results are columns of S C: the lanes of a vector are tokens.
 
 #include <algorithm>
 #include <cstring>
@@ -17,8 +17,8 @@
 namespace {
 
 constexpr int kTokens = std::max(16, kMicroColumns * kLanes);  // per chunk
-constexpr int kFew = 3;            // tokens that are faster one by one
-constexpr int kMostHeads = 8;      // of an item: their states stay in a core's cache
+constexpr int kFew = 3;            // up to so many tokens, one by one is faster
+constexpr int kMostHeads = 8;      // per item: their states stay in a core's cache
 constexpr int kItemsPerThread = 4;
 
 template <class T>
@@ -98,7 +98,7 @@ class Worker {
              num_vectors(count), products_.data(), kTokens, nullptr);
   }
 
-  // Sets the steps of some tokens, with zeros up to a whole vector.
+  // Sets the step sizes of some tokens, with zeros up to a whole vector.
   void load_steps(int token, int count, int head, float* steps) const {
     for (int t = 0; t < count; t++) steps[t] = p_.dt[int64_t{token + t} * p_.heads + head];
     std::fill(steps + count, steps + whole_vectors(count), 0.f);
@@ -117,7 +117,7 @@ class Worker {
     load_steps(token, count, head, dt);
     for (int t = 0; t < vectors * kLanes; t++) sums[t] = total += p_.a[head] * dt[t];
     load_x(token, count, head, dt);
-    // Results of the state before the chunk, [head_dim][tokens].
+    // Computes the old state's results, [head_dim][tokens].
     multiply(dim, p_.state_size, state, width_, {columns_.data(), kTokens}, vectors,
              results_.data(), kTokens, nullptr);
     for (int v = 0; v < vectors; v++) {
@@ -130,7 +130,7 @@ class Worker {
     weigh(count, sums);
     multiply(dim, count, x_.data(), kTokens, {weights_.data(), kTokens}, vectors, results_.data(),
              kTokens, ones_.data());
-    // The state after the chunk.
+    // Computes the state after the chunk.
     for (int t = 0; t < count; t++) {
       const float decay = power_of_e(total - sums[t]);
       for (int i = 0; i < width_; i += kLanes)

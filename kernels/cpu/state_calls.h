@@ -1,4 +1,4 @@
-// The arguments of the kernels of layers that keep a state.
+// The arguments of the kernels of stateful layers.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct StateRows {
                     query_count(seq) * bytes_per_token);
   }
 
-  // Returns 0, or 1 + a sequence whose first `count` rows are in a block that does not exist.
+  // Returns 0, or 1 + the index of a sequence with one of its first `count` rows in no block.
   int find_bad_table(int count) const {
     const int first = first_row / rows_per_block, end = (first_row + count - 1) / rows_per_block;
     for (int seq = 0; seq < num_seqs; seq++)
@@ -86,7 +86,7 @@ struct SelectiveScan {
   int32_t channels, channels_per_row, state_size, dtype, dt_dtype, softplus;
 };
 
-// They return 0, or 1 + a sequence whose table names a block that does not exist.
+// They return 0, or 1 + the index of a sequence whose table names a block that does not exist.
 extern "C" {
 int octavo_causal_conv(const CausalConv*, int threads);
 int octavo_ssd(const Ssd*, int threads);

@@ -1,6 +1,6 @@
 // The operators that update states; see operators.cpp.
 //
-// The steps, rates and gates of recurrences must be contiguous float32, as the graph makes them.
+// Step sizes, rates and gates of recurrences must be contiguous float32, as in the graph.
 
 #include "operators.h"
 #include "state_calls.h"

@@ -1,4 +1,4 @@
-"""The C++ kernels of layers that keep a state: passes tensors' pointers and strides."""
+"""The C++ kernels of stateful layers: passes tensors' pointers and strides."""
 
 import math
 from ctypes import (
@@ -215,12 +215,12 @@ def _floats(x: Tensor | None) -> Tensor | None:
 
 
 def _pointer(x: Tensor | None) -> int | None:
-    """Return where a tensor begins."""
+    """Return a tensor's address."""
     return None if x is None else x.data_ptr()
 
 
 def _results(like: Tensor) -> Tensor:
-    """Return a tensor for results."""
+    """Return an uninitialized tensor for results."""
     return torch.empty_like(like, memory_format=torch.contiguous_format)
 
 

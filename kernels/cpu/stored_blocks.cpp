@@ -1,4 +1,4 @@
-// Weights in GGUF's block formats, from the bytes of a file: widened, or laid out for the kernels.
+// Dequantizes weights in GGUF's block formats from a file's bytes, or packs them for the kernels.
 //
 // ggml's ggml-common.h defines the bytes. The products of a code and its scales and of a minimum
 // and its scales are exact in float32, so compilers may fuse them with additions.
@@ -12,11 +12,11 @@
 namespace {
 
 constexpr int kHalf = kBlock / 2;
-constexpr int kChunkBytes = 8192;  // of a panel; they stay in the first cache
+constexpr int kChunkBytes = 8192;  // of a panel at a time, to stay in the first cache
 typedef uint8_t HalfBlock __attribute__((vector_size(kHalf)));
 typedef uint32_t FourWords __attribute__((vector_size(kHalf)));
 
-// A unit of an output. Codes of 8 bits and whole numbers of Q6_K have a sign.
+// A unit of an output. 8-bit codes, and Q6_K's integer scales, are signed.
 template <class K>
 struct StoredUnit {
   static constexpr int kBlocks = K::kUnitBlocks;
@@ -25,7 +25,7 @@ struct StoredUnit {
                                 (K::kBits == 6 ? 16 : K::kSuper ? 12 : 0);
 
   alignas(64) uint8_t codes[kBlocks * kBlock];
-  uint16_t outer[kLanes];  // the scale and the minimum, and zeros: as many as are widened at once
+  uint16_t outer[kLanes];  // scale, minimum, and zeros up to one widening
   uint8_t scales[kBlocks * K::kGroups], mins[kBlocks];
 
   void read(const uint8_t* from) {
@@ -57,7 +57,7 @@ struct StoredUnit {
   }
 
   void read_high(const uint8_t* high) {
-    if constexpr (K::kSuper) {  // bit b of a byte is of block b
+    if constexpr (K::kSuper) {  // bit b of a byte belongs to block b
       for (int at = 0; at < kBlock; at += kHalf) {
         const auto bits = load<HalfBlock>(high + at);
 #pragma GCC unroll 8
@@ -73,7 +73,7 @@ struct StoredUnit {
     }
   }
 
-  // The scales and minima of 6 bits in 12 bytes.
+  // Unpacks 6-bit scales and minima from 12 bytes.
   void read_small(const uint8_t* packed) {
     const auto first = load<uint32_t>(packed), second = load<uint32_t>(packed + 4);
     const auto third = load<uint32_t>(packed + 8);
@@ -111,7 +111,7 @@ struct StoredUnit {
 struct StoredRows {
   const uint8_t* bytes;
   int64_t row_bytes;
-  const int64_t* order;  // of outputs; null if they are in order
+  const int64_t* order;  // each output's row; null: in order
 
   const uint8_t* row(int64_t output) const {
     return bytes + (order ? order[output] : output) * row_bytes;
@@ -158,7 +158,7 @@ void widen(const StoredRows& rows, int64_t outputs, void* y, int threads) {
   }
 }
 
-// Stores a block's codes as `Blocks::codes` takes them apart; `to` is a lane of the first vector.
+// Stores a block's codes as `Blocks::codes` unpacks them; `to` is a lane of the first vector.
 template <class K>
 void pack_codes(const uint8_t* codes, uint8_t* to) {
   uint32_t words[K::kBits] = {};

@@ -7,10 +7,10 @@
 #include <atomic>
 #include <cstdint>
 
-// How far ahead of its reads a thread prefetches, in bytes.
+// Distance from a thread's reads to its prefetches, in bytes.
 constexpr int kStreamBytes = 4096;
 
-// The cache that __builtin_prefetch loads a line into. Panels that are read again do not fit the
+// The cache level that __builtin_prefetch fills. Panels that are read again do not fit in the
 // first.
 enum Locality { kSecondCache = 2, kFirstCache = 3 };
 
@@ -39,7 +39,7 @@ class Streams {
 
  private:
   static constexpr int kMostRanges = 64;
-  struct alignas(64) Next {  // a line of its own, which one thread alone writes until it is done
+  struct alignas(64) Next {  // its own line: one thread alone writes it until it is done
     std::atomic<int64_t> panel;
   };
 

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-"""By their numbers in operators.cpp."""
+"""Dtypes by their numbers in operators.cpp."""
 _Function = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_int)
 
 log = logging.getLogger(__name__)
 
 
 class RankSums:
-    """The function that adds up over ranks for the traced steps of this process.
+    """The function that sums over ranks in this process's traced steps.
 
     Args:
         library: The kernels.
@@ -25,10 +25,10 @@ class RankSums:
     def __init__(self, library: CDLL) -> None:
         self._set = library.octavo_set_sum
         self._set.argtypes, self._set.restype = (_Function,), None
-        self._function: Any = None  # kept, as C++ calls it
+        self._function: Any = None  # keeps the callback alive for C++
 
     def set(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Set it; it is called by the thread that runs a step, and holds the interpreter's lock.
+        """Set the function. The thread that runs a step calls it, with the interpreter's lock held.
 
         Args:
             add_up: Returns the sum of a flat tensor over all ranks. An error fails the step.
@@ -48,6 +48,6 @@ class RankSums:
 
 
 def _tensor_at(address: int, elements: int, dtype: torch.dtype) -> Tensor:
-    """Return a flat tensor of memory that belongs to another."""
+    """Return a flat view of memory that another object owns."""
     memory = (c_char * (elements * dtype.itemsize)).from_address(address)
     return torch.frombuffer(memory, dtype=dtype)

@@ -1,7 +1,7 @@
 // Vectors of the machine's width, and the three types that K and V are stored in.
 //
-// It uses the vector extensions of GCC and Clang, so one source serves AVX-512, AVX2 and NEON, and
-// intrinsics only for instructions that the extensions lack (conversions, the bf16 dot product).
+// It uses the vector extensions of GCC and Clang, so that one source serves AVX-512, AVX2 and NEON.
+// Intrinsics fill their gaps (conversions, the bf16 dot product).
 #pragma once
 
 #include <cstdint>

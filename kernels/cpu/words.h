@@ -1,8 +1,8 @@
-// Products of words of several numbers, by the best instructions of the CPU.
+// Products of words of several elements, by the CPU's best instructions.
 //
 // A word of weights has one float32, two bfloat16 or four bytes of an output. Where no instruction
-// multiplies all of a word's numbers at once, the word is taken apart in registers: memory holds
-// the same weights on every CPU.
+// multiplies all of a word's elements at once, registers split the word: memory holds the same
+// weights on every CPU.
 #pragma once
 
 #include "vector.h"
@@ -67,7 +67,7 @@ struct Fours {
     defined(__ARM_FEATURE_MATMUL_INT8) || defined(__ARM_FEATURE_DOTPROD)
   static constexpr int kParts = 1;
 #if defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)
-  static constexpr int kOffset = 128;  // subtracted from rows, which this instruction has signed
+  static constexpr int kOffset = 128;  // subtracted from rows, which are signed in this instruction
 #else
   static constexpr int kOffset = 0;
 #endif

@@ -8,7 +8,7 @@
 
 namespace {
 
-constexpr int64_t kMinParallelElements = 1 << 13;  // with fewer elements, threads cost more
+constexpr int64_t kMinParallelElements = 1 << 13;  // fewer do not pay for threads
 
 // Tokens in the model's layout: a token's head is contiguous. Strides are in elements.
 template <class Stored>

@@ -23,9 +23,9 @@ from octavo.kernels.triton.write_kv import write_kv
 path = "triton"
 warning: str | None = None
 MIN_CAPABILITY = (8, 0)
-"""The compute capability that the kernels need of an NVIDIA GPU: Ampere's."""
+"""Minimum compute capability of an NVIDIA GPU: Ampere's."""
 AMD_ARCHS = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
-"""The AMD GPUs with matrix units that Triton uses: CDNA 2 to 4, RDNA 3 and 4."""
+"""AMD GPUs whose matrix units Triton uses: CDNA 2 to 4, RDNA 3 and 4."""
 
 
 def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
@@ -35,7 +35,7 @@ def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
     gpu = describe_gpu(device)
     if gpu.is_amd and not gpu.arch.startswith(AMD_ARCHS):
         raise ValueError(
-            f"the kernels need an AMD GPU of {', '.join(AMD_ARCHS)}, and this one is {gpu.arch}:"
+            f"the kernels need an AMD GPU of {', '.join(AMD_ARCHS)}, but this one is {gpu.arch}:"
             " use a CPU"
         )
     if not gpu.is_amd and gpu.capability < MIN_CAPABILITY:

@@ -1,6 +1,6 @@
 """Convolves each channel over its latest inputs: one program per sequence and tile of channels."""
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 from octavo.kernels.state_rows import StateRows
 from octavo.kernels.triton.state_rows import place_of, row_arguments, tokens_of
 
-_TOKENS = 16  # at a time
+_TOKENS = 16  # loaded at a time
 _CHANNELS = 64  # per program
 
 
@@ -34,7 +34,7 @@ def causal_conv_kernel(  # noqa: PLR0917
     first_row,
     rows_per_block,
     WIDTH: tl.constexpr,
-    PADDED_WIDTH: tl.constexpr,  # a power of two from WIDTH - 1 on
+    PADDED_WIDTH: tl.constexpr,  # the next power of two from WIDTH - 1
     TOKENS: tl.constexpr,
     CHANNELS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -52,7 +52,7 @@ def causal_conv_kernel(  # noqa: PLR0917
             first_row, rows_per_block,
         )  # fmt: skip
         at = state + place + (channel % channels_per_row) * past
-        before = tl.where(has_state == 1, first, -WIDTH)  # inputs before it are in the state
+        before = tl.where(has_state == 1, first, -WIDTH)  # the state holds the inputs before it
         for begin in range(first, end, TOKENS):
             token = begin + tl.arange(0, TOKENS)
             total = tl.zeros([TOKENS, CHANNELS], tl.float32)
@@ -73,7 +73,7 @@ def causal_conv_kernel(  # noqa: PLR0917
             to = out + token[:, None].to(tl.int64) * channels + channel[None, :]
             is_own = (token < end)[:, None] & real[None, :]
             tl.store(to, total.to(out.dtype.element_ty), mask=is_own)
-        # The last inputs, some of which may be old ones that move.
+        # The last inputs; some of them may come from the old state.
         slot = tl.arange(0, PADDED_WIDTH)
         source = end - past + slot
         kept = (slot < past)[:, None] & real[None, :]
@@ -82,7 +82,7 @@ def causal_conv_kernel(  # noqa: PLR0917
         from_x = x + channel[None, :] + source[:, None].to(tl.int64) * x_stride
         value = tl.load(from_x, mask=loaded, other=0.0)
         value += tl.load(at[None, :] + (source - first + past)[:, None], mask=old, other=0.0)
-        tl.debug_barrier()  # every thread has read what another one overwrites
+        tl.debug_barrier()  # all threads have read before one overwrites
         tl.store(at[None, :] + slot[:, None], value, mask=kept)
 
 

@@ -3,7 +3,7 @@
 A block is contiguous, so this kernel copies 32-bit words, whatever their type.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -14,10 +14,10 @@ from torch import Tensor
 from octavo.kernels.host import to_device
 
 _WORDS = 1024  # words that a program copies at a time
-_MAX_PROGRAMS = 65_535  # per block: CUDA's limit of a grid's second and third dimensions
+_MAX_PROGRAMS = 65_535  # CUDA's limit of a grid's second and third dimensions
 
 
-# An odd number of pairs misaligns the second column, which must not compile another variant.
+# An odd number of pairs misaligns the second column; this must not compile another variant.
 @triton.jit(do_not_specialize=["source_blocks", "destination_blocks"])
 def _swap_blocks_kernel(  # noqa: PLR0917
     source,

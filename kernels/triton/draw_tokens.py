@@ -1,14 +1,14 @@
 """Samples tokens from rows of logits without sorting them: one program per row.
 
-A token's distance is the difference of its logit and the greatest one, over the temperature, from 0
-to infinity; its weight is exp(-distance). A distance's bits, read as an integer, rise with it. So
-the cuts of top-k and top-p are found by narrowing a range of integers: each pass over the row
-counts or sums the weights of tokens within three bounds. The sample then inverts the running sum of
-the weights that are left. All sums are over one row, in an order that depends on its length only,
-so no sample depends on the batch.
+A token's distance is the greatest logit minus its own, over the temperature, from 0 to infinity;
+its weight is exp(-distance). A distance's bits, read as an integer, rise with it. So the kernel
+finds the cuts of top-k and top-p by narrowing a range of integers: each pass over the row counts
+tokens, or sums their weights, within three bounds. Sampling then inverts the running sum of the
+remaining weights. All sums are over one row, in an order that depends only on its length, so no
+sample depends on the batch.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import numpy as np
@@ -29,7 +29,7 @@ _INFINITY = 0x7F800000  # the bits of infinity
 def _look(  # noqa: PLR0917
     row, first, vocab_size, greatest, inv_temperature, TILE: tl.constexpr
 ):
-    """Return a tile's tokens, and their distances as numbers and as integers.
+    """Return a tile's tokens, and their distances as floats and as integers.
 
     The distance is infinite past the row's end and where a logit is NaN.
     """
@@ -51,13 +51,12 @@ def _narrow(  # noqa: PLR0917
     BY_WEIGHT: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Find the least distance within which the tokens' number or weight is `target`.
+    """Find the least distance within which the tokens' count or weight is at least `target`.
 
     Returns:
-        The bits of the distance, at most `furthest`; the number or weight of the tokens nearer than
-        that.
+        The bits of the distance, at most `furthest`, and the count or weight of nearer tokens.
     """
-    nearer = tl.full((), -1, tl.int32)  # the number or weight within it is below the target
+    nearer = tl.full((), -1, tl.int32)  # the count or weight within it is below the target
     within_nearer = tl.full((), 0.0, tl.float32)
     while furthest - nearer > 1:
         quarter = (furthest - nearer + 3) // 4
@@ -113,7 +112,7 @@ def _cut(  # noqa: PLR0917
     """Find the tokens that top-k and top-p keep.
 
     Returns:
-        The cut, all tokens nearer than which are kept; the number of tokens kept at that distance.
+        The cut's distance; all nearer tokens are kept. And the number of tokens kept at the cut.
     """
     cut = tl.full((), INFINITY, tl.int32)
     spare = tl.full((), 0.0, tl.float32) + vocab_size
@@ -127,8 +126,8 @@ def _cut(  # noqa: PLR0917
         within, nearer = _narrow(
             row, vocab_size, greatest, inv_temperature, target, cut, True, TILE
         )
-        # As many as needed to reach the target, at least one. (1e-38 is not a normal float32, and
-        # Triton 3.6 treats such a constant as a float64.)
+        # As many tokens as needed to reach the target, at least one. (1e-38 is not a normal
+        # float32, and Triton 3.6 treats such a constant as a float64.)
         weight = tl.exp(-within.to(tl.float32, bitcast=True))
         room = tl.maximum(tl.ceil((target - nearer) / tl.maximum(weight, 1e-37)), 1.0)
         spare = tl.where(within < cut, room, tl.minimum(room, spare))
@@ -140,7 +139,7 @@ def _cut(  # noqa: PLR0917
 def _end_of_ties(  # noqa: PLR0917
     row, vocab_size, greatest, inv_temperature, cut, spare, TILE: tl.constexpr
 ):
-    """Return one past the last of the first `spare` tokens at the distance `cut`."""
+    """Return the id after the `spare`th token at the distance `cut`."""
     first = tl.full((), 0, tl.int32)
     before = tl.full((), 0.0, tl.float32)
     token, _, bits = _look(row, first, vocab_size, greatest, inv_temperature, TILE)
@@ -199,17 +198,17 @@ def _invert(  # noqa: PLR0917
             row, first, vocab_size, greatest, inv_temperature, cut, end_of_ties, min_p, TILE
         )
         here = tl.sum(weight, axis=0).to(tl.float64)
-    # The tile's running sum differs from its sum by rounding: scale the target to it. Else tokens
-    # that weigh less than the difference would be drawn too often, or never.
+    # The tile's running sum differs from its sum by rounding: scale the target to it. Otherwise
+    # tokens lighter than the difference would be sampled too often, or never.
     weight = weight.to(tl.float64)
     running = before + tl.cumsum(weight, axis=0)
     reached = tl.max(running, axis=0)
-    if before + here == total:  # no later token raises it
+    if before + here == total:  # later tokens have no weight
         target = uniform * reached
     else:
         target = before + (target - before) / here * (reached - before)
     passed = running > tl.minimum(target, (1 - 2.0**-53) * reached)
-    # A GPU adds in no order: running sums may also differ where a weight is too small to tell.
+    # A GPU adds in any order, so running sums may also differ where weights are negligible.
     heavy = (weight > 0) & (running + weight > running)
     last = tl.max(tl.where(heavy, token, -1), axis=0)
     if last < 0:
@@ -255,7 +254,7 @@ def _draw_tokens_kernel(  # noqa: PLR0917
 
 
 def warps_on(gpu: Gpu) -> int:
-    """Return the maximum warps of a program: rows are few, so each must fill a multiprocessor."""
+    """Return the maximum warps of a program: with few rows, each must fill a multiprocessor."""
     return MAX_THREADS // gpu.warp_size
 
 

@@ -1,14 +1,13 @@
-"""The rows of experts: sorted by expert, found by programs, and added up.
+"""Rows of experts: sort them, find them in programs, and add them up.
 
-Rows are sorted once. A product takes the rows of an expert; the results are added up row by row,
-without atomic additions, as a token's result must not depend on their order.
+Rows are sorted once. A product takes the rows of one expert. The results are added up row by row
+without atomics, so that a token's result does not depend on their order.
 
-Nothing here depends on the numbers of rows that experts have, which only the GPU knows: a grid has
-a program for every tile that there might be, as in MegaBlocks (Gale et al. 2022), and programs
-without an expert end at once.
+Only the GPU knows the number of rows of each expert. So a grid has a program for every possible
+tile, as in MegaBlocks (Gale et al. 2022); programs without an expert end at once.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -24,7 +23,7 @@ def sort_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
     Returns:
         `[pairs]` int64, the pairs in the order of their experts, then those whose expert does not
-        exist; and `[num_experts + 1]` int32, where each expert's begin.
+        exist; and `[num_experts + 1]` int32, the first pair of each expert.
     """
     flat = expert_ids.flatten()
     known = torch.where((flat >= 0) & (flat < num_experts), flat, num_experts)
@@ -34,7 +33,7 @@ def sort_pairs(expert_ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 
 def max_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
-    """Return the maximum number of tiles, each of rows of one expert.
+    """Return the maximum number of tiles; a tile has rows of one expert.
 
     Args:
         num_pairs: The pairs of a row and an expert.

@@ -1,10 +1,10 @@
 """Mixtures of experts: grouped products over rows sorted by expert.
 
-The first kernel multiplies the rows of an expert by its gate and up projections and applies the
-activation; the second one multiplies what comes out by the down projection and the rows' weights.
+The first kernel multiplies an expert's rows by its gate and up projections and applies the
+activation. The second multiplies the result by the down projection and the rows' weights.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class ExpertTiles(NamedTuple):
 
     Attributes:
         rows: Rows of an expert.
-        columns: Outputs of an expert; for a gated product, gates and as many up projections.
+        columns: Outputs of an expert; if gated, gates and as many up projections.
         depth: Inputs of an iteration.
         warps: Warps of a program.
         stages: Iterations in flight.
@@ -43,8 +43,8 @@ def choose_expert_tiles(gpu: Gpu, rows: float) -> ExpertTiles:
 
     Args:
         gpu: The GPU.
-        rows: The mean number of rows of an expert. With few, programs wait for weights, and narrow
-            tiles keep more multiprocessors busy.
+        rows: The mean number of rows of an expert. With few rows, programs wait for weights, and
+            narrow tiles keep more multiprocessors busy.
     """
     stages = 2 if gpu.is_amd else 3
     narrow = gpu.is_amd and gpu.warp_size < WIDE_WARP

@@ -1,9 +1,9 @@
-"""Linear layers in fp8: weights with a scale per output, rows with a scale each.
+"""Linear layers in fp8, with a scale per output of the weights and per row.
 
-Rows are rounded by a kernel; the product is PyTorch's `_scaled_mm`, of cuBLAS or CUTLASS.
+A kernel rounds the rows; PyTorch's `_scaled_mm` (cuBLAS or CUTLASS) multiplies.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from functools import cache
@@ -53,8 +53,7 @@ def round_rows(x: Tensor) -> tuple[Tensor, Tensor]:
         x: `[rows, inputs]`.
 
     Returns:
-        `[rows, inputs]` e4m3, and `[rows, 1]` float32 scales, which a row's numbers are to be
-        multiplied by.
+        `[rows, inputs]` e4m3, and `[rows, 1]` float32 scales, the factors of each row's values.
     """
     x = x if x.stride(-1) == 1 else x.contiguous()
     out = torch.empty(x.shape, dtype=E4M3, device=x.device)
@@ -101,7 +100,7 @@ def multiply(
 
 @cache
 def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
-    """Return whether a GPU multiplies rows and weights in e4m3, with scales for each.
+    """Return whether a GPU multiplies rows and weights in e4m3 with these scales.
 
     Args:
         device: The GPU.
@@ -112,6 +111,6 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
     ones = torch.ones((FP8_MULTIPLE, FP8_MULTIPLE), device=device)
     try:
         product = multiply(ones.to(E4M3), ones.to(E4M3), 2 * ones[:, :1], 3 * ones[:1], dtype)
-    except (RuntimeError, ValueError, NotImplementedError):  # each version takes other GPUs
+    except (RuntimeError, ValueError, NotImplementedError):  # PyTorch versions differ
         return False
     return bool((product == 6 * FP8_MULTIPLE).all())

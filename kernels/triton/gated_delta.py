@@ -5,7 +5,7 @@ is read once and written once, however long the chunk. Columns of the state, one
 depend on each other.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -18,8 +18,8 @@ from octavo.kernels.state_rows import StateRows
 from octavo.kernels.triton.ssd import dense_tokens
 from octavo.kernels.triton.state_rows import place_of, row_arguments, tokens_of
 
-ELEMENTS = 1024  # of a state, per program
-MIN_VALUES = 8  # of a program, which are adjacent in memory
+ELEMENTS = 1024  # elements of a state per program
+MIN_VALUES = 8  # values of a program; adjacent in memory
 WARPS = 1  # sums over keys need no shared memory
 
 
@@ -50,8 +50,8 @@ def gated_delta_kernel(  # noqa: PLR0917
     PADDED_KEY: tl.constexpr,
     VALUES: tl.constexpr,  # per program
     EPSILON: tl.constexpr,
-    DECAYS: tl.constexpr,  # numbers of g for each head
-    ELEMENTWISE: tl.constexpr,  # whether they are those of key elements
+    DECAYS: tl.constexpr,  # elements of g per head
+    ELEMENTWISE: tl.constexpr,  # whether g has one element per key element
     NORMALIZE: tl.constexpr,
 ):
     """Grid: value heads, tiles of values, sequences."""

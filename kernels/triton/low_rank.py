@@ -1,11 +1,11 @@
-"""Products of low rank, by two kernels: down to the rank, and up to the outputs.
+"""Low-rank products in two kernels: down to the rank, and up to the outputs.
 
-A program has a tile of rows of one adapter (see `octavo.kernels.low_rank`) and reads the addresses
-of its matrices from a record, so adapters of any rank lie where they are and share a launch.
-Programs past an adapter's rank, or of an adapter that leaves the layer as it is, end at once.
+A program computes a tile of rows of one adapter (see `octavo.kernels.low_rank`). It reads the
+addresses of the adapter's matrices from a record, so adapters of any rank share a launch. Programs
+past an adapter's rank, or whose adapter does not adapt the layer, end at once.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -16,11 +16,11 @@ from torch import Tensor
 from octavo.kernels.low_rank import RECORD, TILE_ROWS, LowRankBatch
 
 RANKS = 16
-"""Ranks of an iteration, or of a program of the first kernel."""
+"""Ranks per iteration, or per program of the first kernel."""
 DEPTH = 128
-"""Inputs of an iteration of the first kernel."""
+"""Inputs per iteration of the first kernel."""
 COLUMNS = 64
-"""Outputs of a program of the second kernel."""
+"""Outputs per program of the second kernel."""
 
 
 @triton.jit(do_not_specialize=["max_rank"])
@@ -115,7 +115,7 @@ def _up_kernel(  # noqa: PLR0917
 
 
 def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
-    """Add products of low rank; see `octavo.kernels.ops.add_low_rank`."""
+    """Add low-rank products; see `octavo.kernels.ops.add_low_rank`."""
     records, tiles = batch.records[layer], len(batch.tiles)
     inner = torch.empty((len(batch.rows), batch.max_rank), dtype=torch.float32, device=x.device)
     _down_kernel[(tiles, triton.cdiv(batch.max_rank, RANKS))](

@@ -1,6 +1,6 @@
-"""Makes tokens impossible that a bit mask leaves out. The device gets a bit for each token."""
+"""Makes the tokens that a bit mask excludes impossible. The device gets one bit per token."""
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import numpy as np
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from octavo.kernels.host import to_device
 
-_TOKENS = 4096  # that a program masks
+_TOKENS = 4096  # per program
 _WORD_BITS = 32
 
 
@@ -32,7 +32,7 @@ def _mask_logits_kernel(  # noqa: PLR0917
     word = token // WORD_BITS
     bits = tl.load(masks + place * words + word, mask=real & (word < words), other=0)
     forbidden = ((bits >> (token % WORD_BITS)) & 1) == 0
-    # Allowed tokens stay as they are, so nothing is read.
+    # Allowed tokens do not change, so nothing is read.
     impossible = tl.full((TOKENS,), -float("inf"), tl.float32).to(logits.dtype.element_ty)
     tl.store(row + token, impossible, mask=real & forbidden)
 

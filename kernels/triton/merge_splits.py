@@ -1,12 +1,12 @@
 """Merges the results of the programs that split a sequence's keys.
 
-Each piece is attention over its own keys and the logarithm of its softmax's total. The result is
-the pieces' mean, weighted by their totals (Flash-Decoding, Dao et al. 2023). Sinks belong to no
-piece: they join the totals here. A program merges some of the query rows of a tile's items, which
-lie together; for items after the first, and for keys that were not split, it does nothing.
+Each piece has attention over its own keys and its softmax denominator's logarithm. The result is
+the pieces' mean, weighted by their denominators (Flash-Decoding, Dao et al. 2023). Sinks belong to
+no piece: this kernel adds them to the denominators. A program merges some query rows of a tile's
+adjacent items. It does nothing for later items, and for keys that were not split.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -17,7 +17,7 @@ from octavo.kernels.triton.shares import share_of
 
 @triton.jit
 def add_sink(maximum, total, sink):
-    """Add a logit to softmaxes; return their totals, the others' shares, and the new maxima."""
+    """Add a logit to softmaxes; return their denominators, the old shares, and the new maxima."""
     greatest = tl.maximum(maximum, sink)
     share = tl.exp2(maximum - greatest)
     return total * share + tl.exp2(sink - greatest), share, greatest
@@ -82,7 +82,7 @@ def merge_splits(  # noqa: PLR0917
                 mask=real[:, :, None] & real_dim[None, None, :],
                 other=0.0,
             )
-            # Starts finite: where no piece saw a key, this gives zeros, not NaN.
+            # Starts finite: rows for which no piece saw a key become zeros, not NaN.
             new_maximum = tl.maximum(maximum, tl.max(lse, 1))
             weights = tl.exp2(lse - new_maximum[:, None])
             rescale = tl.exp2(maximum - new_maximum)

@@ -3,22 +3,22 @@
 A program computes one tile of a sequence's query rows, for one KV head and one piece of the keys. A
 row is a (token, head of the group) pair: the query heads of a KV head share each load of K and V,
 and even a decode fills the rows of a matrix product. The plan lists the tiles, so that every
-program has work: decodes are tiles of few rows, prompt chunks tiles of many, each in their own
-launch. Keys are read in tiles through the block table (PagedAttention, Kwon et al., SOSP 2023,
+program has work. Decodes are tiles of few rows and prompt chunks tiles of many; each kind has its
+own launch. Keys are read in tiles through the block table (PagedAttention, Kwon et al., SOSP 2023,
 section 4.1), with an online softmax in float32 (FlashAttention-2, Dao 2023, section 3.1). Tiles
 hidden by causality or the window are skipped; only those partly hidden are masked.
 
 In latent attention (DeepSeek-V2, 2024, section 2.1.2, with absorbed products) a tile of keys is
 loaded once: its first elements are the values. Keys whose width is far from a power of two are
-multiplied in two parts, so that little is padded.
+multiplied in two parts, to pad little.
 
 If there are too few sequences to fill the GPU, several programs split their keys (Flash-Decoding,
 Dao et al. 2023), and merge_splits.py merges the results. Tiles and pieces are the plan's items, in
-memory: a grid is as large as their number, so a CUDA graph that has room for the most items takes
-any batch's.
+memory, with one program each: so a CUDA graph with room for the maximum number of items serves any
+batch.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 from dataclasses import dataclass
@@ -38,19 +38,19 @@ from octavo.kernels.triton.tiles import WIDE, WIDE_WARP, Heads, WorkKind, choose
 from octavo.kernels.widths import width_of_values
 
 _SMALL = 2048
-"""A tile of at most this many rows times keys needs at most 16 registers in four warps."""
+"""Maximum rows times keys of a tile that needs at most 16 registers in four warps."""
 _LOG2_E = 1.4426950408889634
 _MERGED: dict[WorkKind, tuple[int, int]] = {"decode": (1, 32), "chunk": (8, 4)}
 """Rows and pieces that a program merges at a time: decodes have many pieces, chunks few."""
 _WIDE_MERGED: dict[WorkKind, tuple[int, int]] = {"decode": (1, 8), "chunk": (2, 4)}
-"""The same for values of more than 256 elements, of which registers hold fewer."""
+"""The same for values of more than 256 elements, since registers hold fewer of them."""
 # Arguments that change between steps must not compile another variant.
 _VARYING = ["items", "partial_out", "partial_lse", "table_stride", "span"]
 
 
 @triton.jit
 def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.constexpr):
-    """Return the block of each key of a tile, or one for all if a block holds whole tiles.
+    """Return the block of each key of a tile; one for all if a block holds whole tiles.
 
     Tiles begin at multiples of their size, so a key's offset in its block, and its block's distance
     from the tile's first, are the same in each tile.
@@ -62,7 +62,7 @@ def _blocks_of(table, tile_begin, end, KEYS: tl.constexpr, BLOCK_SIZE: tl.conste
         local = tl.arange(0, KEYS)
         first = table + tile_begin // BLOCK_SIZE
         block = tl.load(first + local // BLOCK_SIZE, mask=local < end - tile_begin, other=0)
-    return block.to(tl.uint32)  # so that a 32-bit product addresses it, not a 64-bit one
+    return block.to(tl.uint32)  # so that addresses are 32-bit products, not 64-bit
 
 
 @triton.jit
@@ -97,8 +97,8 @@ def _cuts(  # noqa: PLR0917
     HAS_SPAN: tl.constexpr,
     CHUNKED: tl.constexpr,
 ):
-    """Return where keys begin, where those seen by all rows begin and end, and where keys end."""
-    # All rows see keys up to the first row's position and from the first that the last row sees.
+    """Return the keys' begin, the begin and end of those that all rows see, and the keys' end."""
+    # All rows see the keys from the first that the last row sees to the first row's position.
     clear_end = (context + first_row // GROUP + 1) // KEYS * KEYS
     clear_begin = begin
     if HAS_SPAN:
@@ -121,9 +121,9 @@ def _queries(  # noqa: PLR0917
     DTYPE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Return rows of queries as operands of both products, and the factor of each row's products.
+    """Return query rows as operands of both products, and the factor of each row's products.
 
-    Without a rest, the second operand is the first.
+    Without a second part, both operands are the same.
     """
     dim = tl.arange(0, PADDED_MAIN)
     real = real_row[:, None] & (dim < MAIN)[None, :]
@@ -192,7 +192,7 @@ def _walk(  # noqa: PLR0917
     attended,
     begin,
     end,
-    first_key,  # that any row sees
+    first_key,  # the first that any row sees
     q,
     q_rest,
     position,
@@ -225,8 +225,8 @@ def _walk(  # noqa: PLR0917
     UPCAST: tl.constexpr,
 ):
     """Attend to the keys from `begin` to `end`; return the softmax's new state."""
-    # Blocks are loaded one tile ahead: in the same iteration as the loads of K and V that depend on
-    # them, the pipeline could not prefetch these.
+    # Block numbers are loaded one tile ahead: if K and V depended on a load in the same iteration,
+    # the pipeline could not prefetch them.
     block = _blocks_of(table, begin, end, KEYS, BLOCK_SIZE)
     for tile_begin in range(begin, end, KEYS):
         key = tile_begin + tl.arange(0, KEYS)
@@ -286,13 +286,13 @@ def _weigh(  # noqa: PLR0917
     HAS_SINKS: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """Return the factors of rows' sums, and the logarithms to base 2 of their softmaxes' totals."""
+    """Return the factors of rows' sums, and the base-2 logarithms of their softmax denominators."""
     factor = value_scale
     if HAS_SINKS:
         sink = tl.load(sinks, mask=real, other=float("-inf")) * LOG2_E
         total, share, maximum = add_sink(maximum, total, sink)
         factor *= share
-    # A row that attends to no key gives zeros.
+    # A row that sees no key gives zeros.
     divisor = tl.where(total > 0, total, 1.0)
     return factor / divisor, tl.where(total > 0, maximum + tl.log2(divisor), float("-inf"))
 
@@ -310,14 +310,14 @@ def _paged_attention_kernel(  # noqa: PLR0917
     seq_lens,
     block_tables,
     alibi_slopes,  # any tensor if unused
-    sinks,  # likewise
-    factor,  # of the products, positive: the logits' scale times the keys' scale
+    sinks,  # any tensor if unused
+    factor,  # positive factor of the products: the logits' scale times the keys' scale
     value_scale,  # factor of the values
     soft_cap,
-    span,  # of a window or a chunk
+    span,  # keys of a window or a chunk
     query_token_stride,
     query_head_stride,
-    key_stride,  # from block to block
+    key_stride,  # between blocks
     value_stride,
     table_stride,
     DTYPE: tl.constexpr,  # of the products' operands
@@ -329,15 +329,15 @@ def _paged_attention_kernel(  # noqa: PLR0917
     PADDED_MAIN: tl.constexpr,  # next powers of two
     PADDED_REST: tl.constexpr,
     PADDED_VALUE: tl.constexpr,
-    LATENT: tl.constexpr,  # the first part of a key is its value
+    LATENT: tl.constexpr,  # a key's first part is its value
     SAME_PLACES: tl.constexpr,  # values are at their keys' offsets
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # query rows per tile
-    PARTIAL_ROWS: tl.constexpr,  # rows of a tile that may be real
+    PARTIAL_ROWS: tl.constexpr,  # maximum rows of a tile that are not padding
     KEYS: tl.constexpr,  # keys per tile
     MIN_TILES: tl.constexpr,  # tiles of keys per piece
     HAS_SPAN: tl.constexpr,
-    CHUNKED: tl.constexpr,  # the span is a chunk's, not a window's
+    CHUNKED: tl.constexpr,  # `span` is of a chunk, not of a window
     HAS_CAP: tl.constexpr,
     HAS_ALIBI: tl.constexpr,
     HAS_SINKS: tl.constexpr,
@@ -351,8 +351,8 @@ def _paged_attention_kernel(  # noqa: PLR0917
         items, item, query_starts, seq_lens, span,
         GROUP, ROWS, KEYS, MIN_TILES, HAS_SPAN, CHUNKED,
     )  # fmt: skip
-    # For a sequence without keys, the first program writes zeros. In a CUDA graph, items that a
-    # step does not need have no rows, and their programs do nothing.
+    # For a sequence without keys, the first program writes zeros. In a CUDA graph, unused items
+    # have no rows, and their programs do nothing.
     if (split < tl.maximum(pieces, 1)) & (first_row < query_len * GROUP):
         local = tl.arange(0, ROWS)
         row = first_row + local
@@ -383,8 +383,8 @@ def _paged_attention_kernel(  # noqa: PLR0917
             first_key = first_seen(context + first_row // GROUP, span, CHUNKED)
         # Starts finite, so that a row that sees no key of a tile gives no NaN.
         maximum = tl.full([ROWS], -1e30, tl.float32)
-        # In small tiles each (row, key) has its own sum, and these are added at the end: adding
-        # them for each tile would synchronize the warps.
+        # In small tiles each (row, key) has its own sum, added up at the end: adding them in each
+        # tile would synchronize the warps.
         spread: tl.constexpr = ROWS * KEYS <= SMALL
         total = tl.zeros([ROWS, KEYS] if spread else [ROWS], tl.float32)
         attended = tl.zeros([ROWS, PADDED_VALUE], tl.float32)
@@ -419,7 +419,7 @@ def _paged_attention_kernel(  # noqa: PLR0917
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """The arguments that a call's launches share."""
+    """The arguments that all launches of a call share."""
 
     query: Tensor
     key_cache: Tensor
@@ -502,13 +502,13 @@ def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
 def small_tile(gpu: Gpu) -> int:
     """Return the maximum rows times keys of a tile in which each (row, key) has its own sum.
 
-    An AMD GPU with warps of 32 threads has no registers for that, and its warps see whole rows.
+    On AMD GPUs with warps of 32 threads, registers do not suffice, and a warp sees whole rows.
     """
     return 0 if gpu.is_amd and gpu.warp_size < WIDE_WARP else _SMALL
 
 
 def merged_at_once(kind: WorkKind, heads: Heads) -> tuple[int, int]:
-    """Return the rows and the pieces that a program merges at a time."""
+    """Return the numbers of rows and of pieces that a program merges at a time."""
     return (_MERGED if heads.padded_value <= WIDE else _WIDE_MERGED)[kind]
 
 
@@ -547,7 +547,7 @@ def _launch(call: _Call, kind: WorkKind, items: Tensor, pieces: int, splits: int
         "HAS_SINKS": call.sinks is not None,
         "LOG2_E": _LOG2_E,
     }
-    # Without values the kernel reads none; it takes any tensor for them.
+    # Without values the kernel reads none: any tensor will do.
     values = call.key_cache if call.value_cache is None else call.value_cache
     _paged_attention_kernel[len(items), num_kv_heads](
         query=query,

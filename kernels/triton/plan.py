@@ -1,4 +1,4 @@
-"""Split the work of a batch among Triton programs. Runs on the host, once per step."""
+"""Splits a batch's attention among Triton programs, on the host, once per step."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles, co
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """The properties that tiles and pieces are chosen by, other than the batch."""
+    """The properties, besides the batch, that determine tiles and pieces."""
 
     heads: Heads
     num_kv_heads: int
@@ -29,7 +29,7 @@ class _Attention:
         return choose_tiles(kind, gpu, self.heads, dtype=self.dtype, cache_dtype=self.cache_dtype)
 
     def concurrent(self, kind: WorkKind) -> int:
-        """Return how many programs for a kind of work the GPU runs concurrently."""
+        """Return the number of programs of a kind that the GPU runs concurrently."""
         gpu = describe_gpu(self.device)
         resident = count_resident(
             self.tiles(kind), gpu, self.heads, dtype=self.dtype, cache_dtype=self.cache_dtype
@@ -100,7 +100,7 @@ def plan_room(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> AttentionPlan:
-    """Return a plan with room for any batch's; see `octavo.kernels.ops.plan_room`."""
+    """Return a plan with room for any batch; see `octavo.kernels.ops.plan_room`."""
     heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
     attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
     kinds: tuple[WorkKind, ...] = ("decode", "chunk")
@@ -109,7 +109,7 @@ def plan_room(
     )
     per_decode = -(-heads.group // attention.tiles("decode").rows)
     decode_items = max(sequences * per_decode, decode_pieces)
-    # The tiles of the sequence without tokens, and at most one partial tile of each other sequence.
+    # The dummy sequence's tiles, and at most one partial tile of each other sequence.
     full = -(-rows * heads.group // attention.tiles("chunk").rows)
     chunk_items = full + max(chunks, chunk_pieces)
     idle = np.zeros((decode_items + chunk_items, 4), np.int32)
@@ -143,7 +143,7 @@ def plan_of(
     heads: Heads,
     span: int | None,
 ) -> AttentionPlan:
-    """Return the batch's plan; if it has none, make one, for which the host waits for the GPU."""
+    """Return the batch's plan; if it has none, make one: then the host waits for the GPU."""
     if metadata.plan is not None:
         return metadata.plan
     shape = heads, key_cache.shape[1], span

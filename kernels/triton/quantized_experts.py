@@ -1,10 +1,10 @@
-"""Mixtures of experts whose weights are stored in few bits: grouped products that unpack them.
+"""Mixtures of experts with quantized weights, which grouped products unpack.
 
-As in experts.py, but for the products. A tile of a gated product has gates and up projections
-alternately, so that it is one product like any other, and each pair of outputs is at hand after it.
+All but the products is as in experts.py. A tile of a gated product alternates gates and up
+projections: so it is one ordinary product, which yields both outputs of each pair.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -38,7 +38,7 @@ def _up_kernel(  # noqa: PLR0917
     out,
     hidden,
     inner,
-    outputs,  # of all experts
+    outputs,  # number for all experts
     depth,
     row_stride,
     CHOSEN: tl.constexpr,
@@ -57,7 +57,7 @@ def _up_kernel(  # noqa: PLR0917
     ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr,
     ADDS: tl.constexpr,
-    UPCAST: tl.constexpr,  # the constants of weights so far: see `multiply_unpacked`
+    UPCAST: tl.constexpr,  # last constant of the weights: see `multiply_unpacked`
     HAS_BIAS: tl.constexpr,
     GATED: tl.constexpr,
     ACTIVATION: tl.constexpr,

@@ -1,14 +1,14 @@
 """Linear layers of quantized weights.
 
-A program has a tile of outputs and of rows, and a part of the inputs. With few rows, the inputs are
-split so that every multiprocessor reads weights; a second kernel adds the parts up in their order,
-as a row's result must not depend on chance.
+Each program computes one tile of rows x outputs over a slice of the inputs. With few rows, the
+inputs are split so that every multiprocessor reads weights. A second kernel adds the slices up in
+order, so that results are deterministic.
 
-With many rows arithmetic takes longer than reading. Then some outputs at a time are dequantized to
-memory, and multiplied as any weights.
+With many rows, arithmetic takes longer than reading. Then the weights are dequantized to memory,
+some outputs at a time, and multiplied as usual.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -30,27 +30,27 @@ from octavo.kernels.triton.unpack import (
 )
 
 MANY_ROWS = 256
-"""Minimum rows for which weights are dequantized to memory: writing and reading them there takes
-less than unpacking them for every 64 rows."""
+"""Minimum rows for which weights are dequantized to memory: writing and reading them then costs
+less than unpacking them again for every 64 rows."""
 DEQUANTIZED_BYTES = 64 << 20
-"""Bytes of weights that are dequantized at a time."""
+"""Bytes of dequantized weights at a time."""
 MIN_DEPTH = 4
-"""Minimum iterations of a part of the inputs."""
+"""Minimum iterations over a slice of the inputs."""
 MAX_SPLITS = 16
 PROGRAMS_EACH = 4
-"""Programs that a multiprocessor should have, so that some read while others compute."""
+"""Target programs per multiprocessor, so that some read while others compute."""
 MERGED_COLUMNS, DEQUANTIZED_COLUMNS = 512, 64
-"""Outputs of a program that adds parts up, and of one that dequantizes."""
+"""Outputs per program, where programs add slices up or dequantize."""
 
 
 def choose_splits(gpu: Gpu, rows: int, weight: QuantizedWeight, tiles: UnpackedTiles) -> int:
-    """Return the number of parts that the inputs are split into.
+    """Return the number of slices that the inputs are split into.
 
     Args:
         gpu: The GPU.
-        rows: All rows.
+        rows: The number of rows.
         weight: The weight.
-        tiles: The tiles of programs.
+        tiles: The tile sizes.
     """
     programs: int = triton.cdiv(weight.outputs, tiles.columns) * triton.cdiv(rows, tiles.rows)
     wanted: int = triton.cdiv(PROGRAMS_EACH * gpu.multiprocessors, programs)
@@ -69,8 +69,8 @@ def _linear_kernel(  # noqa: PLR0917
     rows,
     inputs,
     outputs,
-    depth,  # iterations that all inputs take
-    per_split,  # those of a part
+    depth,  # iterations over all inputs
+    per_split,  # iterations over a slice
     row_stride,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -85,8 +85,8 @@ def _linear_kernel(  # noqa: PLR0917
     ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr,
     ADDS: tl.constexpr,
-    UPCAST: tl.constexpr,  # the constants so far: see `multiply_unpacked`
-    HAS_BIAS: tl.constexpr,  # not of parts, to whose sum it is added
+    UPCAST: tl.constexpr,  # last constant of the weights: see `multiply_unpacked`
+    HAS_BIAS: tl.constexpr,  # none if inputs are split: the sum adds it
 ):
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
@@ -110,7 +110,7 @@ def _linear_kernel(  # noqa: PLR0917
 def _merge_kernel(  # noqa: PLR0917
     parts, bias, out, rows, outputs, splits, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """Add up the parts of a row, `[splits, rows, outputs]`, and the bias."""
+    """Add up a row's slices, `[splits, rows, outputs]`, and the bias."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     exists = column < outputs

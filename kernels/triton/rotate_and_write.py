@@ -1,11 +1,11 @@
 """Rotates queries and keys (RoPE) and writes keys and values into the paged cache.
 
 The rotary embedding (RoFormer, Su et al. 2021) pairs element i of a head with element i +
-key_dim / 2. One program per token reads and writes once what three kernels would read and write
+key_dim / 2. One program per token reads and writes everything once; three kernels would do so
 repeatedly.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -72,7 +72,7 @@ def _rotate_and_write_kernel(  # noqa: PLR0917
     VALUE_DIM: tl.constexpr,
     PADDED_HEADS: tl.constexpr,  # next powers of two
     PADDED_KV_HEADS: tl.constexpr,
-    PADDED_HALF: tl.constexpr,  # of a key
+    PADDED_HALF: tl.constexpr,  # half of a key
     PADDED_VALUE_HALF: tl.constexpr,
     LARGEST: tl.constexpr,  # largest number of the cache's dtype
 ):

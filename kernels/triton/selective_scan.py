@@ -3,7 +3,7 @@
 A program keeps its channels' states in registers and takes one token after the other.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 from octavo.kernels.state_rows import StateRows
 from octavo.kernels.triton.state_rows import place_of, row_arguments, step_of, tokens_of
 
-ELEMENTS = 1024  # of states, per program
+ELEMENTS = 1024  # elements of states per program
 WARPS = 2
 
 

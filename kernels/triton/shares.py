@@ -1,6 +1,6 @@
-"""The rows and keys of a program, on which attention and merge must agree."""
+"""The rows and keys of a program: attention and merge must use the same."""
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import triton
@@ -9,7 +9,7 @@ import triton.language as tl
 
 @triton.jit
 def first_seen(position, span, CHUNKED: tl.constexpr):
-    """Return the first key that a query at `position` sees, of a chunk or window of `span` keys."""
+    """Return the first key that a query at `position` sees; chunks and windows have `span` keys."""
     first = position - position % span if CHUNKED else position - span + 1
     return tl.maximum(first, 0)
 
@@ -33,8 +33,8 @@ def share_of(  # noqa: PLR0917
     Returns:
         The sequence; the flat index of its first query; its number of queries; its number of
         tokens; the item's first row; the begin and end of the tiles of keys that its rows see; the
-        tiles of keys per piece; the number of pieces; the item's piece. Items of pieces that the
-        keys are too few for have none.
+        tiles of keys per piece; the number of pieces; the item's piece. Items beyond the available
+        keys have no keys.
     """
     seq = tl.load(items + item * 4)
     first_row = tl.load(items + item * 4 + 1) * ROWS
@@ -45,7 +45,7 @@ def share_of(  # noqa: PLR0917
     seq_len = tl.load(seq_lens + seq)
     context = seq_len - query_len
     end = tl.minimum(context + (first_row + ROWS - 1) // GROUP + 1, seq_len)
-    # A CUDA graph plans for more queries than a sequence may have: its other items see no keys.
+    # A CUDA graph plans for more queries than a sequence may have: surplus items see no keys.
     end = tl.where(first_row < query_len * GROUP, end, 0)
     begin = 0
     if HAS_SPAN:

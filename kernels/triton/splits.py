@@ -1,4 +1,4 @@
-"""The number of pieces to split a sequence's keys into, so that all of a GPU is busy."""
+"""Chooses the number of pieces of a sequence's keys, so that all of a GPU is busy."""
 
 from functools import cache
 
@@ -6,12 +6,12 @@ from octavo.kernels.triton.tiles import WorkKind
 
 MAX_SPLITS = 128
 MIN_KEYS = 256
-"""Minimum keys per piece: fewer are not worth a launch and a merge."""
+"""Minimum keys per piece: fewer do not pay for a launch and a merge."""
 START_KEYS = 128
-"""The cost of starting a program and merging its piece, in keys read."""
+"""Cost of starting a program and merging its piece, in keys read."""
 MAX_WAVES: dict[WorkKind, int] = {"decode": 8, "chunk": 4}
-"""Maximum waves of programs with pieces. A CUDA graph has room for all, and most steps leave them
-idle; a chunk's programs and partial results are larger."""
+"""Maximum waves of programs with pieces. A CUDA graph has room for all of them, though most steps
+leave them idle; a chunk's programs and partial results are larger."""
 
 
 def max_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
@@ -23,8 +23,8 @@ def max_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
 def choose_splits(programs: int, longest: int, concurrent: int, kind: WorkKind = "decode") -> int:
     """Return the number of pieces for the longest sequence.
 
-    It minimizes the end of the last wave of programs: one piece if `programs` fill the GPU, many
-    for few sequences with long contexts.
+    It minimizes the time until the last wave of programs ends: one piece if `programs` fill the
+    GPU, many pieces for few sequences with long contexts.
 
     Args:
         programs: Number of programs without splits: sequences (tiles of queries) x KV heads;

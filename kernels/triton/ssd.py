@@ -4,7 +4,7 @@ A program keeps its part of the state in registers and takes one token after the
 is read once and written once, however long the chunk.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import math
@@ -17,7 +17,7 @@ from torch import Tensor
 from octavo.kernels.state_rows import StateRows
 from octavo.kernels.triton.state_rows import place_of, row_arguments, step_of, tokens_of
 
-ELEMENTS = 2048  # of a state, per program
+ELEMENTS = 2048  # elements of a state per program
 WARPS = 4
 
 

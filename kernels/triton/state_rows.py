@@ -1,6 +1,6 @@
-"""The addresses of a program's sequence and of its state, in a layer with a state."""
+"""Addresses of a program's sequence and of its state in a stateful layer."""
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import math
@@ -14,9 +14,9 @@ from octavo.kernels.state_rows import StateRows
 
 @triton.jit
 def tokens_of(seq, query_starts, seq_lens):
-    """Return a sequence's first token, the end of its tokens, and 1 if its state is to be read.
+    """Return begin and end of a sequence's tokens, and 1 if the kernel must read its state.
 
-    Padding has no tokens, and a sequence that starts with these tokens has no state.
+    Padding has no tokens; a sequence that starts in this step has no state.
     """
     first = tl.load(query_starts + seq)
     end = tl.load(query_starts + seq + 1)
@@ -30,7 +30,7 @@ def tokens_of(seq, query_starts, seq_lens):
 def place_of(  # noqa: PLR0917
     seq, row, real, tables, table_stride, block_stride, row_size, first_row, rows_per_block
 ):
-    """Return where rows of a sequence's state begin, in elements from the cache's first."""
+    """Return the offsets of rows of a sequence's state in the cache, in elements."""
     place = first_row + row
     block = tl.load(tables + seq * table_stride + place // rows_per_block, mask=real, other=0)
     return block.to(tl.int64) * block_stride + (place % rows_per_block) * row_size
@@ -38,19 +38,19 @@ def place_of(  # noqa: PLR0917
 
 @triton.jit
 def step_of(dt, least, greatest, bias, SOFTPLUS: tl.constexpr):
-    """Return the steps of a state space model from what is projected, float32."""
+    """Return the step sizes of a state space model from the projection, float32."""
     dt = dt.to(tl.float32) + bias
     if SOFTPLUS:
         u = tl.exp(-tl.abs(dt))
         rounded = 1.0 + u
-        # log(1 + u) without the error of rounding 1 + u (Kahan), to which few u are too small.
+        # log(1 + u) without the error of rounding 1 + u (Kahan).
         ratio = tl.log(rounded) / tl.where(rounded == 1.0, 1.0, rounded - 1.0)
         dt = tl.maximum(dt, 0.0) + tl.where(rounded == 1.0, u, u * ratio)
     return tl.minimum(tl.maximum(dt, least), greatest)
 
 
 def row_arguments(rows: StateRows) -> dict[str, Any]:
-    """Return the arguments of a kernel that are about rows."""
+    """Return a kernel's arguments that describe the rows."""
     return {
         "state": rows.state,
         "tables": rows.tables,

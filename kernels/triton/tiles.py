@@ -1,8 +1,8 @@
 """Tile sizes of the attention kernel.
 
-These rules are the start of tuning: `python -m benchmarks.gpu --tune` times other sizes on this
-GPU, and its results in tuned.json override these rules. An engine does not tune: no step waits for
-a trial, and CUDA graphs keep their sizes.
+Rules give the default sizes. `python -m benchmarks.gpu --tune` times other sizes on this GPU and
+writes them to tuned.json, which overrides the rules. An engine does not tune: no step waits for a
+trial, and CUDA graphs keep their sizes.
 """
 
 import json
@@ -74,7 +74,7 @@ class Heads:
 
     @property
     def padded(self) -> int:
-        """Elements of a key or of a value, a power of two; what the rules go by."""
+        """Padded elements of a key or of a value, whichever is more; the rules use this number."""
         return max(self.padded_main, self.padded_value)
 
 
@@ -91,7 +91,7 @@ class Tiles:
         rows: Query rows, (token, head of the group) pairs; a power of two from 16.
         keys: Keys per tile; a power of two from 16.
         warps: Warps per program.
-        stages: Depth of the software pipeline that fetches keys and values.
+        stages: Stages of the software pipeline that fetches keys and values.
     """
 
     rows: int
@@ -104,16 +104,16 @@ RESIDENT = 2
 """Decode programs that share a multiprocessor's memory: one computes while another waits."""
 
 MAX_REGISTERS = 256
-"""Registers of a thread. Programs on matrix units use most of these."""
+"""Registers per thread; programs on matrix units use most of them."""
 FEW_REGISTERS = 128
-"""Maximum registers of a thread for float32 tiles with few rows, on NVIDIA's GPUs."""
+"""Maximum registers per thread for float32 tiles with few rows on NVIDIA's GPUs."""
 
 WIDE_REGISTERS = 512
-"""Maximum registers of a thread for heads of more than `WIDE` elements, on AMD's GPUs."""
+"""Maximum registers per thread for heads of more than `WIDE` elements on AMD's GPUs."""
 
 FLOAT32 = torch.float32.itemsize
 WIDE_WARP = 64
-"""Threads per warp of AMD's data-centre GPUs (CDNA); its others (RDNA) have 32, as NVIDIA's."""
+"""Threads per warp of AMD's data-centre GPUs (CDNA); RDNA GPUs have 32, as NVIDIA's."""
 
 COPIED = 16
 """Bytes that a thread copies to shared memory at once, on NVIDIA's GPUs."""
@@ -122,7 +122,7 @@ SCRATCH = 1 << 10
 FEW_WARPS = 4
 """Warps of a decode program that does not compute in float32."""
 PADDED_PART = 32
-"""AMD's copies to shared memory leave a gap of at most this part of it, against bank conflicts."""
+"""Maximum share of shared memory left as gaps against bank conflicts, on AMD's GPUs."""
 
 
 @cache
@@ -162,9 +162,9 @@ def choose_tiles(
 
 
 def _copied_whole(tiles: Tiles, gpu: Gpu, row_bytes: int) -> Tiles:
-    """Return tiles where each thread copies at least `COPIED` bytes of keys' second parts.
+    """Return tiles in which each thread copies at least `COPIED` bytes of keys' second parts.
 
-    Where many rows' operands come from registers, more keys would spill them.
+    If many rows' operands come from registers, more keys would spill them.
     """
     if tiles.rows >= 64 and not gpu.multiplies_in_place:
         return tiles
@@ -177,7 +177,7 @@ def _nvidia_tiles(kind: WorkKind, gpu: Gpu, *, rows: int, padded: int, size: int
     Args:
         kind: "decode" of one token per sequence, or "chunk" of a prompt.
         gpu: The GPU.
-        rows: Rows that a token of the group fills.
+        rows: Rows that one token's head group fills.
         padded: Elements of a key or a value, a power of two.
         size: Bytes of an element of queries or of the cache, whichever is larger.
     """
@@ -192,7 +192,7 @@ def _nvidia_tiles(kind: WorkKind, gpu: Gpu, *, rows: int, padded: int, size: int
     if size == FLOAT32:  # no tensor cores: registers are the limit
         return Tiles(32, 32 if padded <= 64 else 16, warps=8, stages=2)
     if padded <= 128:
-        # If operands come from registers, these are the limit.
+        # If operands come from registers, registers are the limit.
         keys = 64 if gpu.multiplies_in_place or padded <= 64 else 32
         return Tiles(128, keys, warps=8, stages=4)
     return Tiles(64, 32, warps=8, stages=4)
@@ -222,7 +222,7 @@ def _narrow_amd_tiles(kind: WorkKind, *, rows: int, padded: int, size: int) -> T
     """Return the rules' sizes for an AMD GPU with warps of 32 threads.
 
     A thread has 256 registers at most, and both halves of a warp hold the same operands. So no
-    registers are left to fetch a tile ahead: other programs compute meanwhile.
+    registers remain to fetch a tile ahead; other programs compute during the fetch.
     """
     if padded > 128:
         return Tiles(32, 16, warps=16, stages=1)
@@ -237,14 +237,14 @@ def _narrow_amd_tiles(kind: WorkKind, *, rows: int, padded: int, size: int) -> T
 def _wide_tiles(gpu: Gpu, *, few: bool, latent: bool, sizes: tuple[int, int]) -> Tiles:
     """Return the rules' sizes for heads of more than `WIDE` elements.
 
-    Queries and sums fill the registers, so programs of many rows have a multiprocessor each. In
-    shared memory, latent keys need half as much as keys and values.
+    Queries and sums fill the registers, so a multiprocessor runs one program of many rows. Latent
+    keys need half as much shared memory as keys and values.
 
     Args:
         gpu: The GPU.
-        few: Whether a decode's rows are the least.
-        latent: Whether there are no values.
-        sizes: Bytes of an element: of queries or of the cache, whichever is larger; of the cache.
+        few: Whether a decode fills only the minimum of rows.
+        latent: Whether there is no value cache.
+        sizes: Bytes of an element of queries or cache, whichever is larger; and of the cache.
     """
     size, cached = sizes
     if gpu.is_amd and gpu.warp_size < WIDE_WARP:
@@ -264,7 +264,7 @@ def _wide_tiles(gpu: Gpu, *, few: bool, latent: bool, sizes: tuple[int, int]) ->
 def count_resident(
     tiles: Tiles, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> int:
-    """Return a lower bound of the programs that a multiprocessor runs concurrently.
+    """Return a lower bound on the programs that a multiprocessor runs concurrently.
 
     Decodes leave room for a second program; prompt chunks have more warps and use all registers.
     """
@@ -294,7 +294,7 @@ def _needed(
 
 
 def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int) -> int:
-    """Return a program's bytes of shared memory, where queries are in registers before tiles come.
+    """Return a program's bytes of shared memory if queries move to registers before the loop.
 
     Args:
         tiles: The program's sizes.
@@ -306,7 +306,7 @@ def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int
     buffers = max(1, tiles.stages - 1)
     padding = 0
     if gpu.copies_to_shared and tiles.stages > 1:
-        buffers += 1  # the one that copies write to
+        buffers += 1  # the buffer that copies write to
         padding = buffers * tile // PADDED_PART
     if tiles.rows <= MIN_ROWS and tiles.warps == FEW_WARPS:
         weights = 0  # each warp computes all of them
@@ -316,7 +316,7 @@ def _needed_on_amd(tiles: Tiles, gpu: Gpu, queries: int, weights: int, tile: int
 def tuning_key(
     kind: WorkKind, gpu: Gpu, heads: Heads, *, dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> str:
-    """Return the key of a case in tuned.json; groups that fill the same rows are one case."""
+    """Return the key of a case in tuned.json; groups that fill the same number of rows share it."""
     names = (str(kind).removeprefix("torch.") for kind in (dtype, cache_dtype))
     sizes = str(heads.key_dim)
     if heads.latent or heads.key_dim != heads.value_dim:

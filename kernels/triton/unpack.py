@@ -1,10 +1,10 @@
 """Products with quantized weights, which are dequantized in registers.
 
-A program multiplies the weights by the transposed rows: so the weights, which were just computed,
-are the operand that matrix units take from registers.
+A program multiplies the weights by the transposed rows: matrix units take that operand from
+registers, where the dequantized weights are.
 """
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import math
@@ -21,20 +21,20 @@ from octavo.kernels.quantized import SCALE_TYPES, WORDS, Numbers, QuantizedWeigh
 MAX_STAGES = 4
 WORD_BYTES = 4
 SCALES_BYTES = 8 << 10
-"""Maximum shared memory of scales."""
+"""Maximum bytes of scales in shared memory."""
 _BIAS = {Numbers.NIBBLES: 128}
-"""`_numbers` returns a number plus this."""
+"""Number that `_numbers` adds to its results."""
 _FACTOR = {Numbers.E4M3: 2.0**8, Numbers.E2M1: 2.0**126}
-"""`_numbers` returns a number divided by this."""
+"""Number that `_numbers` divides its results by."""
 
 
 class UnpackedTiles(NamedTuple):
     """The sizes of a program's tiles.
 
     Attributes:
-        rows: Rows of a program.
-        columns: Outputs of a program.
-        warps: Warps of a program.
+        rows: Rows per program.
+        columns: Outputs per program.
+        warps: Warps per program.
         stages: Iterations in flight.
     """
 
@@ -78,7 +78,7 @@ def choose_unpacked_tiles(
 
 
 def depth_of(weight: QuantizedWeight) -> int:
-    """Return the iterations that all inputs take."""
+    """Return the number of iterations over all inputs."""
     return weight.codes.shape[1] // WORDS
 
 
@@ -110,17 +110,17 @@ def constants_of(weight: QuantizedWeight) -> dict[str, Any]:
 
 @triton.jit
 def _numbers(words, PLACE: tl.constexpr, KIND: tl.constexpr):
-    """Return one number of each word in float32, changed by `_BIAS` or `_FACTOR`."""
+    """Return one code of each word in float32, changed by `_BIAS` or `_FACTOR`."""
     if KIND == 4:
         bits = words << (24 - 8 * (PLACE // 2) - 16 * (PLACE % 2))
         return (bits >> 24).to(tl.float32)
     if KIND == 8:
-        # The bits of the number plus 128 in bfloat16, two at a time: a conversion takes longer.
+        # Sets the bits of code + 128 in bfloat16, two codes at a time: faster than a conversion.
         pair = ((words >> (4 * (PLACE // 2))) & 0x000F000F) | 0x43004300
         bits = pair & -65536 if PLACE % 2 else pair << 16
         return bits.to(tl.float32, bitcast=True)
-    # The bits of two small floats, moved to where a longer type has them. The exponent's bias is
-    # not changed, so the number is smaller by a constant factor.
+    # Moves the bits of two small floats to their place in a longer type. The exponent's bias does
+    # not change, so the value is smaller by a constant factor.
     if KIND == -8:
         shift: tl.constexpr = 6 - 4 * (PLACE // 2)
         magnitude = words << shift if shift > 0 else words >> -shift
@@ -164,13 +164,13 @@ def scales_at(  # noqa: PLR0917
     ZERO_POINT: tl.constexpr,
     FACTOR: tl.constexpr,
 ):
-    """Return the factor and the addend of each output, `[COLUMNS]` float32, for a step's place."""
+    """Return each output's factor and addend, `[COLUMNS]` float32, at a place of a step's words."""
     group = (step * PLACES + PLACE) * WORDS // GROUP
     place = group * outputs + column
-    if SCALES == 3:  # e8m0, of which a step has a word
+    if SCALES == 3:  # e8m0: a step has one word
         words = tl.load(scale + step * outputs + column, mask=exists, other=0)
         bits = (words >> (8 * (PLACE * WORDS // GROUP))) & 0xFF
-        # The exponent's bits are float32's; only 2^-127 is subnormal there.
+        # The exponent has float32's bits; only 2^-127 is subnormal in float32.
         factor = tl.maximum(bits << 23, 1 << 22).to(tl.float32, bitcast=True)
         second = factor
     elif SCALES == 0:
@@ -198,7 +198,7 @@ def scales_at(  # noqa: PLR0917
 def unpack(  # noqa: PLR0917
     words, PLACE: tl.constexpr, KIND: tl.constexpr, factor, addend, ADDS: tl.constexpr
 ):
-    """Return the weights `[COLUMNS, WORDS]` of the numbers at a place of the words."""
+    """Dequantize the codes at a place of the words to `[COLUMNS, WORDS]`."""
     weights = _numbers(words, PLACE, KIND) * factor[:, None]
     return weights + addend[:, None] if ADDS else weights
 
@@ -211,20 +211,20 @@ def multiply_unpacked(  # noqa: PLR0917
     more,
     outer,
     column,  # `[COLUMNS]`, of the outputs that the weight has
-    exists,  # which columns do
+    exists,  # which columns exist
     real,  # which rows exist
     inputs,
     outputs,
-    depth,  # steps that all inputs take
+    depth,  # steps over all inputs
     begin,
     end,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     WORDS: tl.constexpr,
-    PLACES: tl.constexpr,  # numbers of a word
+    PLACES: tl.constexpr,  # codes per word
     KIND: tl.constexpr,
     GROUP: tl.constexpr,
-    SHARED: tl.constexpr,  # consecutive inputs that are always of one group
+    SHARED: tl.constexpr,  # consecutive inputs that always share a group
     UNIT: tl.constexpr,
     SCALES: tl.constexpr,
     SECOND: tl.constexpr,
@@ -233,7 +233,7 @@ def multiply_unpacked(  # noqa: PLR0917
     ADDS: tl.constexpr,
     UPCAST: tl.constexpr,  # multiply in float32, whatever the operands' dtype
 ):
-    """Return the products of some steps of inputs, `[COLUMNS, ROWS]` float32."""
+    """Multiply some steps of inputs; return `[COLUMNS, ROWS]` float32."""
     word = tl.arange(0, WORDS)
     from_codes = codes + column.to(tl.int64)[:, None] * (depth * WORDS) + word[None, :]
     from_elements = from_rows[None, :] + word[:, None]

@@ -1,6 +1,6 @@
 """Writes new keys and values to the paged cache: one program per token."""
 
-# Triton compiles its kernels' source, where types are its own.
+# Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
 
 import torch
@@ -16,7 +16,7 @@ _MAX_THREADS = 512
 
 @triton.jit
 def stored(x, to, scale, LARGEST: tl.constexpr):
-    """Return `x` in the dtype of the cache that `to` points to."""
+    """Convert `x` to the dtype of the cache that `to` points to."""
     dtype = to.dtype.element_ty
     if x.dtype != dtype:
         x = tl.clamp(x.to(tl.float32) / scale, -LARGEST, LARGEST).to(dtype)
@@ -29,10 +29,10 @@ def largest(cache: Tensor) -> float:
 
 
 def warps_for(elements: int, gpu: Gpu) -> int:
-    """Return the warps of a program that copies a number of elements, a power of two.
+    """Return the number of warps of a program that copies a number of elements; a power of two.
 
-    Each thread copies at most eight, if there are enough threads: they fit its registers and one
-    load of 16 bytes.
+    Each thread copies at most eight elements, if there are enough threads: they fit its registers
+    and one 16-byte load.
     """
     return max(min(elements // _ELEMENTS, _MAX_THREADS) // gpu.warp_size, 1)
 
@@ -81,8 +81,8 @@ def _write_kv_kernel(  # noqa: PLR0917
     block_size,
     NUM_KV_HEADS: tl.constexpr,
     KEY_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,  # 0 without values
-    PADDED_KEYS: tl.constexpr,  # the next power of two to NUM_KV_HEADS * KEY_DIM
+    VALUE_DIM: tl.constexpr,  # 0 if there are no values
+    PADDED_KEYS: tl.constexpr,  # the next power of two from NUM_KV_HEADS * KEY_DIM
     PADDED_VALUES: tl.constexpr,
     LARGEST: tl.constexpr,  # largest number of the cache's dtype
 ):
@@ -116,7 +116,7 @@ def write_kv(
         return
     value_dim = 0
     if value is None or value_cache is None:
-        value, value_cache = key, key_cache  # the kernel reads neither
+        value, value_cache = key, key_cache  # the kernel reads neither: any tensor will do
     else:
         value_dim = value.shape[2]
     key, value = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value))

@@ -52,7 +52,7 @@ def test_rows_are_sorted_into_tiles_of_one_adapter():
 
 def test_rows_that_do_not_fit_are_refused():
     batch = sort_rows(np.array([0, 0]), torch.zeros((1, 1, 4), dtype=torch.int64), 8, [])
-    with pytest.raises(ValueError, match="2 rows have adapters or none, but the layer has 3"):
+    with pytest.raises(ValueError, match="adapters are for 2 rows, but the layer has 3"):
         ops.add_low_rank(torch.zeros(3, 4), torch.zeros(3, 4), batch, 0)
     with pytest.raises(ValueError, match="rows must be contiguous"):
         ops.add_low_rank(torch.zeros(4, 2).t(), torch.zeros(2, 4), batch, 0)
