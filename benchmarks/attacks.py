@@ -1,11 +1,11 @@
-"""Measure what a client that attacks the router costs its neighbour, and the router's memory.
+"""Measure how attacks on the router affect other clients' latency and the router's memory.
 
     python -m benchmarks.attacks [--seconds 4] [--rounds 8] [--attack NAME ...]
 
-A tenant with a key sends short completions over HTTP, each on a connection of its own and from the
-attacker's address, in turns without and with an attack. The engine is paced, so the results are the
-router's; the attacker is a process of its own at the lowest priority, and its rates are bounded.
-For each attack a line says whether
+A tenant with a key (the neighbour) sends short completions over HTTP from the attacker's address,
+each on a new connection, in alternating rounds without and with an attack. The engine is paced, so
+only the router is measured. The attacker is a separate process at the lowest priority, and its
+rates are bounded. Each attack has a line that says whether
 
     latency     the neighbour's 99th percentile moves by less than 25%
     memory      of the router grows by less than 100 MB
@@ -36,7 +36,7 @@ MIB = 1 << 20
 STEP_SECONDS = 0.01
 MAX_CONNECTIONS = 60
 NEIGHBOURS = 2
-"""The neighbour's requests in progress."""
+"""Concurrent requests of the neighbour."""
 PAUSE_SECONDS = 0.01
 TIMEOUT_SECONDS = 120.0
 COOL_SECONDS = 0.5
@@ -52,12 +52,12 @@ SLOW = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n
 
 @dataclass
 class Outcome:
-    """What happened to the neighbour and the router.
+    """The effect of an attack on the neighbour and the router.
 
     Attributes:
         before: Seconds of each of the neighbour's requests without an attack.
-        during: Seconds of each during the attack.
-        failed: Errors of the neighbour's other requests.
+        during: Seconds of each of its requests during the attack.
+        failed: Errors of the neighbour's failed requests.
         grown: Maximum growth of the router's memory in bytes.
     """
 
@@ -77,7 +77,7 @@ class Service:
 
 @asynccontextmanager
 async def service(directory: Path, tokenizer: str | None = None) -> AsyncIterator[Service]:
-    """Start both; the tokenizer is the byte tokenizer unless another is named."""
+    """Start both; the default tokenizer is the byte tokenizer."""
     tenants = write_tenants(directory / "tenants.toml", {NEIGHBOUR: 1, ATTACKER: 1})
     source = tokenizer or make_model(directory)
     back = paced_engine(source, step_seconds=STEP_SECONDS, max_num_seqs=64)
@@ -126,7 +126,7 @@ async def neighbour(served: Service, seconds: float, took: list[float], failed: 
 
 
 async def measure(served: Service, attack: str, *, seconds: float, rounds: int) -> Outcome:
-    """Measure in turns without and with an attack."""
+    """Measure in alternating rounds without and with an attack."""
     outcome = Outcome()
     warm: list[float] = []
     await _phase(served, min(seconds, 2.0), warm, outcome)
@@ -143,7 +143,7 @@ async def measure(served: Service, attack: str, *, seconds: float, rounds: int) 
 
 
 async def _phase(served: Service, seconds: float, took: list[float], outcome: Outcome) -> int:
-    """Run the neighbour; return the router's most memory meanwhile."""
+    """Run the neighbour; return the router's peak memory."""
     tasks = [
         asyncio.create_task(neighbour(served, seconds, took, outcome.failed))
         for _ in range(NEIGHBOURS)
@@ -199,7 +199,7 @@ async def _obey(begin: Callable[[], Awaitable[None]], switch: Connection) -> Non
 
 
 async def many(count: int, one: Callable[[], Awaitable[None]], *, pause: float) -> None:
-    """Run `count` of something; each starts again a while after its end."""
+    """Run `count` copies of a task; restart each a while after its end."""
 
     async def again(first: float) -> None:
         await asyncio.sleep(first)
@@ -262,7 +262,7 @@ async def pipelined(port: int, _: str) -> None:
 
 
 async def polite_pipelines(port: int, _: str) -> None:
-    """Send as many GETs as are buffered on 8 connections, and read the answers."""
+    """Fill the buffers of 8 connections with GETs, and read the answers."""
 
     async def one() -> None:
         async with connection(port) as (reader, writer):
@@ -274,7 +274,7 @@ async def polite_pipelines(port: int, _: str) -> None:
 
 
 async def slow_bodies(port: int, _: str) -> None:
-    """Send a body of 4 MB, a byte a second and without a key, on 70 connections."""
+    """Send a body of 4 MB without a key on 70 connections, one byte per second."""
 
     async def one() -> None:
         async with connection(port) as (_, writer):
@@ -288,7 +288,7 @@ async def slow_bodies(port: int, _: str) -> None:
 
 
 async def long_texts(_: int, address: str) -> None:
-    """Send 12 texts of 4 MiB at once, every 2 s, that fit no context."""
+    """Send 12 texts of 4 MiB, longer than the context, at once every 2 s."""
     text = "Some words that anybody might say. " * (4 * MIB)
     text = text[: 4 * MIB - 1024]
 
@@ -348,7 +348,7 @@ async def main(options: argparse.Namespace) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=4.0, help="of each turn")
-    parser.add_argument("--rounds", type=int, default=8, help="turns without and with the attack")
+    parser.add_argument("--rounds", type=int, default=8, help="rounds without and with the attack")
     parser.add_argument("--attack", action="append", choices=ATTACKS, help="default: all")
-    parser.add_argument("--tokenizer", help="in place of the byte tokenizer; such as demo")
+    parser.add_argument("--tokenizer", help="instead of the byte tokenizer, such as demo")
     asyncio.run(main(parser.parse_args()))

@@ -2,8 +2,8 @@
 
     python -m benchmarks.attention [--device cpu] [--dtype bfloat16]
 
-Each line: a batch, a call's median time, and the rates at which K/V bytes (each counted once) and
-products pass. The layers of a cache are walked in turn, as a model does, so that K/V comes from
+Each line has a batch, a call's median time, and the rates of K/V bytes (each counted once) and of
+products. Calls go through the cache's layers in turn, as a model does, so that K/V comes from
 memory and not from a processor's cache. tests/kernels compare the results with the reference.
 """
 

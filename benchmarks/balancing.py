@@ -2,9 +2,9 @@
 
     python -m benchmarks.balancing [--engines 2] [--prefixes 50] [--rounds 6]
 
-Requests begin with one of many system prompts, more than one engine's cache has room for. Each
-policy sends the same requests in the same order to engines with empty caches. The lines give the
-share of prompt tokens that were found cached, and the requests of each engine.
+Requests begin with one of many system prompts, more than fit in one engine's cache. Each policy
+sends the same requests in the same order to engines with empty caches. Each line has the share of
+prompt tokens that were cached, and the number of requests per engine.
 """
 
 import argparse
@@ -26,12 +26,12 @@ TAIL_TOKENS = 16
 OUTPUT_TOKENS = 4
 AT_ONCE = 12
 CACHE_SHARE = 0.75
-"""One engine's blocks over the blocks of all prefixes."""
+"""Ratio of one engine's blocks to the blocks of all prefixes."""
 
 
 @dataclass
 class Spread:
-    """Prompt tokens, how many of them were found cached, and the requests of each engine."""
+    """Prompt tokens, cached prompt tokens, and the number of requests of each engine."""
 
     prompt_tokens: int
     cached_tokens: int
@@ -39,12 +39,12 @@ class Spread:
 
     @property
     def imbalance(self) -> float:
-        """The busiest engine's requests over the mean, minus 1."""
+        """Requests of the busiest engine relative to the mean, minus 1."""
         return max(self.requests) * len(self.requests) / sum(self.requests) - 1
 
 
 def make_prompts(prefixes: int, rounds: int) -> list[list[int]]:
-    """Return every prefix once a round, in random order, each time with another tail."""
+    """Return every prefix once per round, in random order, with a new tail each time."""
     draw = random.Random(0)
     heads = [[draw.randrange(EOS) for _ in range(PREFIX_TOKENS)] for _ in range(prefixes)]
     return [
@@ -55,7 +55,7 @@ def make_prompts(prefixes: int, rounds: int) -> list[list[int]]:
 
 
 async def measure(model: str, policy: str, engines: int, prompts: list[list[int]]) -> Spread:
-    """Serve the prompts by new engines and a router with this policy."""
+    """Serve the prompts with new engines and a router with this policy."""
     heads = len({tuple(prompt[:PREFIX_TOKENS]) for prompt in prompts})
     blocks = int(CACHE_SHARE * heads * PREFIX_TOKENS / BLOCK_SIZE)
     nodes = [engine(model, num_blocks=blocks, max_model_len=256) for _ in range(engines)]

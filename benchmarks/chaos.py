@@ -1,15 +1,14 @@
-"""Inject many kinds of faults for ten minutes; every stream must end as if there were none.
+"""Inject many kinds of faults for ten minutes; every stream must end as in a run without faults.
 
     python -m benchmarks.chaos [--minutes 10] [--streams 40] [--engines 3]
 
-Engines run behind a router that asks for keys. Meanwhile
+Engines run behind a router that requires keys. Meanwhile
 
-- one engine after another is killed (SIGKILL) or stopped for a while (SIGSTOP), the
-  next not before the one before it is back;
-- the tenants' file is written again every five seconds, two times in three with errors.
+- engines are killed (SIGKILL) or stopped for a while (SIGSTOP), one at a time;
+- the tenants' file is rewritten every five seconds, two times in three with errors.
 
-Every request must be completed with the tokens, text and counts of an undisturbed run. At the
-end no engine has a request or a block in use, and no process is left.
+Every request must return the tokens, text and counts of a run without faults. At the end no engine
+has a request or a block in use, and no process is left.
 """
 
 import argparse
@@ -37,12 +36,12 @@ REWRITE_SECONDS = 5.0
 PAUSE_SECONDS = 2.0
 """Seconds between two faults."""
 SETTLE_SECONDS = 60.0
-"""Seconds that engines have to become idle at the end."""
+"""Maximum seconds until engines are idle at the end."""
 
 
 @dataclass
 class Service:
-    """A router and its engines, and the tenants' file, which is tampered with."""
+    """A router, its engines, and the tenants' file that `tamper` rewrites."""
 
     front: Node
     engines: list[Node]
@@ -72,7 +71,7 @@ BAD_TENANTS = (
 
 
 async def rewrite_tenants(path: Path, events: Counter[str]) -> None:
-    """Write the tenants' file again and again; every third version is valid."""
+    """Rewrite the tenants' file repeatedly; every third version is valid."""
     for number in itertools.count():
         if number % 3 == 0:
             weights = {KEY: 1.0, f"other-{number}": 1.0 + number % 5}
@@ -124,7 +123,7 @@ async def left_over(served: Service) -> list[str]:
 
 
 async def measure(minutes: float, streams: int, engines: int) -> bool:
-    """Run and print everything; return whether there was no problem."""
+    """Run everything and print the results; return True if nothing failed."""
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model = make_model(directory / "model")
@@ -150,7 +149,7 @@ async def measure(minutes: float, streams: int, engines: int) -> bool:
 
 
 def _children() -> list[psutil.Process]:
-    """Return this process' descendants without multiprocessing's own two."""
+    """Return this process' descendants except multiprocessing's own two."""
     own = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     return [
         child

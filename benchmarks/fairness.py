@@ -1,12 +1,12 @@
-"""Measure what one tenant's flood does to another, and how two tenants share a full engine.
+"""Measure how one tenant's flood affects another, and how two tenants share a full engine.
 
     python -m benchmarks.fairness [--seconds 150] [--flood 20]
 
-The engine is paced, so its capacity is known and the results are the router's. First a tenant
-sends a quarter of what the engine can serve and another one as much; then the other one sends
-`--flood` times that. The first one's time to first token, 99th percentile, may rise by a quarter.
-Then both keep the engine busy with requests of different sizes: the weighted tokens of each may
-differ from its weight's share by 5%, for weights 1:1 and 1:2.
+The engine is paced, so its capacity is known and only the router is measured. First each of two
+tenants sends a quarter of the engine's capacity; then the second sends `--flood` times as much. The
+first one's 99th percentile of time to first token may rise by a quarter. Then both keep the engine
+busy with requests of different sizes: each one's weighted tokens may differ from its weight's share
+by 5%, for weights 1:1 and 1:2.
 """
 
 import argparse
@@ -35,14 +35,14 @@ STEP_SECONDS = 0.025
 PROMPT_TOKENS = 16
 OUTPUT_TOKENS = 100
 CAPACITY = PLACES / STEP_SECONDS / OUTPUT_TOKENS
-"""Requests that the engine can serve in a second."""
+"""Requests that the engine can serve per second."""
 LOAD = 0.25
 STREAMS = 48
-"""Streams of each tenant where both keep the engine busy."""
+"""Streams of each tenant while both keep the engine busy."""
 SIZES = ((16, 40), (64, 24))
-"""Prompt and output tokens of each tenant's requests there."""
+"""Prompt and output tokens of each tenant's requests during that time."""
 WARM_SECONDS = 5.0
-"""One tenant fills the engine before the router has seen the other one."""
+"""Seconds to ignore: one tenant fills the engine before the router has seen the other."""
 TTFT_MARK = 0.25
 SHARE_MARK = 0.05
 
@@ -56,7 +56,7 @@ class Served:
 
     @classmethod
     def of(cls, records: list[Record]) -> "Served":
-        """Sum up records; those of the first WARM_SECONDS have no time to first token."""
+        """Sum up records; ignore times to first token during the first WARM_SECONDS."""
         ttft = [r.ttft for r in records if r.code == OK and r.due > WARM_SECONDS]
         return cls(ttft, sum(r.code != OK for r in records))
 
@@ -69,7 +69,7 @@ async def service(weights: dict[str, float]) -> AsyncIterator[dict[str, AsyncCli
         tenants = write_tenants(directory / "tenants.toml", weights)
         model = make_model(directory / "model")
         back = paced_engine(model, step_seconds=STEP_SECONDS, max_num_seqs=PLACES)
-        # Both tenants share a connection, which has 1024 streams at most.
+        # Both tenants share a connection, which allows 1024 streams.
         front = router([back.address], tenants=tenants, max_queue_size=512)
         await stack.enter_async_context(serving([back], front, api_key=next(iter(weights))))
         yield {
@@ -79,7 +79,7 @@ async def service(weights: dict[str, float]) -> AsyncIterator[dict[str, AsyncCli
 
 
 def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
-    """Send requests at random times from a process of its own, `rate` a second."""
+    """Send `rate` requests per second at random times from a separate process."""
     draw = random.Random(rate)
     times = [0.0]
     while times[-1] < seconds:
@@ -89,7 +89,7 @@ def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
     async def run() -> Served:
         async with AsyncClient(address, api_key=key) as client:
             load = Load(GrpcEndpoint(client), "", salt="")
-            # Those of a flood would still wait for a long time.
+            # A flood's requests would still wait for a long time.
             with suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
                     await load.send_open(requests, times)
@@ -101,7 +101,7 @@ def send_alone(address: str, key: str, rate: float, seconds: float) -> Served:
 async def flooded(seconds: float, times: float) -> Served:
     """Serve a modest tenant beside one that sends `times` times as much.
 
-    Each is a process, as tenants are; in one process they would wait for each other.
+    Each is a separate process: in one process they would wait for each other.
     """
     rate = LOAD * CAPACITY
     loop, spawn = asyncio.get_running_loop(), multiprocessing.get_context("spawn")
@@ -123,7 +123,7 @@ async def flooded(seconds: float, times: float) -> Served:
 
 
 async def contended(seconds: float, weights: dict[str, float]) -> dict[str, int]:
-    """Return the weighted tokens of tenants that both keep the engine busy.
+    """Return the weighted tokens of two tenants that keep the engine busy.
 
     Prompt tokens count once and output tokens twice, as in the router.
     """
@@ -145,12 +145,12 @@ async def contended(seconds: float, weights: dict[str, float]) -> dict[str, int]
 
 
 async def measure(seconds: float, flood: float) -> bool:
-    """Measure everything; return whether every mark is met.
+    """Measure everything; return whether all limits are met.
 
     Args:
-        seconds: Duration of each flood, for hundreds of requests make a 99th percentile; each
+        seconds: Duration of each flood: a 99th percentile needs hundreds of requests. Each
             measurement of a full engine takes a quarter of it.
-        flood: The flood's load over the modest tenant's.
+        flood: Ratio of the flood's load to the modest tenant's.
     """
     quiet, loud = await flooded(seconds, 1.0), await flooded(seconds, flood)
     moved = percentiles(loud.ttft)[1] / percentiles(quiet.ttft)[1] - 1

@@ -1,7 +1,7 @@
-"""Start engines and routers on this machine, each in a process of its own.
+"""Start engines and routers on this machine, each in its own process.
 
 Processes are forked from one that has imported everything, and the model is tiny and random. So an
-engine starts in well under a second of CPU time, and what is measured is the service around it.
+engine starts in well under a second of CPU time, and only the service around it is measured.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ READY_SECONDS = 120.0
 STOP_SECONDS = 10.0
 
 Serve = Callable[[int, Connection], None]
-"""What runs in a process: it gets its port, and a pipe to send HOST:PORT to once it listens."""
+"""Main function of a process: gets its port, and a pipe for HOST:PORT once it listens."""
 
 
 def make_model(directory: Path) -> str:
@@ -83,7 +83,7 @@ def _own_channel(address: str, *, options: Sequence[tuple[str, Any]]) -> grpc.ai
 
 
 class OwnConnection(AsyncClient):
-    """A client with a connection of its own: those of one address in one process share one."""
+    """A client with its own connection; by default clients of an address share one per process."""
 
     _insecure_channel = staticmethod(_own_channel)
 
@@ -103,14 +103,14 @@ class Node:
     """One engine or router: start, kill or stop it, and start it again at the same port.
 
     Args:
-        serve: What runs in the process.
-        metrics_port: The port of its metrics; 0 for none.
-        has_children: Whether it starts processes itself, which daemons may not.
+        serve: The process's main function.
+        metrics_port: Its metrics port; 0 for none.
+        has_children: Whether it starts processes, which daemons may not do.
 
     Attributes:
         port: The port that it listens on.
-        address: HOST:PORT of it.
-        errors: The file that gets its stderr; None for this process' stderr.
+        address: Its HOST:PORT.
+        errors: The file for its stderr; None: this process' stderr.
     """
 
     def __init__(self, serve: Serve, metrics_port: int = 0, *, has_children: bool = False) -> None:
@@ -128,7 +128,7 @@ class Node:
 
         Raises:
             TimeoutError: It did not listen within `seconds`.
-            EOFError: It ended instead; it has printed why.
+            EOFError: It ended instead, and printed why.
         """
         ours, theirs = self._context.Pipe(duplex=False)
         arguments = (self._serve, self.errors, self.port, theirs)
@@ -149,7 +149,7 @@ class Node:
 
     @property
     def exitcode(self) -> int | None:
-        """The exit code as multiprocessing has it; None while the process runs."""
+        """The exit code as in multiprocessing; None while the process runs."""
         return self._process.exitcode
 
     def metrics(self) -> Metrics:
@@ -192,11 +192,11 @@ def engine(
 ) -> Node:
     """Return an engine of `model` in float32.
 
-    It does not trace the model by default, so that it starts sooner.
+    By default it does not trace the model, to start sooner.
 
     Args:
         model: The model's directory.
-        threads: How many threads compute; None for the engine's own default.
+        threads: Number of compute threads; None: the engine's default.
         sabotage: Called in the engine's process once it is ready, to make it fail later.
         settings: More of EngineSettings.
     """
@@ -228,7 +228,7 @@ def router(engines: Iterable[str], **settings: Any) -> Node:  # noqa: ANN401
 async def serving(
     engines: Sequence[Node], front: Node, *, api_key: str | None = None
 ) -> AsyncIterator[AsyncClient]:
-    """Start engines and their router; yield a client of it once it uses all engines."""
+    """Start engines and their router; yield a client once the router uses all engines."""
     async with AsyncExitStack() as stack:
         for node in (*engines, front):
             stack.push_async_callback(node.close)
@@ -260,7 +260,7 @@ def _run_engine(
     from octavo.engine.server import serve  # noqa: PLC0415 - imported in the process that forks
 
     if threads is not None:
-        os.environ["OMP_NUM_THREADS"] = str(threads)  # or the engine would choose the number
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise the engine chooses the number
         torch.set_num_threads(threads)
     own = EngineSettings(**settings, port=port)
     logging.configure(own.log_format, own.log_level)
@@ -281,7 +281,7 @@ def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:
     logging.configure(own.log_format, own.log_level)
 
     def on_ready(address: str) -> None:
-        settle()  # as `octavo router` does, or collections would look at this module's PyTorch too
+        settle()  # as in `octavo router`; else collections would scan this module's PyTorch too
         ready.send(address)
 
     uvloop.run(serve(own, on_ready=on_ready) if own.workers == 1 else run_workers(own, on_ready))

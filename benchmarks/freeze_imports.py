@@ -1,7 +1,7 @@
-"""Keep Python's garbage collector off all that is imported; for the last import before forks.
+"""Exempt all imported objects from garbage collection; import this last before forking.
 
-A server that is forked collects garbage before it serves: it would look at half a million objects
-of its parent's, and so have a copy of the memory that they are in.
+A forked server collects garbage before it serves. It would scan half a million objects of its
+parent, and so copy their memory.
 """
 
 import gc

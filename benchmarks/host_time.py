@@ -1,14 +1,14 @@
-"""Measure what a step costs the engine beside the model.
+"""Measure an engine step's host time besides the model.
 
     python -m benchmarks.host_time [--sequences 1 16 64 256 1024] [--chunk 512] [--seconds 5]
 
 The engine is the real one, over gRPC: scheduler, block manager, inputs, sampled tokens, sessions.
-Only the model takes no time: each token is one more than the one before it. So the steps follow
-each other as fast as the host can make them. Each number of sequences is measured twice: all
-decode, and decodes beside a chunk of a prompt in every step.
+Only the model is fake and takes no time: each token is the previous one plus 1. So steps follow
+each other as fast as the host allows. Each number of sequences is measured twice: decodes alone,
+and decodes beside a chunk of a prompt in every step.
 
-Parts are of the core's thread, in wall time, so a part includes what it waits for the interpreter.
-CPU time is split by thread: the core's, and all others', which carry the messages.
+Parts are wall time of the core's thread, including waits for the interpreter. CPU time is split
+into the core's thread and all others, which handle messages.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from benchmarks.report import table
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 PROMPT = 32
-"""Tokens of the prompts of sequences that decode."""
+"""Prompt tokens of decoding sequences."""
 LONG_PROMPT = CONTEXT - 64
 BLOCK_SIZE = 16
 PARTS = {
@@ -80,12 +80,12 @@ class Counts:
     """Counters in a file that both processes map.
 
     Args:
-        path: The file; made if it is not there.
+        path: The file; created if missing.
     """
 
     def __init__(self, path: Path) -> None:
         mode = "r+" if path.exists() else "w+"
-        # A plain view: a memmap's own methods take a microsecond each.
+        # A plain view, because a memmap's methods take a microsecond each.
         self._values = np.memmap(path, np.float64, mode, shape=(len(FIGURES),)).view(np.ndarray)
 
     def add(self, figure: str, value: float) -> None:
@@ -102,12 +102,12 @@ class Counts:
 
 
 def without_model(path: Path) -> None:
-    """Make this process' engine compute nothing, and count the time of its parts.
+    """Replace the model in this process' engine by a fake, and count the time of its parts.
 
     Args:
         path: The file of the counters.
     """
-    from octavo.engine.core import EngineCore  # noqa: PLC0415 - in the engine's process alone
+    from octavo.engine.core import EngineCore  # noqa: PLC0415 - only in the engine's process
     from octavo.engine.core.reporting import Reporter  # noqa: PLC0415
     from octavo.engine.running.executor import Executor  # noqa: PLC0415
     from octavo.engine.running.pending_step import PendingStep  # noqa: PLC0415
@@ -121,7 +121,7 @@ def without_model(path: Path) -> None:
         following: list[int] = ((rows + 1) % (VOCABULARY - 1)).tolist()
         return following
 
-    setattr(Executor, "_most_likely", most_likely)  # noqa: B010 - it is another's method
+    setattr(Executor, "_most_likely", most_likely)  # noqa: B010 - replaces a method
     for owner, name, part in (
         (Scheduler, "schedule", "schedule"),
         (Executor, "prepare", "prepare"),
@@ -151,15 +151,15 @@ def without_model(path: Path) -> None:
 
 
 class Requests:
-    """Requests to an engine; each one that ends is followed by another.
+    """Requests to an engine; another request replaces each one that ends.
 
     Args:
-        sequences: Sequences that decode at once.
-        chunk: Whether prompts are computed beside them, one after the other.
+        sequences: Number of decoding sequences.
+        chunk: Whether prompts are computed beside them, one after another.
 
     Attributes:
         tokens: Tokens received.
-        decoding: Requests that are decoding.
+        decoding: Number of decoding requests.
     """
 
     def __init__(self, sequences: int, *, chunk: bool) -> None:
@@ -181,7 +181,7 @@ class Requests:
             for _ in range(self._sequences):
                 self._submit("decode", PROMPT, CONTEXT - PROMPT)
             if self._chunk:
-                for _ in range(2):  # so that one is there when the other ends
+                for _ in range(2):  # so that one waits when the other ends
                     self._submit("prefill", LONG_PROMPT, 1)
             async for response in stub.Session(self._messages()):
                 self._take(response)
@@ -239,7 +239,7 @@ async def measure(sequences: int, chunk: int, seconds: float) -> Cost:
     """Measure one number of sequences.
 
     Args:
-        sequences: Sequences that decode at once.
+        sequences: Number of decoding sequences.
         chunk: Prompt tokens in each step beside them; 0 for none.
         seconds: Duration of the measurement.
     """
@@ -291,7 +291,7 @@ def _table(costs: dict[int, Cost]) -> str:
 
 
 def _growth(costs: dict[int, Cost]) -> str:
-    """Return a sentence on the cost of each further sequence."""
+    """Return a sentence about the cost of each further sequence."""
     fewest, most = min(costs), max(costs)
     if fewest == most:
         return ""

@@ -13,7 +13,7 @@ class Metrics:
         host: Its address.
 
     Raises:
-        OSError: Nothing answers there.
+        OSError: No process answers there.
     """
 
     def __init__(self, port: int, host: str = "127.0.0.1") -> None:
@@ -22,7 +22,7 @@ class Metrics:
         self._families = list(text_string_to_metric_families(text))
 
     def value(self, name: str, **labels: str) -> float:
-        """Return a sample's value, summed over the labels not given; 0 if no sample has these.
+        """Return a sample's value, summed over other labels; 0 without matching samples.
 
         Raises:
             KeyError: There is no such metric.

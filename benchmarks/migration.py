@@ -1,10 +1,10 @@
-"""Kill, hang and cut off engines under load; compare every output with the undisturbed one.
+"""Kill, hang and cut off engines under load; compare outputs with those of a run without faults.
 
     python -m benchmarks.migration [--streams 100] [--seconds 60] [--every 5] [--engines 3]
 
 Streams send request after request: greedy, seeded, penalised, constrained by a schema, several
 outputs of different lengths, beam search, in float32. The first run has no faults and gives the
-expected outputs. Then one engine after another has each kind of fault:
+expected outputs. Then one engine after another gets each kind of fault:
 
     kill    SIGKILL, and the engine is started again
     drain   SIGTERM without time to finish, and the engine is started again
@@ -56,7 +56,7 @@ MIGRATION = {
 
 @dataclass(frozen=True)
 class Ask:
-    """A request, and its outputs in the undisturbed run."""
+    """A request, and its outputs in the run without faults."""
 
     kind: str
     prompt: list[int]
@@ -66,14 +66,14 @@ class Ask:
 
 @dataclass
 class Outcome:
-    """What happened to a run's requests.
+    """The outcome of a run's requests.
 
     Attributes:
-        completed: Requests that came to their end.
-        tokens: Output tokens of these.
-        refused: Refusals before anything was done; these requests were sent again.
+        completed: Requests that were completed.
+        tokens: Output tokens of the completed requests.
+        refused: Refusals before any work; these requests were sent again.
         migrations: Migrations to another engine.
-        different: Kinds of requests with other outputs than in the undisturbed run.
+        different: Kinds of requests with other outputs than without faults.
         failures: Errors of the other requests.
     """
 
@@ -97,7 +97,7 @@ class Outcome:
 
 
 class Wire:
-    """A TCP proxy of a port that can drop all bytes while its connections stay open."""
+    """A TCP proxy that can drop all bytes while its connections stay open."""
 
     def __init__(self, port: int) -> None:
         self._port = port
@@ -123,7 +123,7 @@ class Wire:
         self._dropping = True
 
     def restore(self) -> None:
-        """Carry new connections again; close those that lost bytes."""
+        """Accept new connections again; close those that lost bytes."""
         self._dropping = False
         for writer in self._writers:
             writer.transport.abort()
@@ -154,7 +154,7 @@ class Wire:
 
 @dataclass
 class Cluster:
-    """A router over engines, and the wire between it and each."""
+    """A router, its engines, and the proxies between them."""
 
     router: Node
     engines: list[Node]
@@ -185,14 +185,14 @@ async def drain(cluster: Cluster, victim: int, _: float) -> None:
 
 
 async def hang(cluster: Cluster, victim: int, seconds: float) -> None:
-    """Stop the engine for long enough to be noticed."""
+    """Stop the engine until the router notices."""
     cluster.engines[victim].signal(signal.SIGSTOP)
     await asyncio.sleep(seconds)
     cluster.engines[victim].signal(signal.SIGCONT)
 
 
 async def cut(cluster: Cluster, victim: int, seconds: float) -> None:
-    """Drop all bytes for long enough to be noticed."""
+    """Drop all bytes until the router notices."""
     cluster.wires[victim].drop()
     await asyncio.sleep(seconds)
     cluster.wires[victim].restore()
@@ -216,7 +216,7 @@ def make_asks(count: int, tokens: int) -> list[Ask]:
 
 
 async def ask(client: AsyncClient, request: Ask, outcome: Outcome) -> Completion:
-    """Send a request until an engine takes it; return its completion."""
+    """Send a request until an engine accepts it; return its completion."""
     while True:
         stream = client.generate(request.prompt, timeout=300, **request.options)
         try:
@@ -248,15 +248,15 @@ async def stream(
 
 
 def shown(output: Output) -> tuple[object, ...]:
-    """Return everything in an output that must not depend on where it was made."""
+    """Return the parts of an output that must not depend on the engine."""
     return output.token_ids, output.text, output.reason, output.usage.output_tokens
 
 
 async def settle(client: AsyncClient, asks: list[Ask]) -> list[Ask]:
-    """Return the requests with their outputs in the undisturbed run.
+    """Return the requests with their outputs in the run without faults.
 
-    Octavo's kernels compute a row alike whatever rows are beside it, so every output must be found
-    again, also where two tokens are nearly as likely.
+    A row's result in Octavo's kernels does not depend on the other rows, so every output must
+    repeat, even if two tokens are almost equally likely.
     """
     completions = await asyncio.gather(*(ask(client, request, Outcome()) for request in asks))
     return [
@@ -268,7 +268,7 @@ async def settle(client: AsyncClient, asks: list[Ask]) -> list[Ask]:
 async def run(
     cluster: Cluster, asks: list[Ask], trouble: Trouble, *, streams: int, times: int, every: float
 ) -> Outcome:
-    """Run `streams` streams while engines have a fault `times` times."""
+    """Run `streams` streams while engines suffer a fault `times` times."""
     outcome, over = Outcome(), asyncio.Event()
 
     def migrations() -> int:
@@ -281,7 +281,7 @@ async def run(
         sound = [asyncio.Lock() for _ in cluster.engines]
 
         async def strike(victim: int) -> None:
-            async with sound[victim]:  # it may not be back from the fault before
+            async with sound[victim]:  # it may not have recovered yet
                 await trouble(cluster, victim, lasts)
 
         async with asyncio.TaskGroup() as group:
@@ -298,7 +298,7 @@ async def run(
 
 
 async def measure(streams: int, seconds: float, every: float, engines: int) -> bool:
-    """Run every kind of fault and print its outcome; return whether there was no problem."""
+    """Run every kind of fault and print the outcome; return True if nothing failed."""
     well = True
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory))

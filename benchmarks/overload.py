@@ -1,14 +1,13 @@
-"""Send several times what an engine can serve, with deadlines, and measure what is still served.
+"""Overload an engine with requests that have deadlines, and measure its goodput.
 
     python -m benchmarks.overload [--seconds 60] [--load 3] [--deadline 4] [--model M | --paced]
 
-First, streams that keep the engine busy send request after request without deadline: that rate
-is the peak. Then requests come at random times, `--load` times the peak, each with a deadline of
-`--deadline` times what one took at the peak. Then the peak is measured again, as other work on the
-machine may have changed it. The default model is tiny and real: it makes so many tokens that on few
-cores router and clients slow the engine down. `--model` serves another one, traced, on all
-cores. With `--paced` the engine's steps take a fixed time, so the results are the router's. The
-lines say whether
+First, streams keep the engine busy with requests without deadline: their rate is the peak. Then
+requests arrive at random times, at `--load` times the peak rate, each with a deadline of
+`--deadline` times the latency at the peak. Then the peak is measured again, as other work on the
+machine may have changed it. The default model is tiny but real: it generates so many tokens that
+router and clients slow the engine down on a few cores. `--model` serves another one, traced, on all
+cores. With `--paced` steps take a fixed time, so only the router is measured. The lines say whether
 
     goodput     tokens of requests complete by their deadlines are within 5% of the peak
     refusals    99 of 100 come within 50 ms, and each says when to come back
@@ -43,21 +42,21 @@ OUTPUT_TOKENS = 128
 GOODPUT_MARK = 0.95
 REFUSAL_MARK_MS = 50
 GROWTH_MARK = 0.02
-"""Share of its memory that a process may grow by in a minute."""
+"""Maximum growth of a process' memory per minute, as a share of it."""
 
 
 @dataclass
 class Outcome:
-    """What happened to requests.
+    """The outcome of requests.
 
     Attributes:
-        served: Begin and end of each that was complete in time.
+        served: Begin and end of each request that was complete in time.
         tokens: Tokens of all requests.
         refused: Seconds until each refusal.
         silent: Refusals that did not say when to come back.
-        short: Missing tokens of each request that an engine began and that was late.
-        unbegun: Requests that were late before an engine began.
-        failures: Errors of the others.
+        short: Missing tokens of each late request that an engine had begun.
+        unbegun: Requests whose deadline passed before an engine began.
+        failures: Errors of the other requests.
     """
 
     served: list[tuple[float, float]] = field(default_factory=list)
@@ -77,11 +76,11 @@ class Memory:
     samples: list[tuple[float, int]] = field(default_factory=list)
 
     def sample(self) -> None:
-        """Note how much it is now."""
+        """Record the current memory."""
         self.samples.append((time.monotonic(), self.node.rss()))
 
     def growth(self) -> float:
-        """Return bytes a second, by a line through the later three quarters of the samples."""
+        """Return bytes per second, by a line fitted to the last three quarters of the samples."""
         times, sizes = np.array(self.samples[len(self.samples) // 4 :], dtype=float).T
         return float(np.polyfit(times - times[0], sizes, 1)[0])
 
@@ -91,7 +90,7 @@ class Memory:
 
 
 async def ask(client: AsyncClient, number: int, outcome: Outcome, timeout: float | None) -> None:
-    """Send one request and note what happens to it."""
+    """Send one request and record its outcome."""
     began = time.monotonic()
     prompt = random.Random(number).choices(range(EOS), k=PROMPT_TOKENS)
     stream = client.generate(
@@ -137,7 +136,7 @@ async def closed_loop(client: AsyncClient, seconds: float) -> Outcome:
 async def open_loop(
     client: AsyncClient, seconds: float, rate: float, timeout: float, memory: list[Memory]
 ) -> Outcome:
-    """Send `rate` requests a second at random times."""
+    """Send `rate` requests per second at random times."""
     outcome = Outcome()
     draw = random.Random(1)
 
@@ -161,12 +160,12 @@ async def open_loop(
 
 
 def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memory]) -> bool:
-    """Print the outcome of the overload; return whether every mark is met.
+    """Print the outcome of the overload; return whether all limits are met.
 
     Args:
         outcome: Outcome of the requests.
-        goodput: Tokens a second of requests complete in time.
-        peak: Tokens a second at the peak.
+        goodput: Tokens per second of requests that were complete in time.
+        peak: Tokens per second at the peak.
         memory: Memory of the processes, by name.
     """
     print(
@@ -206,7 +205,7 @@ def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memor
 
 def _engine(model: str | None, tiny: str, *, paced: bool) -> Node:
     if model is not None:
-        # So few blocks that all have been used, and have their memory, before it is measured.
+        # So few blocks that all are in use, and have memory, before the measurement.
         own = {"dtype": "auto", "compile": "auto", "num_blocks": 512}
         return engine(model, threads=None, max_num_seqs=PLACES, **own)
     if paced:
@@ -217,13 +216,13 @@ def _engine(model: str | None, tiny: str, *, paced: bool) -> Node:
 async def measure(
     seconds: float, load: float, deadline: float, *, model: str | None = None, paced: bool = False
 ) -> bool:
-    """Overload a router and its engine; return whether every mark is met.
+    """Overload a router and its engine; return whether all limits are met.
 
     Args:
         seconds: Duration of the overload; the peak takes a sixth of it before and after.
-        load: Requests a second over those at the peak.
+        load: Ratio of the request rate to the peak rate.
         deadline: Deadline of each request, as a multiple of its latency at the peak.
-        model: What is served; None for the tiny model.
+        model: The model to serve; None: the tiny model.
         paced: Whether the engine's capacity is fixed.
     """
     with tempfile.TemporaryDirectory() as directory:
@@ -231,7 +230,7 @@ async def measure(
         front = router([back.address])
         async with serving([back], front) as client:
             memory = {"router": Memory(front), "engine": Memory(back)}
-            await closed_loop(client, 2.0)  # warms everything up
+            await closed_loop(client, 2.0)  # warm-up
             span = max(seconds / 6, 2.0)
             before = await closed_loop(client, span)
             took = median(ended - began for began, ended in before.served)
@@ -244,7 +243,7 @@ async def measure(
             outcome = await open_loop(client, seconds, load * rate, timeout, [*memory.values()])
             after = await closed_loop(client, span)
     print(f"peak afterwards: {after.tokens / span / OUTPUT_TOKENS:.1f} requests a second")
-    # While it fills and empties, the engine does less than it can.
+    # While the engine fills and drains, it runs below capacity.
     served = sum(began + took < ended < began + seconds for _, ended in outcome.served)
     goodput = served * OUTPUT_TOKENS / (seconds - took)
     return judge(outcome, goodput, mean((before.tokens, after.tokens)) / span, memory)

@@ -1,8 +1,8 @@
-"""An engine without a model: real gRPC and real sessions, and a step of a fixed duration.
+"""An engine without a model: real gRPC and sessions, but steps of a fixed duration.
 
-Its speed does not depend on the machine, so a benchmark measures the router in front of it and
-knows its capacity. Each step gives every running sequence one token. As many sequences run as there
-are places, first come, first served; requests end with LENGTH or at their deadline.
+Its speed does not depend on the machine, so a benchmark knows its capacity and measures the router
+in front of it. Each step gives every running sequence one token. Up to `max_num_seqs` sequences
+run, first come, first served; requests end with LENGTH or at their deadline.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 LETTERS = range(64, 90)
-"""Tokens that are one letter each in the byte tokenizer."""
+"""Tokens of the byte tokenizer, one letter each."""
 HEARTBEAT_SECONDS = 1.0
 NO_BLOCKS_USED = CacheStats(1 << 20, 1 << 20, 0, 0, 0, 0, 0, 0)
 
@@ -50,7 +50,7 @@ class Running:
 
 
 class PacedCore:
-    """Do for sessions what the engine's core does."""
+    """Replaces the engine's core."""
 
     def __init__(self, step_seconds: float, max_num_seqs: int) -> None:
         self._step_seconds = step_seconds
@@ -61,12 +61,12 @@ class PacedCore:
 
     @property
     def load(self) -> Load:
-        """The load; there are always enough blocks."""
+        """The load, with always enough blocks."""
         running, waiting = len(self._running), len(self._waiting)
         return Load(running, waiting, 0, NO_BLOCKS_USED, self._step_seconds, False)
 
     def open_session(self, session: int) -> None:
-        """Send a new session the load."""
+        """Send the load to a new session."""
         self.sessions[session].add((), to_load(self.load))
 
     def close_session(self, session: int) -> None:
@@ -75,7 +75,7 @@ class PacedCore:
         self._waiting = deque(r for r in self._waiting if r.session != session)
 
     def submit(self, request: Running) -> None:
-        """Queue a request, as `_to_request` has made it."""
+        """Queue a request from `_to_request`."""
         self._waiting.append(request)
 
     def abort(self, session: int, request_id: str, index: int | None = None) -> None:  # noqa: ARG002
@@ -119,7 +119,7 @@ class PacedCore:
                     )
                     for i in range(request.sequences)
                 )
-            else:  # of which there is no more to say, as of nearly all of an engine's
+            else:  # tokens without details, as most of an engine's
                 columns[session].numbers.extend(range(first, first + request.sequences))
                 columns[session].token_ids.extend([token] * request.sequences)
             if not last:
@@ -161,7 +161,7 @@ class PacedServicer(engine_pb2_grpc.EngineServiceServicer):
         return self._info
 
     async def Session(self, request_iterator: Any, context: Any) -> Any:  # noqa: ANN401, ARG002, N802
-        """Carry a router's requests and tokens."""
+        """Serve a router's requests."""
         number = next(self._ids)
         session = Session(self._core, partial(_to_request, number))  # type: ignore[arg-type]
         self._core.sessions[number] = session
@@ -186,7 +186,7 @@ def paced_engine(tokenizer: str, *, step_seconds: float, max_num_seqs: int) -> N
     Args:
         tokenizer: Directory with the byte tokenizer.
         step_seconds: Duration of a step.
-        max_num_seqs: Sequences that run at once.
+        max_num_seqs: Maximum running sequences.
     """
     return Node(partial(_run, tokenizer, step_seconds, max_num_seqs))
 

@@ -1,26 +1,23 @@
-"""Measure the perplexity of a served model on a real text, for each type of its weights.
+"""Measure a served model's perplexity on a real text, for each type of weights.
 
     python -m benchmarks.perplexity [--model demo] [--variants bfloat16 int8 ...]
                                     [--gguf FILE ...] [--windows N] [--reference-windows 4]
 
-Starts `octavo serve` for each variant and asks it over gRPC for the
-log-probabilities of a prompt's tokens, so what is measured is what is served:
-the executor's own path, kernels and paged cache included.
+It starts `octavo serve` for each variant and requests the log-probabilities of a prompt's tokens
+over gRPC. So it measures the served model itself, with the executor's kernels and paged cache.
 
 The text is Lewis Carroll's "Alice's Adventures in Wonderland" (1865, public
 domain) as the Canterbury corpus has it, from the tests of the `brotli` package
-on PyPI. It is cut into windows of 1,024 tokens that do not overlap (the stride
-is 1,024 too), the last one shorter. A window's first token has nothing before
-it and is not scored, so perplexity is exp of the mean negative log-probability
-of all other tokens, each with 1 to 1,023 tokens before it.
+on PyPI. It is cut into windows of 1,024 tokens that do not overlap; the last one is shorter. A
+window's first token has no context and is not scored, so perplexity is exp of the mean negative
+log-probability of all other tokens, each with 1 to 1,023 tokens before it.
 
-Each file of `--gguf` is a variant too, named as the file. It is served in bfloat16; on a CPU its
+Each file of `--gguf` is a variant too, named after the file. It is served in bfloat16; on a CPU its
 weights stay in GGUF's blocks. Its tokenizer must give the same tokens as the model's.
 
-A variant whose server does not start, say because it lacks a flag, is left out,
-and the page lists it. The first windows also go through transformers' own forward pass
-in the same type (in float32 for a GGUF file, with weights dequantized), and the
-two perplexities of these windows are printed side by side. Results go to
+A variant whose server does not start, for example because it lacks a flag, is skipped, and the page
+lists it. transformers' own forward pass also scores the first windows in the same type (for a GGUF
+file in float32, with dequantized weights), and both perplexities are printed. Results go to
 `benchmarks/results/perplexity.md`.
 """
 
@@ -54,7 +51,7 @@ MEMBER = "Brotli-1.1.0/tests/testdata/alice29.txt"
 
 WINDOW = 1024
 SERVER = ("--num-blocks", "256", "--swap-space", "0", "--no-enable-prefix-caching")
-"""Blocks for two windows; nothing is asked twice."""
+"""Blocks for two windows; no request repeats."""
 
 BASE = "bfloat16"
 VARIANTS = {
@@ -64,22 +61,22 @@ VARIANTS = {
     "int4": ("--dtype", "bfloat16", "--quantization", "int4"),
     "fp8 cache": ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8_e4m3"),
 }
-"""`octavo serve`'s flags by variant; the first is what the others are compared with."""
+"""`octavo serve`'s flags by variant; the first is the baseline."""
 
 MARKS = {"int8": 0.01, "int4": 0.05, "fp8 cache": 0.01}
-"""The most that a variant's perplexity may be over the first's, as a share of it."""
+"""Maximum increase of each variant's perplexity over the baseline's, as a share."""
 
 COLUMNS = ("variant", "perplexity", f"ratio to {BASE}", "tokens", "seconds")
 RESULTS = Path(__file__).parent / "results" / "perplexity.md"
 
 
 OWN_DTYPES = ("bfloat16", "float32")
-"""Variants that transformers' own forward pass has too, by the type's name."""
+"""dtypes of the variants that transformers' forward pass also scores."""
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What one variant gave.
+    """The result of one variant.
 
     Attributes:
         logprobs: Natural-log probabilities of the scored tokens, by window.
@@ -90,13 +87,13 @@ class Score:
     seconds: float
 
     def perplexity(self, first: int | None = None) -> float:
-        """Exp of the mean negative log-probability, of all windows or the first few."""
+        """Exp of the mean negative log-probability, over all windows or the first few."""
         values = [value for window in self.logprobs[:first] for value in window]
         return math.exp(-math.fsum(values) / len(values))
 
     @property
     def tokens(self) -> int:
-        """How many were scored."""
+        """The number of scored tokens."""
         return sum(map(len, self.logprobs))
 
 
@@ -104,7 +101,7 @@ def fetch_text() -> str:
     """Download the text's package with pip, check its hash, and return the text.
 
     Raises:
-        subprocess.CalledProcessError: Pip cannot get it, or its hash is another.
+        subprocess.CalledProcessError: Pip cannot get it, or its hash differs.
     """
     with tempfile.TemporaryDirectory() as work:
         requirements = Path(work) / "requirements.txt"
@@ -119,8 +116,8 @@ def fetch_text() -> str:
 
 
 def unwrap(raw: str) -> str:
-    """Join the lines of each paragraph, and paragraphs with an empty line."""
-    lines = raw.replace("\x1a", "").splitlines()  # the file ends as files did under CP/M
+    """Join the lines of each paragraph; separate paragraphs by an empty line."""
+    lines = raw.replace("\x1a", "").splitlines()  # the file ends with CP/M's end-of-file byte
     paragraphs: list[list[str]] = [[]]
     for words in map(str.split, lines):
         if words:
@@ -131,7 +128,7 @@ def unwrap(raw: str) -> str:
 
 
 def windows(tokens: Sequence[int]) -> list[list[int]]:
-    """Cut the text's tokens; a last window of one token scores nothing and is left out."""
+    """Cut the text's tokens into windows; drop a last window of one token, which scores nothing."""
     cut = [list(tokens[start : start + WINDOW]) for start in range(0, len(tokens), WINDOW)]
     return [window for window in cut if len(window) > 1]
 
@@ -146,7 +143,7 @@ def served_logprobs(client: Client, window: Sequence[int]) -> list[float]:
 
 @torch.inference_mode()
 def own_logprobs(model: PreTrainedModel, window: Sequence[int]) -> list[float]:
-    """Return the same from transformers' forward pass, softmax in float32."""
+    """Return them from transformers' forward pass, with softmax in float32."""
     tokens = torch.tensor([window])
     logits = model(input_ids=tokens, use_cache=False).logits[0, :-1].float()
     scored: list[float] = logits.log_softmax(-1).gather(-1, tokens[0, 1:, None])[:, 0].tolist()
@@ -160,11 +157,11 @@ def score(logprobs: Callable[[list[int]], list[float]], cut: list[list[int]]) ->
 
 
 def score_served(model: str, flags: Sequence[str], cut: list[list[int]]) -> Score | None:
-    """Score a model by a server of its own with these flags; None if it does not start."""
+    """Score a model with a new server with these flags; None if it does not start."""
     with contextlib.ExitStack() as stack:
         try:
             address = stack.enter_context(local_server(model, *SERVER, *flags))
-        except typer.Exit:  # it has said why
+        except typer.Exit:  # it has printed why
             return None
         client = stack.enter_context(Client(address))
         return score(lambda window: served_logprobs(client, window), cut)
@@ -188,12 +185,12 @@ def score_dequantized(file: Path, cut: list[list[int]]) -> Score:
 
 
 def by_name(files: Sequence[Path], text: str, tokens: Sequence[int]) -> dict[str, Path]:
-    """Return GGUF files by the names of their variants.
+    """Return GGUF files by their variants' names.
 
     Args:
         files: The files.
-        text: What is scored.
-        tokens: The text's, by the model that the files are compared with.
+        text: The text to score.
+        tokens: The text's tokens from the baseline model.
 
     Raises:
         ValueError: Two variants have one name, or a file's tokenizer gives other tokens.
@@ -210,7 +207,7 @@ def by_name(files: Sequence[Path], text: str, tokens: Sequence[int]) -> dict[str
 
 
 def verdicts(scores: dict[str, Score | None]) -> list[str]:
-    """Return each variant's mark, and whether it is met."""
+    """Return a line for each variant's limit, and whether it is met."""
     base = scores[BASE]
     assert base is not None
     lines = []
@@ -265,12 +262,12 @@ def markdown(model: str, scores: dict[str, Score | None], notes: Sequence[str]) 
 
 
 def main() -> None:
-    """Score the variants that were asked for; print and write the results."""
+    """Score the requested variants; print and write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=models.DEMO)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS))
     parser.add_argument("--gguf", nargs="+", type=Path, default=[], help="files of the model")
-    parser.add_argument("--windows", type=int, help="only the first ones; nothing is written then")
+    parser.add_argument("--windows", type=int, help="only the first ones; then nothing is written")
     parser.add_argument("--reference-windows", type=int, default=4, help="0: no reference")
     arguments = parser.parse_args()
 
@@ -284,7 +281,7 @@ def main() -> None:
     }
     scores |= {name: score_served(str(file), VARIANTS[BASE], cut) for name, file in files.items()}
     if scores[BASE] is None:
-        sys.exit(f"{BASE} could not be served, and it is what the others are compared with")
+        sys.exit(f"{BASE} could not be served, and it is the baseline")
     notes = verdicts(scores)
     held = cut[: arguments.reference_windows]
     for dtype in OWN_DTYPES:

@@ -1,14 +1,14 @@
-"""Time the first token of a long prompt, first new to a server and then with its prefix cached.
+"""Time the first token of a long prompt, without and with its prefix cached.
 
     python -m benchmarks.prefix_caching [--model demo] [--prefix 1000] [--rounds 5] [-- FLAG ...]
 
-Starts `octavo serve`. Each round sends three prompts with the same prefix of random tokens and
-different tails of 16 tokens, and asks for 16 tokens after each; the last of them is sent once more
-under another salt, which shares no prefix, to compare these tokens. A model that keeps states keeps
-one at the end of the prefix when it sees the prefix for the second time. The time is the client's,
-from sending the request to its first token. The last lines give the medians, and the ratio of the
-first and the third. `--model` also takes the name of a model with random weights, of
-`benchmarks.peers.shapes`: falcon-h1 and granite-4-h keep states.
+It starts `octavo serve`. Each round sends three prompts with the same prefix of random tokens and
+different tails of 16 tokens, and requests 16 tokens each. It sends the last prompt again under
+another salt, which shares no prefix, to compare the tokens. A model with states caches the state at
+the prefix's end when it sees the prefix for the second time. The time is the client's, from sending
+the request to its first token. The last lines have the medians, and the ratio of the first to the
+third. `--model` also takes the name of a model with random weights from `benchmarks.peers.shapes`:
+falcon-h1 and granite-4-h have states.
 """
 
 import argparse
@@ -26,20 +26,20 @@ from octavo.cli.local_server import local_server
 
 TAIL = 16
 VOCABULARY = range(256, 40_000)
-"""The first tokens of a vocabulary are often special ones."""
+"""Lowest token id of prompts: the first tokens of a vocabulary are often special."""
 
 
 OUTPUT = 16
-"""Tokens after each prompt."""
+"""Output tokens of each prompt."""
 
 
 class Answer(NamedTuple):
-    """What came of a prompt.
+    """The result of a prompt.
 
     Attributes:
-        seconds: To the first token.
-        tokens: All that came.
-        cached: Tokens of the prompt that were cached.
+        seconds: Seconds to the first token.
+        tokens: The output tokens.
+        cached: Cached prompt tokens.
     """
 
     seconds: float
@@ -71,17 +71,17 @@ async def ask(client: AsyncClient, prompt: list[int], salt: str = "") -> Answer:
 async def measure(
     address: str, prefix_tokens: int, rounds: int
 ) -> tuple[dict[str, list[float]], int]:
-    """Time prompts by what became of their prefix before.
+    """Time prompts whose prefix is new, seen once, and cached.
 
     Returns:
-        The seconds to the first token of each round, and the number of rounds in which the prompt
-        with a cached prefix had the same output as without one.
+        The seconds to the first token in each round, and the number of rounds in which the prompt
+        with a cached prefix had the same output as without.
     """
     draw = random.Random(0)
     times: dict[str, list[float]] = {"new": [], "seen once": [], "cached": []}
     same = 0
     async with AsyncClient(address) as client:
-        await ask(client, draw.choices(VOCABULARY, k=prefix_tokens + TAIL))  # warms the server up
+        await ask(client, draw.choices(VOCABULARY, k=prefix_tokens + TAIL))  # warm-up
         for number in range(rounds):
             prefix = draw.choices(VOCABULARY, k=prefix_tokens)
             for found in times.values():
@@ -99,7 +99,7 @@ def main() -> None:
     parser.add_argument("--model", default="demo", help="as `octavo serve` takes it, or a shape")
     parser.add_argument("--prefix", type=int, default=1000, help="tokens that both prompts share")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("flags", nargs="*", help="further flags of `octavo serve`, after --")
+    parser.add_argument("flags", nargs="*", help="more flags of `octavo serve`, after --")
     options = parser.parse_args()
     model = options.model
     if model in shapes.SHAPES:

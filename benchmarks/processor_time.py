@@ -1,4 +1,4 @@
-"""Where the time of a process goes: by thread, and by function."""
+"""The time of a process, by thread and by function."""
 
 import contextlib
 import time
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def thread_times(process: int) -> dict[int, tuple[float, float]]:
-    """Return the seconds that each thread ran and waited for a core, by Linux's accounts.
+    """Return the seconds that each thread ran and waited for a core, as Linux counts them.
 
     Args:
         process: Its id.
@@ -24,12 +24,12 @@ def thread_times(process: int) -> dict[int, tuple[float, float]]:
 def timed(
     function: Callable[..., Any], add: Callable[[str, float], None], part: str
 ) -> Callable[..., Any]:
-    """Return a function that does the same, and adds the seconds of each call to a part.
+    """Wrap a function to add the seconds of each call to a part.
 
     Args:
         function: The function.
         add: Called with the part and the seconds.
-        part: What the function is part of.
+        part: The part that the function belongs to.
     """
 
     def call(*arguments: Any, **named: Any) -> Any:  # noqa: ANN401

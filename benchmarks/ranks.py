@@ -1,11 +1,11 @@
-"""Compare one engine as one rank with all threads and as several ranks with fewer.
+"""Compare an engine of one rank with all threads to one of several ranks with fewer threads.
 
     python -m benchmarks.ranks [--model M] [--ranks 2] [--batch 48] [--rounds 3] [--compile auto]
 
 Each round runs both in turn: `--batch` greedy requests at once, of 64 prompt and 64 output tokens.
-It prints output tokens/s and, for ranks, the seconds that rank 0 spent on the others: in sums of
-layers, in gathering tokens and in messages. Without `--model` it makes one of SmolLM2's size with
-random weights, 8 query heads and 4 KV heads, because two ranks cannot share SmolLM2's 9 and 3.
+It prints output tokens/s and, for several ranks, the seconds that rank 0 spent on communication:
+summing layers, gathering tokens, and messages. Without `--model`, the model is SmolLM2 with random
+weights, 8 query heads and 4 KV heads, because two ranks cannot share SmolLM2's 9 and 3.
 """
 
 import argparse
@@ -37,9 +37,9 @@ WARM_UP_TOKENS = 4
 
 
 def main() -> None:
-    """Run the rounds, or in a process of its own one of them."""
+    """Run all rounds or, in a child process, one configuration."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--model", help="a model of SmolLM2's size is made without it")
+    parser.add_argument("--model", help="default: a random model of SmolLM2's size")
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--ranks", type=int, default=2)
@@ -67,7 +67,7 @@ def save_model(folder: str) -> str:
 
 def compare(given: argparse.Namespace) -> None:
     """Run each configuration in each round, and print the medians."""
-    # Several ranks first: a model whose heads they cannot share fails at once.
+    # Several ranks first: a model whose heads cannot be divided fails at once.
     found: dict[int, list[float]] = {given.ranks: [], 1: []}
     for _ in range(given.rounds):
         for ranks, rates in found.items():
@@ -79,7 +79,7 @@ def compare(given: argparse.Namespace) -> None:
 
 
 def in_process(given: argparse.Namespace, ranks: int) -> dict[str, float]:
-    """Run one configuration in a process of its own; return what it measured."""
+    """Run one configuration in a child process; return its measurement."""
     options = ["--model", given.model, "--dtype", given.dtype, "--batch", str(given.batch)]
     options += ["--quantization", given.quantization, "--compile", given.compile]
     options += ["--ranks", str(ranks), "--alone"]
@@ -105,7 +105,7 @@ def run(given: argparse.Namespace) -> None:
     text = settings.model_dump_json(exclude_unset=True)
     with started_ranks(given.ranks, text) as (place, processes):
         parts = build(settings, place)
-        cpu.pin_threads(parts.threads.places)  # as an engine does
+        cpu.pin_threads(parts.threads.places)  # as in an engine
         core = EngineCore(
             parts.scheduler, parts.executor, EngineMetrics(), lambda *_: None, max_waiting=1 << 20
         )

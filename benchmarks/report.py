@@ -1,4 +1,4 @@
-"""Print what a benchmark found: Markdown tables, percentiles, and whether marks are met."""
+"""Print a benchmark's results: Markdown tables, percentiles, and whether limits are met."""
 
 from collections.abc import Iterable, Sequence
 
@@ -12,13 +12,13 @@ def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
 
 
 def percentiles(seconds: Iterable[float]) -> tuple[float, float, float]:
-    """Return the median, the 99th percentile and the maximum in milliseconds; 0 for nothing."""
+    """Return the median, the 99th percentile and the maximum in milliseconds; zeros if empty."""
     times = np.array([*seconds] or [0.0]) * 1e3
     median, slow = np.percentile(times, (50, 99))
     return float(median), float(slow), float(times.max())
 
 
 def verdict(passed: bool, what: str) -> bool:
-    """Print whether one mark is met; return `passed`."""
+    """Print whether a limit is met; return `passed`."""
     print(f"{'PASS' if passed else 'FAIL'}: {what}", flush=True)
     return passed

@@ -3,12 +3,12 @@
     python -m benchmarks.router_cost [--streams 256] [--rate 25] [--seconds 20] [--channels 64]
         [--workers 1]
 
-A paced engine gives every stream `--rate` tokens a second, and the streams come over `--channels`
+A paced engine gives every stream `--rate` tokens per second, and the streams use `--channels`
 connections to a router of `--workers` processes. CPU time depends less on the machine's other work
-than wall time does. The engine computes nothing, so its CPU time is that of its gRPC side. Clients
-and engine have the same cores, so the rate that several workers can carry follows from their CPU
-time: a core's second, divided by the time of the busiest process for a token. The gaps between the
-messages of a stream show what the router's coalescing costs its clients.
+than wall time does. The engine computes nothing, so its CPU time is that of gRPC. Clients and
+engine share the cores, so the capacity of several workers follows from CPU time: one second,
+divided by the busiest process's CPU time per token. The gaps between the messages of a stream show
+what the router's coalescing costs its clients.
 """
 
 import argparse
@@ -37,15 +37,15 @@ CPUCLOCK_SCHED = 2
 
 @dataclass
 class Cost:
-    """What streaming has cost.
+    """The cost of streaming.
 
     Attributes:
         tokens: Tokens that clients received.
-        messages: Messages that they came in.
-        workers_us: Microseconds of each router process' CPU time for a token of all; that of the
-            parent of several comes last.
-        engine_us: The same of the engine's.
-        gaps: Seconds between messages of a stream: the median, and the 99th percentile.
+        messages: Messages that carried them.
+        workers_us: Microseconds of CPU time per token of each router process; the parent of several
+            workers is last.
+        engine_us: The same for the engine.
+        gaps: Seconds between messages of a stream: median and 99th percentile.
     """
 
     tokens: int
@@ -56,17 +56,17 @@ class Cost:
 
     @property
     def router_us(self) -> float:
-        """Microseconds of the router's CPU time for a token."""
+        """Microseconds of the router's CPU time per token."""
         return sum(self.workers_us)
 
     @property
     def carried(self) -> float:
-        """Tokens a second when the busiest process has a core of its own, and is busy all of it."""
+        """Tokens per second when the busiest process fully uses its own core."""
         return 1e6 / max(self.workers_us)
 
 
 def _cpu_seconds(pid: int) -> float:
-    """Return a process' CPU time to the nanosecond; /proc has hundredths of a second only.
+    """Return a process' CPU time in nanoseconds; /proc only has hundredths of a second.
 
     The clock's number is that of clock_getcpuclockid(3) on Linux.
     """
@@ -74,7 +74,7 @@ def _cpu_seconds(pid: int) -> float:
 
 
 class Streams:
-    """Many streams at once; each one that ends is followed by another."""
+    """Many streams at once; another stream replaces each one that ends."""
 
     def __init__(self) -> None:
         self.tokens = self.messages = 0
@@ -115,11 +115,11 @@ def _processes(front: Node) -> list[int]:
 async def measure(
     streams: int, rate: float, seconds: float, channels: int = CHANNELS, workers: int = 1
 ) -> Cost:
-    """Stream through the router and count what it costs.
+    """Stream through the router and measure the cost.
 
     Args:
-        streams: Streams at once.
-        rate: Tokens a second of each.
+        streams: Concurrent streams.
+        rate: Tokens per second of each stream.
         seconds: Duration of the measurement.
         channels: Connections that the streams share.
         workers: Processes of the router.
@@ -148,7 +148,7 @@ async def measure(
 
 
 def main() -> None:
-    """Parse the arguments, measure, and print whether the mark is met."""
+    """Parse the arguments, measure, and print whether the limit is met."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--streams", type=int, default=256)
     parser.add_argument("--rate", type=float, default=25)

@@ -1,11 +1,11 @@
-"""Measure what clients that never read cost those that do, and the router's memory.
+"""Measure how clients that never read affect other clients and the router's memory.
 
     python -m benchmarks.slow_readers [--others 50] [--tokens 400] [--step 0.01]
 
-One client reads a stream as fast as it comes: alone, beside others that read theirs as fast, and
-beside as many that send a request, keep their connection open and read nothing. A paced engine
-gives every stream a token a step, so the results are the router's. The router may hold
-`--max-unread-tokens` tokens for a client, and then cancels the request.
+One client reads a stream at full speed: alone, beside other fast readers, and beside as many
+clients that send a request, keep their connection open and read nothing. A paced engine gives every
+stream one token per step, so only the router is measured. The router holds up to
+`--max-unread-tokens` tokens for a client, then cancels the request.
 """
 
 import argparse
@@ -31,19 +31,19 @@ from octavo.v1 import generation_pb2
 
 MIB = 1 << 20
 LONG = CONTEXT - 100
-"""Output tokens of the others' requests: more than come while they are watched."""
+"""Output tokens of the others' requests: more than arrive during the measurement."""
 MAX_UNREAD = 128
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one kind of company cost.
+    """The effect of one kind of other clients.
 
     Attributes:
-        gaps: Seconds between messages of the client that reads.
-        tokens: Tokens that it read.
+        gaps: Seconds between messages to the reading client.
+        tokens: Tokens that the client read.
         grown: Maximum growth of the router's memory in bytes.
-        running: The others' requests that still run on the engine at the end.
+        running: The others' requests still running on the engine at the end.
     """
 
     gaps: list[float]
@@ -83,7 +83,7 @@ async def beside_sleepers(front: Node, others: int) -> None:
     wires = []
     for _ in range(others):
         reader, writer = await asyncio.open_connection("127.0.0.1", front.port)
-        writer.transport.pause_reading()  # type: ignore[attr-defined] - of a socket it is one
+        writer.transport.pause_reading()  # type: ignore[attr-defined] - a socket has it
         wire = Wire(reader, writer, f"{GENERATION}Generate", request.SerializeToString())
         wire.send(PREFACE, SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: 0}))
         wire.call(1)
@@ -99,7 +99,7 @@ COMPANY = {"alone": alone, "beside readers": beside_readers, "beside sleepers": 
 
 
 async def measure(front: Node, company: str, *, others: int, tokens: int) -> Outcome:
-    """Read one stream to its end beside some company."""
+    """Read one stream to its end beside other clients."""
     before = most = front.rss()
     beside = asyncio.create_task(COMPANY[company](front, others))
     async with AsyncClient(front.address) as client:
@@ -110,7 +110,7 @@ async def measure(front: Node, company: str, *, others: int, tokens: int) -> Out
             most = max(most, front.rss())
             await asyncio.sleep(0.05)
         await reading
-        await asyncio.sleep(1.5)  # until the engine has reported an idle moment, if there is one
+        await asyncio.sleep(1.5)  # until the engine reports that it is idle, if it is
         (model,) = await client.list_models()
     beside.cancel()
     await asyncio.gather(beside, return_exceptions=True)
@@ -119,11 +119,11 @@ async def measure(front: Node, company: str, *, others: int, tokens: int) -> Out
 
 
 async def main(options: argparse.Namespace) -> None:
-    """Measure each company and print a table."""
+    """Measure each kind of other clients and print a table."""
     rows = []
     with tempfile.TemporaryDirectory() as directory:
         async with service(Path(directory), step_seconds=options.step) as front:
-            await measure(front, "alone", others=0, tokens=20)  # warms everything up
+            await measure(front, "alone", others=0, tokens=20)  # warm-up
             for name in COMPANY:
                 outcome = await measure(front, name, others=options.others, tokens=options.tokens)
                 times = (f"{figure:.1f}" for figure in percentiles(outcome.gaps))

@@ -1,17 +1,16 @@
-"""Time outputs with drafted tokens and without, by a server for each mode, turn by turn.
+"""Time outputs with and without drafted tokens, with one server per mode, in turn.
 
     python -m benchmarks.speculation [--model demo] [--rounds 2] [--modes off ngram suffix auto]
         [--kinds copy edit summary json code schema open mix] [--tokens 8] [-- FLAG ...]
 
-Each prompt is answered under every mode in turn, so that the machine is the same for all. The kinds
-`copy`, `edit`, `summary`, `json` and `code` have the text in the prompt that the answer is made of,
-and are greedy; `schema` is as `json`, and held to a JSON schema. `open` text is sampled with a seed
-at temperature 0.8. These are one request at a time. `mix` is 48 requests at once, of all kinds. No
-prefix is cached, and every round has a salt of its own, so that nothing is drafted from the outputs
-of another round. Tokens per second are of whole requests, prefill included. The last column counts
-the outputs that are the same, token for token, as in the first mode: in 16 bits, rounding may
-choose between two tokens that are nearly as likely, and steps of several tokens round otherwise
-than steps of one.
+Every mode answers each prompt in turn, so that conditions are equal. In the kinds `copy`, `edit`,
+`summary`, `json` and `code`, the prompt holds the text of the answer, and sampling is greedy;
+`schema` is `json` constrained by a JSON schema. `open` text is sampled with a seed at temperature
+0.8. These kinds send one request at a time; `mix` sends 48 requests of all kinds at once. No prefix
+is cached, and every round has its own salt, so that no draft comes from another round's outputs.
+Tokens per second include prefill. The last column counts outputs with exactly the tokens of the
+first mode: in 16 bits, rounding may decide between two nearly equally likely tokens, and steps of
+several tokens round differently from steps of one.
 """
 
 import argparse
@@ -125,7 +124,7 @@ SCHEMAS = [
     }
     for names in COLUMNS
 ]
-"""The schemas of `RECORDS`."""
+"""The JSON schemas of `RECORDS`."""
 MIX = 48
 MAX_TOKENS = 160
 Ask = tuple[str, GenerateOptions]
@@ -138,10 +137,10 @@ class Stats:
 
     Attributes:
         tokens: Output tokens.
-        seconds: Time that they took.
+        seconds: Seconds that they took.
         drafted: Drafted tokens.
         accepted: Drafted tokens that were right.
-        same: Outputs that equal those of the first mode.
+        same: Outputs equal to the first mode's.
         outputs: Outputs.
     """
 
@@ -159,7 +158,7 @@ class Stats:
 
 
 def groups(kind: str) -> list[list[Ask]]:
-    """Return the requests of a kind, by those that run at once."""
+    """Return the requests of a kind, in groups that run at once."""
 
     def ask(kind: str, i: int) -> Ask:
         options: GenerateOptions = {"temperature": 0.0}
@@ -245,7 +244,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8, help="maximum drafted tokens per step")
     parser.add_argument("--modes", nargs="+", default=["off", "ngram", "suffix", "auto"])
     parser.add_argument("--kinds", nargs="+", default=[*PROMPTS, "mix"], choices=[*PROMPTS, "mix"])
-    parser.add_argument("flags", nargs="*", help="further flags of `octavo serve`, after --")
+    parser.add_argument("flags", nargs="*", help="more flags of `octavo serve`, after --")
     options = parser.parse_args()
     flags = ("--num-speculative-tokens", str(options.tokens), "--no-enable-prefix-caching")
     with contextlib.ExitStack() as stack:

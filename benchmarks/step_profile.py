@@ -1,12 +1,11 @@
-"""Measure where a decode step's time goes, for a few batch sizes.
+"""Measure the parts of a decode step, for a few batch sizes.
 
     python -m benchmarks.step_profile [--model demo] [--quantization none] [--batch 1 8 48]
         [--temperature 0] [--top-p 1]
 
-Each batch runs in a process of its own: prompts of random tokens are computed, then
-decode steps are timed part by part. Matrix products and attention are what the kernels
-say of themselves; products that are oneDNN's count as the rest of the model.
-What a step costs beside the model, while it is served, `benchmarks.host_time` measures.
+Each batch runs in its own process: it prefills prompts of random tokens, then times decode steps
+part by part. The kernels themselves report matrix products and attention; oneDNN's products count
+as the rest of the model. `benchmarks.host_time` measures a served step's time besides the model.
 """
 
 import argparse
@@ -84,7 +83,7 @@ def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, fl
 def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     """Return the mean seconds of each part of a decode step."""
     from octavo.engine.running import executor  # noqa: PLC0415
-    from octavo.engine.settings import EngineSettings  # noqa: PLC0415 - the child's alone
+    from octavo.engine.settings import EngineSettings  # noqa: PLC0415 - only in the child
     from octavo.engine.startup.build import build  # noqa: PLC0415
     from octavo.kernels import cpu  # noqa: PLC0415
     from tests.engine.stepper import Stepper  # noqa: PLC0415
@@ -97,7 +96,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     parts = build(EngineSettings(**settings, num_blocks=needed, swap_space=0))
     cpu.pin_threads(parts.threads.places)
     stepper: Any = Stepper(parts)
-    stepper.cache.check = lambda: None  # tests look at every block after every step
+    stepper.cache.check = lambda: None  # a check for tests, after every step
     spent: defaultdict[str, float] = defaultdict(float)
 
     def add(part: str, seconds: float) -> None:
@@ -111,7 +110,7 @@ def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
         (executor, "sample", "sample"),
         (parts.executor, "_forward", "model"),
         (parts.executor, "_most_likely", "model"),
-        (cpu, "argmax", "greedy"),  # within the model's time, as the next one
+        (cpu, "argmax", "greedy"),  # part of the model's time, as the next one
         (cpu, "mask_logits", "greedy"),
     ):
         setattr(owner, name, timed(getattr(owner, name), add, part))

@@ -1,15 +1,15 @@
-"""Send a router and an engine a hundred thousand bad requests and check what they leave behind.
+"""Send a hundred thousand bad requests to a router and an engine, and check for damage.
 
     python -m benchmarks.fuzz [--requests 100000] [--seed 0] [--only NUMBER]
 
 Real processes serve a tiny model. Each port gets calls with random, nearly valid and broken
-messages, cancelled and past their deadline at any moment, and connections that break HTTP/2's rules
-or flood it; an ordinary client sends the same request all the while. Case NUMBER of a seed is
-always the same.
+messages, which are cancelled or exceed their deadline at any moment, and connections that break
+HTTP/2's rules or flood it. Meanwhile an ordinary client repeats the same request. Case NUMBER of a
+seed is always the same.
 
-It fails where an answer is INTERNAL, UNKNOWN or UNAVAILABLE or does not come, where the ordinary
-client is not served, and where afterwards a process was replaced, has logged an error, or holds a
-block, a request, a session, a task or a file more than before.
+It fails if an answer is INTERNAL, UNKNOWN, UNAVAILABLE or missing, or the ordinary client is not
+served. It also fails if afterwards a process was replaced, has logged an error, or holds more
+blocks, requests, sessions, tasks or files than before.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.fuzz.run import Outcome, fuzz
 
 
 async def main(options: argparse.Namespace) -> int:
-    """Run all cases; return 0 if there is no fault."""
+    """Run all cases; return 0 if there were no faults."""
     numbers = range(options.requests) if options.only is None else [options.only]
     outcome = Outcome()
     with tempfile.TemporaryDirectory() as directory:
@@ -55,7 +55,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--requests", type=int, default=100_000, help="cases")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--only", type=int, help="this case alone, by its number")
+    parser.add_argument("--only", type=int, help="number of the only case to run")
     parser.add_argument("--workers", type=int, default=64, help="cases at a time")
-    parser.add_argument("--output", type=Path, help="a Markdown file for the results")
+    parser.add_argument("--output", type=Path, help="Markdown file for the results")
     sys.exit(asyncio.run(main(parser.parse_args())))

@@ -1,4 +1,4 @@
-"""gRPC calls that no client of good will makes, and what they may be answered."""
+"""gRPC calls that no well-behaved client makes, and the allowed answers."""
 
 import asyncio
 import random
@@ -30,15 +30,15 @@ PROPER = {
     grpc.StatusCode.FAILED_PRECONDITION,
     grpc.StatusCode.UNIMPLEMENTED,
 }
-"""All that a caller can be at fault for. The servers are up: nothing is UNAVAILABLE either."""
+"""Status codes for a caller's mistakes. The servers are up, so UNAVAILABLE is not allowed."""
 PATIENCE = 5.0
-"""Seconds that a call asks for where it is not about deadlines."""
+"""Deadline in seconds of calls that do not test deadlines."""
 SLACK = 20.0
-"""Seconds past its deadline after which a call hangs."""
+"""Seconds past its deadline after which a call counts as hanging."""
 SHOWN = 400
-"""Maximum characters of a request that are printed."""
+"""Maximum printed characters of a request."""
 UNHEARD = "Internal error from Core"
-"""Message of grpc.aio's client for a call that ended while it was sending; the status is lost."""
+"""Message of grpc.aio's client when a call ends while sending; it loses the status."""
 SESSION_ORDERS = 25
 
 METHODS: dict[str, type[Message]] = {
@@ -57,7 +57,7 @@ WEIGHTS = (60, 10, 8, 2, 1, 2, 2, 20, 1)
 
 
 class FaultError(Exception):
-    """A server did what none may do."""
+    """A server broke a rule that this fuzzer checks."""
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,12 @@ class Case:
 
     Attributes:
         method: Its full name.
-        requests: What is sent, one message of bytes each.
-        deadline: Seconds.
-        cancel: Seconds after which it is cancelled; None for never.
+        requests: The messages to send, in bytes.
+        deadline: Deadline in seconds.
+        cancel: Seconds until cancellation; None for never.
         pause: Seconds between requests.
-        linger: Seconds from the last of them to the end of sending.
-        metadata: Sent with it.
+        linger: Seconds from the last request to the end of sending.
+        metadata: Metadata to send.
     """
 
     method: str
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def on_engine(self) -> bool:
-        """Whether it is the engine's port that it goes to."""
+        """Whether the call goes to the engine's port."""
         return self.method.startswith(ENGINE)
 
     def __str__(self) -> str:
@@ -144,7 +144,7 @@ def _order(rng: random.Random) -> bytes:
     else:
         order = messages.wild(engine_pb2.SessionRequest, rng)
     data = order.SerializeToString()
-    # What does not parse ends the session, and with it all that is left of the case.
+    # A message that does not parse ends the session, and so the rest of the case.
     return messages.mutate(data, rng) if rng.random() < 0.05 else data
 
 
@@ -164,7 +164,7 @@ async def run(case: Case, channel: grpc.aio.Channel) -> str:
     """Make a call; return the name of its status code.
 
     Raises:
-        FaultError: It was not a proper answer.
+        FaultError: The answer was not a proper one.
     """
     call = _start(case, channel)
     handle = None
@@ -178,7 +178,7 @@ async def run(case: Case, channel: grpc.aio.Channel) -> str:
                     answers.append(answer)
             except asyncio.CancelledError:
                 if (task := asyncio.current_task()) is not None and task.cancelling():
-                    raise  # it is not the call that was cancelled
+                    raise  # something else than the call was cancelled
             except grpc.aio.AioRpcError:
                 pass
             code, details = await call.code(), await call.details()
@@ -200,7 +200,7 @@ async def run(case: Case, channel: grpc.aio.Channel) -> str:
 
 
 def _start(case: Case, channel: grpc.aio.Channel) -> StreamCall:
-    """Call as a client of the method would, unless there are too many or too few requests."""
+    """Call as a client of the method would, or with too many or too few requests."""
     given = {"timeout": case.deadline, "metadata": case.metadata}
     if case.method.endswith("/Session") or len(case.requests) != 1:
         return channel.stream_stream(case.method)(_paced(case), **given)
@@ -217,7 +217,7 @@ async def _paced(case: Case) -> AsyncIterator[bytes]:
 
 
 def _check_stream(responses: list[generation_pb2.GenerateResponse]) -> None:
-    """Hold a completed stream to the contract: Accepted, Deltas, one Finished for each output."""
+    """Check that a completed stream has Accepted, Deltas, and one Finished for each output."""
     kinds = [response.WhichOneof("event") for response in responses]
     if kinds[:1] != ["accepted"] or kinds.count("accepted") != 1:
         raise FaultError(f"a stream must begin with its one Accepted: {kinds[:20]}")

@@ -1,4 +1,4 @@
-"""Start a router and an engine to fuzz, and read what shows whether they kept anything."""
+"""Start a router and an engine to fuzz, and measure the resources that they hold."""
 
 import asyncio
 import re
@@ -19,14 +19,14 @@ SETTLE_SECONDS = 60.0
 PROMPT = "a request as any other: "
 TOKENS = 40
 NOT_OURS = re.compile(r"[EWI]\d{4} \d|\s*Loading weights|.*\rLoading weights")
-"""What gRPC logs about clients, and transformers about its progress."""
+"""Harmless log lines: gRPC's about clients, and transformers' about progress."""
 PATIENCE = 30.0
-"""Seconds that an ordinary request may take while the servers are kept busy."""
+"""Maximum seconds of an ordinary request while the servers are busy."""
 
 
 @dataclass(frozen=True)
 class Levels:
-    """What a process holds."""
+    """The resources that a process holds."""
 
     pid: int
     rss: int
@@ -37,7 +37,7 @@ class Levels:
     blocks: int
 
     def left_over(self, before: "Levels") -> list[str]:
-        """Return a line for each resource of which more is held than before."""
+        """Return a line for each resource that has grown."""
         names = ("fds", "tasks", "sessions", "requests", "blocks")
         return [
             f"{getattr(self, name)} {name}, not {getattr(before, name)}"
@@ -48,7 +48,7 @@ class Levels:
 
 @dataclass(frozen=True)
 class Service:
-    """The router, the engine, the folder with their logs, and the ordinary request's answer."""
+    """The router, the engine, their log folder, and the ordinary request's expected answer."""
 
     router: fixture.Node
     engine: fixture.Node
@@ -57,7 +57,7 @@ class Service:
 
     def levels(self) -> dict[str, Levels]:
         """Return the resources that each process holds now."""
-        # Before the metrics are read, which takes a connection.
+        # Counted before reading the metrics, which takes a connection.
         router, engine = (psutil.Process(node.pid) for node in (self.router, self.engine))
         files = {process: _own_files(process) for process in (router, engine)}
         of_router, of_engine = self.router.metrics().value, self.engine.metrics().value
@@ -86,10 +86,10 @@ class Service:
         }
 
     async def settled(self, before: dict[str, Levels]) -> dict[str, Levels]:
-        """Wait until nothing is held that was not held `before`; return the levels.
+        """Wait until no resource exceeds its level `before`; return the levels.
 
         Raises:
-            FaultError: Something stays, or a process was replaced.
+            FaultError: A resource stays, or a process was replaced.
         """
         deadline = time.monotonic() + SETTLE_SECONDS
         while True:
@@ -109,7 +109,7 @@ class Service:
         return now
 
     def _open_files(self) -> str:
-        """Return the processes' open files and connections, for a person."""
+        """Return the processes' open files and connections as text."""
         lines = []
         for node in (self.router, self.engine):
             files = Path(f"/proc/{node.pid}/fd").iterdir()
@@ -135,7 +135,7 @@ class Service:
         return time.monotonic() - began
 
     def logged(self) -> str:
-        """Return the log lines of the processes; none unless something is wrong."""
+        """Return the processes' log lines; there are none unless something is wrong."""
         lines = [
             f"{path.stem}: {line}"
             for path in sorted(self.logs.glob("*.log"))
@@ -160,14 +160,14 @@ async def service(directory: Path) -> AsyncIterator[Service]:
 
 
 def _own_files(process: psutil.Process) -> int:
-    """Count a process' open files without the connections that this process holds open."""
+    """Count a process' open files except the connections from this process."""
     ours = {_plain(connection.laddr) for connection in psutil.Process().net_connections()}
     theirs = process.net_connections()
     return process.num_fds() - sum(_plain(connection.raddr) in ours for connection in theirs)
 
 
 def _plain(address: tuple[str, int] | tuple[()]) -> tuple[str, int] | tuple[()]:
-    """Return an IPv4 address that IPv6 has wrapped."""
+    """Unwrap an IPv4-mapped IPv6 address."""
     return (address[0].removeprefix("::ffff:"), address[1]) if address else ()
 
 

@@ -25,14 +25,14 @@ from octavo.v1 import engine_pb2
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 READ_SECONDS = 0.3
-"""How long an answer is read; its contents do not matter."""
+"""Seconds to read an answer; its contents do not matter."""
 FLOOD = 500
-"""Frames of a flood."""
+"""Number of frames in a flood."""
 BOMB_BYTES = 1 << 20
 
 
 class Wire:
-    """A connection to a server, and the call that it makes."""
+    """A connection to a server, and the call to make."""
 
     def __init__(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, path: str, body: bytes
@@ -65,7 +65,7 @@ class Wire:
         )
 
     async def listen(self, seconds: float = READ_SECONDS) -> None:
-        """Send what is buffered and read for a while."""
+        """Send buffered bytes and read for a while."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._writer.drain()
@@ -117,7 +117,7 @@ async def noise_after_preface(wire: Wire, rng: random.Random) -> None:
     wire.send(rng.randbytes(rng.randrange(1, 3000)))
 
 
-async def http1(wire: Wire, rng: random.Random) -> None:  # noqa: ARG001 - as all
+async def http1(wire: Wire, rng: random.Random) -> None:  # noqa: ARG001 - as in all attacks
     """Send HTTP/1.1."""
     wire.send(b"GET / HTTP/1.1\r\nHost: fuzz\r\nUpgrade: h2c\r\n\r\n")
 
@@ -183,7 +183,7 @@ async def ping_flood(wire: Wire, rng: random.Random) -> None:
 
 
 async def rapid_reset(wire: Wire, rng: random.Random) -> None:
-    """Reset calls at once: they hold no stream, but they cost the server work."""
+    """Reset calls at once: they hold no stream, but cost the server work."""
     wire.greet()
     for i in range(FLOOD):
         wire.call(2 * i + 1, end=rng.random() < 0.5)
@@ -240,7 +240,7 @@ async def odd_calls(wire: Wire, rng: random.Random) -> None:
 
 
 async def never_reading(wire: Wire, rng: random.Random) -> None:
-    """Send calls with a closed window, so that no answer may be sent."""
+    """Send calls with a closed window, so that the server may send no answer."""
     wire.send(PREFACE, SettingsFrame(0, {SettingsFrame.INITIAL_WINDOW_SIZE: 0}))
     for stream in range(1, 21, 2):
         wire.call(stream)
@@ -256,7 +256,7 @@ async def half_a_call(wire: Wire, rng: random.Random) -> None:
 
 
 async def silence(wire: Wire, rng: random.Random) -> None:
-    """Send at most a part of a preface, then nothing for a while."""
+    """Send part of a preface or nothing, then wait a while."""
     wire.send(PREFACE[: rng.randrange(len(PREFACE))])
     await wire.listen(rng.uniform(0, 2))
 
@@ -285,7 +285,7 @@ async def attack(rng: random.Random, router: int, engine: int) -> str:
     reader, writer = await asyncio.open_connection("127.0.0.1", router if at_router else engine)
     wire = Wire(reader, writer, path, body)
     try:
-        with suppress(OSError):  # cut off in the middle, as it should be
+        with suppress(OSError):  # expected: the server cut the connection
             await chosen(wire, rng)
             await wire.listen()
     finally:

@@ -1,4 +1,4 @@
-"""Messages that no client of good will sends: wild, nearly right, and broken on the wire."""
+"""Messages that no well-behaved client sends: random, nearly valid, and broken on the wire."""
 
 import math
 import random
@@ -31,13 +31,13 @@ STRINGS = (
     *("\u202e\u0301", "{{ 7*7 }}", "</s>", "%s%n", "../..", "x" * 129, "y" * 5000),
 )
 IDS = ("", "a", "b", "c")
-"""So few that live requests are often asked for and stopped by each other's ids."""
+"""So few ids that calls often name, and abort, each other's requests."""
 STRUCT = Struct.DESCRIPTOR.full_name
 DENSITIES = (0.15, 0.5, 0.9)
 
 
 def wild(kind: type[M], rng: random.Random, density: float | None = None) -> M:
-    """Return a message with each field set at random, to anything that its type holds."""
+    """Return a message with each field set to any value of its type, at random."""
     density = rng.choice(DENSITIES) if density is None else density
     message = kind()
     for field in message.DESCRIPTOR.fields:
@@ -58,7 +58,7 @@ def disturb(message: Message, rng: random.Random) -> None:
 
 
 def _has_parts(field: FieldDescriptor) -> bool:
-    """Return whether a field is one message, whose own fields may be set."""
+    """Return whether a field is a single message, so that its fields can be set."""
     is_message = field.type == F.TYPE_MESSAGE and not field.is_repeated
     return is_message and field.message_type.full_name != STRUCT
 
@@ -85,12 +85,12 @@ def _set(message: Message, field: FieldDescriptor, rng: random.Random, density: 
 
 
 def _set_struct(struct: Struct, rng: random.Random) -> None:
-    """Set JSON of a random shape; a random message of this kind would have no end."""
+    """Set JSON of a random shape; a random Struct would never end."""
     values = (None, True, 1.5, 1e300, "", [], {}, [[["x"]]], {"a": {"b": [None]}}, "y" * 5000)
     struct.update({rng.choice(STRINGS): rng.choice(values) for _ in range(min(_count(rng), 8))})
 
 
-def _scalar(field: FieldDescriptor, rng: random.Random) -> Any:  # noqa: ANN401 - of any type
+def _scalar(field: FieldDescriptor, rng: random.Random) -> Any:  # noqa: ANN401 - any type
     if field.type in INTEGERS:
         low, high = INTEGERS[field.type]
         edges = (low, high, 0, 1, 2, VOCABULARY - 1, VOCABULARY, rng.randrange(64))
@@ -118,11 +118,11 @@ def _class_of(message: Message, field: FieldDescriptor) -> type[Message]:
     return type(value.add()) if field.is_repeated else type(value)
 
 
-# Requests as they should be.
+# Valid requests.
 
 
 def generate(rng: random.Random) -> generation_pb2.GenerateRequest:
-    """Return a request that can be served."""
+    """Return a valid request."""
     request = generation_pb2.GenerateRequest(priority=rng.randint(-3, 3))
     match rng.randrange(4):
         case 0:
@@ -137,7 +137,7 @@ def generate(rng: random.Random) -> generation_pb2.GenerateRequest:
 
 
 def submit(rng: random.Random) -> engine_pb2.Submit:
-    """Return a submission that can be served."""
+    """Return a valid submission."""
     request = engine_pb2.Submit(request_id=rng.choice(IDS), prompt_token_ids=_tokens(rng))
     _sample(request, rng)
     if rng.random() < 0.2 and not request.HasField("beam"):
@@ -151,7 +151,7 @@ def submit(rng: random.Random) -> engine_pb2.Submit:
 def _sample(
     request: generation_pb2.GenerateRequest | engine_pb2.Submit, rng: random.Random
 ) -> None:
-    """Fill in the fields that both kinds of request share."""
+    """Fill in the fields that both types of requests share."""
     request.stop.max_tokens = rng.choice((1, 2, 8, 8, 24, 100))
     if rng.random() < 0.1:
         request.beam.width = rng.randint(1, 4)
@@ -193,24 +193,24 @@ def _insert(data: bytearray, rng: random.Random) -> None:
 
 
 def _repeat(data: bytearray, rng: random.Random) -> None:
-    """Repeat a stretch: fields that may be given once, other arms of a oneof."""
+    """Repeat a slice: singular fields, other arms of a oneof."""
     start = rng.randrange(len(data) + 1)
     data.extend(data[start : start + rng.randrange(64)])
 
 
 def _unknown(data: bytearray, rng: random.Random) -> None:
-    """Append a field that no message has."""
+    """Append an unknown field."""
     tag = (rng.randint(1000, 5000) << 3) | 2
     data += bytes([tag & 127 | 128, tag >> 7 & 127 | 128, tag >> 14, 4]) + rng.randbytes(4)
 
 
 def _nest(data: bytearray, rng: random.Random) -> None:
-    """Open groups in groups, deeper than any parser goes."""
+    """Nest groups deeper than any parser allows."""
     data += bytes([3 | rng.randint(1, 15) << 3]) * rng.choice((50, 150, 5000))
 
 
 def _bad_text(data: bytearray, rng: random.Random) -> None:
-    """Break UTF-8, if there is any: set a byte that no text has."""
+    """Break UTF-8, if there is any: set a byte that UTF-8 does not allow."""
     letters = [i for i, byte in enumerate(data) if byte > 96]
     if letters:
         data[rng.choice(letters)] = 0xFF
@@ -222,7 +222,7 @@ MUTATIONS: tuple[Callable[[bytearray, random.Random], None], ...] = (
 
 
 def mutate(data: bytes, rng: random.Random) -> bytes:
-    """Return bytes that were a message, changed in one to three ways."""
+    """Break a serialized message in one to three ways."""
     changed = bytearray(data)
     for _ in range(rng.randint(1, 3)):
         rng.choice(MUTATIONS)(changed, rng)

@@ -1,4 +1,4 @@
-"""Write what a run of the fuzzer found as Markdown."""
+"""Write the results of a fuzzer run as Markdown."""
 
 from collections import Counter, defaultdict
 

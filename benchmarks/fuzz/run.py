@@ -1,4 +1,4 @@
-"""Run numbered cases, many at a time, beside an ordinary client."""
+"""Run numbered cases concurrently, beside an ordinary client."""
 
 import asyncio
 import gc
@@ -21,22 +21,22 @@ CHANNELS = 8
 MOST_FAULTS = 20
 ASK_SECONDS = 0.5
 CLOSING_SECONDS = 1.0
-"""For closed connections to be gone before open ones are counted."""
+"""Seconds to wait for closed connections to go before counting open ones."""
 WARM_UP = 300
-"""Cases before anything is counted: some things are allocated once."""
+"""Warm-up cases before counting: some resources are allocated once."""
 
 
 @dataclass
 class Outcome:
-    """What was run and found.
+    """The outcome of a run.
 
     Attributes:
-        cases: Number of cases that were run.
+        cases: Number of cases run.
         answers: Number of calls by method and code.
         attacks: Number of connections by kind.
-        faults: What a server did wrong.
+        faults: Rules that a server broke.
         ordinary: Seconds of each of the ordinary client's requests.
-        before: Levels of both processes before the cases; `after`: after them.
+        before: Resources of both processes before the cases; `after`: after them.
         seconds: Duration of all cases.
     """
 
@@ -53,7 +53,7 @@ class Outcome:
 async def fuzz(
     served: Service, seed: int, numbers: Iterable[int], outcome: Outcome, *, workers: int = 64
 ) -> None:
-    """Run the numbered cases of a seed and check what they leave; fill in `outcome`."""
+    """Run the numbered cases of a seed and check resources afterwards; fill in `outcome`."""
     await _all(served, "warm-up", range(WARM_UP), Outcome(), workers)
     await served.ask()
     await asyncio.sleep(CLOSING_SECONDS)
@@ -78,7 +78,7 @@ async def _all(
 ) -> None:
     left = iter(numbers)
     async with AsyncExitStack() as stack:
-        options = [("grpc.use_local_subchannel_pool", 1)]  # or they would share a connection
+        options = [("grpc.use_local_subchannel_pool", 1)]  # otherwise they would share a connection
         channels = {
             node: [
                 await stack.enter_async_context(

@@ -2,11 +2,10 @@
 
     python -m benchmarks.gpu [--device cuda] [--parts tests decode ...] [--out DIR]
 
-It needs neither network nor weights. Every part has its time and, on a GPU, a process
-of its own: what one of them breaks is recorded, and the others go on. It prints a
-table and writes DEVICE.json and DEVICE.png, a roofline plot, to --out. `--device cpu
---tiny` tries the benchmark itself. `--tune` instead searches for better tile sizes, for some
-minutes, and keeps them in kernels/triton/tuned.json.
+It needs neither network nor weights. Every part has a time limit and, on a GPU, its own process: a
+failure is recorded, and the other parts still run. It prints a table and writes DEVICE.json and
+DEVICE.png, a roofline plot, to --out. `--device cpu --tiny` tests the benchmark itself. `--tune`
+instead searches some minutes for better tile sizes and writes them to kernels/triton/tuned.json.
 """
 
 import argparse
@@ -32,17 +31,17 @@ from benchmarks.gpu.timing import Timer
 RUNS = 20
 TINY_RUNS = 2
 WIDTH = 150
-"""Columns of output that is not a terminal."""
+"""Width of output outside a terminal."""
 
 
 def _run_part(name: str, device: torch.device, *, tiny: bool) -> dict[str, Any]:
-    """Run a part here; a failure ends it, and its earlier results are lost."""
+    """Run a part in this process; a failure ends the part and loses its earlier results."""
     began = time.perf_counter()
     rows, failure = [], None
     try:
         timer = Timer(device, runs=TINY_RUNS if tiny else RUNS)
         rows = [asdict(row) for row in PARTS[name].work(timer, tiny)]
-    except Exception:  # noqa: BLE001 - whatever it is, the others go on
+    except Exception:  # noqa: BLE001 - whatever fails, the other parts run
         failure = traceback.format_exc()
     return {"rows": rows, "failure": failure, "seconds": time.perf_counter() - began}
 
@@ -70,19 +69,19 @@ def _run_part_apart(name: str) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the benchmark; returns 1 if a test or a part failed."""
+    """Run the benchmark; return 1 if a test or a part failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing of speed")
+    parser.add_argument("--tiny", action="store_true", help="small sizes that do not measure speed")
     parser.add_argument("--parts", nargs="+", choices=["tests", *PARTS], help="Default: all.")
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks/results")
     parser.add_argument("--tune", action="store_true", help="search for better tiles")
     parser.add_argument("--part", choices=list(PARTS), help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no GPU; --device cpu --tiny tries the benchmark itself")
+        parser.error("torch finds no GPU; --device cpu --tiny tests the benchmark itself")
     device = torch.device(args.device)
     if args.part:
         print(json.dumps(_run_part(args.part, device, tiny=args.tiny)))

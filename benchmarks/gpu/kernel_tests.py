@@ -1,4 +1,4 @@
-"""Run the tests of the kernels, and of an engine with them, on the GPU."""
+"""Run the tests of the kernels, and of an engine that uses them, on the GPU."""
 
 import os
 import re
@@ -15,16 +15,16 @@ ENGINE_NEEDS = (
     *("grpc_health", "grpc_status", "opentelemetry"),
     *("platformdirs", "pydantic_settings", "structlog"),
 )
-"""Libraries that kernels can do without."""
+"""Libraries that the engine needs but kernels do not."""
 
 
 def run_tests(seconds: int) -> dict[str, object]:
     """Run the kernels' tests, and the engine's where its libraries are installed.
 
-    The engine's get half of the time, the kernels' the rest.
+    The engine's tests get half of the time, the kernels' tests the rest.
 
     Returns:
-        `passed` and `failed`, counts; `stopped`, whether time ran out; `output`, its end.
+        `passed` and `failed`: counts; `stopped`: whether time ran out; `output`: its end.
     """
     until = time.monotonic() + seconds
     has_engine = all(find_spec(name) for name in ENGINE_NEEDS)
@@ -43,8 +43,8 @@ def run_tests(seconds: int) -> dict[str, object]:
 def _run(file: Path, seconds: float) -> tuple[str, bool]:
     """Run a file of tests; return its output, and whether time ran out.
 
-    The tests' own configuration is left out: it wants plugins that a machine with a GPU
-    and little else may lack, and these tests need none.
+    It ignores the tests' configuration, whose plugins a bare GPU machine may lack: these tests need
+    none.
     """
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull]
     command += ["--rootdir", str(ROOT), "--confcutdir", str(file.parent)]

@@ -1,4 +1,4 @@
-"""The parts of the benchmark; each is run in a process of its own."""
+"""The parts of the benchmark; each runs in its own process."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from octavo.kernels.gpu import describe_gpu
 
 Work = Callable[[Timer, bool], list[Row]]
 ERROR_ALLOWED = 0.02
-"""Maximum difference of bfloat16 results, relative to the largest number."""
+"""Maximum difference of bfloat16 results, relative to the largest value."""
 
 
 def measure_device(timer: Timer, tiny: bool) -> list[Row]:
-    """Time what the device can do at best: copies and matrix products."""
+    """Time the device's peak rates: copies and matrix products."""
     device = timer.device
     source = torch.empty((1 if tiny else 1024) << 20, dtype=torch.uint8, device=device)
     source.random_()
@@ -46,7 +46,7 @@ def measure_device(timer: Timer, tiny: bool) -> list[Row]:
 
 
 def time_decode(timer: Timer, tiny: bool) -> list[Row]:
-    """Time decodes: one query a sequence."""
+    """Time decodes: one query per sequence."""
     cases: list[tuple[Layout, int, int, torch.dtype | None]] = [
         (LLAMA_7B, 64, 2048, None),
         (LLAMA_7B, 4, 32768, None),
@@ -80,7 +80,7 @@ def time_decode(timer: Timer, tiny: bool) -> list[Row]:
             row.peers.update(times)
             row.notes.extend(notes)
         rows.append(row)
-        del batch  # before there is another
+        del batch  # free it before the next batch
     return rows
 
 
@@ -95,7 +95,7 @@ def time_prefill(timer: Timer, tiny: bool) -> list[Row]:
         case = f"{layout.model} {count} x {length}"
         row = _compare(case, batch, timer, moved=moved, flops=flops, num_layers=layout.num_layers)
         rows.append(row)
-        del batch  # before there is another
+        del batch  # free it before the next batch
     return rows
 
 
@@ -113,7 +113,7 @@ def time_mixed(timer: Timer, tiny: bool) -> list[Row]:
         batch = make_batch(layout, lengths, timer.device)
         seconds = timer.time_recorded(batch.attend_all, calls=len(batch.caches))
         rows.append(Row(f"{layout.model} {case}", seconds))
-        del batch  # before there is another
+        del batch  # free it before the next batch
     return rows
 
 
@@ -186,9 +186,9 @@ def _time_rotation(layout: Layout, tokens: int, timer: Timer) -> list[Row]:
 
 
 def time_swap(timer: Timer, tiny: bool) -> list[Row]:
-    """Time blocks to host memory and back, and one copy of as many bytes."""
+    """Time swaps of blocks to host memory and back, and one plain copy of the same size."""
     from octavo.engine.memory.pinned import pin  # noqa: PLC0415 - needs more than kernels do
-    from octavo.engine.memory.swap import make_swapper  # noqa: PLC0415 - likewise
+    from octavo.engine.memory.swap import make_swapper  # noqa: PLC0415 - needs more than kernels do
 
     layout = LLAMA_3_8B
     blocks = 8 if tiny else 256
@@ -231,7 +231,7 @@ def _compare(
     """Time the kernels and PyTorch's attention, and compare their results.
 
     Raises:
-        ArithmeticError: They differ by more than bfloat16 explains.
+        ArithmeticError: Results differ by more than bfloat16 explains.
     """
     found = batch.attend()
     times, output, notes = peers.time_contiguous(batch, timer)
@@ -251,7 +251,7 @@ def _compare(
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part: its function, and the seconds after which it is stopped."""
+    """A part: its function, and its time limit in seconds."""
 
     work: Work
     seconds: int

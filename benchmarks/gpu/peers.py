@@ -1,4 +1,4 @@
-"""Attention of other libraries on the same numbers, where they are installed."""
+"""Other libraries' attention on the same tensors, where installed."""
 
 import importlib.util
 from collections.abc import Callable
@@ -12,11 +12,11 @@ from benchmarks.gpu.timing import Timer
 
 BACKENDS = (SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION, SDPBackend.MATH)
 MATH_BYTES = 4 << 30
-"""Maximum bytes of plain products; larger ones are not tried."""
+"""Maximum bytes of plain products; larger ones are skipped."""
 
 
 def contiguous(batch: Batch) -> Callable[[], torch.Tensor]:
-    """Return PyTorch's own attention over K/V without pages; all sequences are alike.
+    """Return PyTorch's attention over unpaged K/V of equally long sequences.
 
     Returns:
         A function that returns `[num_seqs, num_heads, queries, head_dim]`.
@@ -58,7 +58,7 @@ def time_contiguous(
 
 
 def time_paged(batch: Batch, timer: Timer) -> tuple[dict[str, float], list[str]]:
-    """Time other libraries' paged decodes that are installed."""
+    """Time the paged decodes of other installed libraries."""
     times: dict[str, float] = {}
     notes: list[str] = []
     for name, module, make in (
@@ -71,13 +71,13 @@ def time_paged(batch: Batch, timer: Timer) -> tuple[dict[str, float], list[str]]
         try:
             work, calls = make(batch)
             times[name] = timer.time_recorded(work, calls=calls)
-        except Exception as error:  # noqa: BLE001 - whatever it is, the rest goes on
+        except Exception as error:  # noqa: BLE001 - whatever fails, the rest runs
             notes.append(f"{name}: {type(error).__name__}: {error}")
     return times, notes
 
 
 def _flashinfer(batch: Batch) -> tuple[Callable[[], object], int]:
-    """Return the function that attends in every layer, and their number."""
+    """Return a function that attends in every layer, and the number of layers."""
     import flashinfer  # type: ignore[import-not-found]  # noqa: PLC0415 - where installed
 
     counts = (batch.metadata.seq_lens + BLOCK_SIZE - 1) // BLOCK_SIZE
@@ -87,7 +87,7 @@ def _flashinfer(batch: Batch) -> tuple[Callable[[], object], int]:
     numbers = batch.metadata.block_tables[used < counts[:, None]]
     space = torch.empty(256 << 20, dtype=torch.uint8, device=counts.device)
     num_heads, num_kv_heads = batch.query.shape[1], batch.key.shape[1]
-    # Where query heads share keys, they are rows of a matrix product, as in our kernel.
+    # Query heads that share keys are rows of a matrix product, as in our kernel.
     wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
         space, "HND", use_tensor_cores=num_heads > num_kv_heads
     )
@@ -116,7 +116,7 @@ def _flash_attention(batch: Batch) -> tuple[Callable[[], object], int]:
         flash_attn_with_kvcache,
     )
 
-    # It wants blocks of 256 tokens: as many of ours, taken as they lie, are one of its.
+    # It needs blocks of 256 tokens: adjacent blocks of ours form one of its blocks.
     per_block = 256 // BLOCK_SIZE
     tokens = len(batch.key) // 256 * 256
     keys, values = (x[:tokens].unflatten(0, (-1, 256)) for x in (batch.key, batch.value))

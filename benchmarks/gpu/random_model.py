@@ -1,4 +1,4 @@
-"""Models of real shapes with random weights; they take as long as real ones."""
+"""Models with real shapes and random weights, as fast as real ones."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -31,7 +31,7 @@ def save_llama(layout: Layout, folder: Path, device: torch.device) -> None:
         dtype=torch.bfloat16,
     )
     default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # float32 first would take twice the memory
+    torch.set_default_dtype(torch.bfloat16)  # going through float32 would take twice the memory
     try:
         with device:
             model = LlamaForCausalLM(config)
@@ -41,7 +41,7 @@ def save_llama(layout: Layout, folder: Path, device: torch.device) -> None:
 
 
 def tiny_layout(layout: Layout) -> Layout:
-    """Return a small layout of the same kind, to try the benchmark itself."""
+    """Return a small layout of the same type, to test the benchmark itself."""
     return replace(
         layout,
         num_layers=2,

@@ -1,4 +1,4 @@
-"""Show the results: a table, and a plot of the roofline."""
+"""Show the results as a table and a roofline plot."""
 
 import re
 from pathlib import Path
@@ -17,7 +17,7 @@ def device_name(device: torch.device) -> str:
 
 
 def file_stem(name: str) -> str:
-    """Return a device's name for the names of its files."""
+    """Return a device's name for file names."""
     return re.sub(r"\W+", "-", name.lower()).strip("-")
 
 
@@ -76,10 +76,10 @@ def _cells(row: dict[str, Any], bandwidth: float | None, rate: float | None) -> 
 
 def plot(report: Report, path: Path) -> None:
     """Draw attention's cases under the device's roofline."""
-    import matplotlib as mpl  # noqa: PLC0415 - of the benchmarks alone
+    import matplotlib as mpl  # noqa: PLC0415 - only the benchmarks need it
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415 - after its backend is chosen
+    from matplotlib import pyplot as plt  # noqa: PLC0415 - only after choosing its backend
 
     bandwidth, rate = ceilings(report)
     if not bandwidth or not rate:

@@ -1,4 +1,4 @@
-"""Requests as long as ShareGPT's, of random tokens."""
+"""Requests of random tokens with ShareGPT's lengths."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class Requests:
 
 
 def make_requests(count: int, *, n: int, vocab_size: int, most: int) -> Requests:
-    """Return random requests; the same ones every time.
+    """Return random requests, the same ones every time.
 
     Args:
         count: Number of requests.

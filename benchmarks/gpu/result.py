@@ -10,12 +10,12 @@ class Row:
     Attributes:
         case: Name of the case.
         seconds: The median of its runs.
-        moved: Minimum bytes that it must move; 0 if unknown.
-        flops: Floating-point operations that it must do; 0 if unknown.
-        error: Greatest difference from another implementation, relative to the
-            greatest number; None where there is no other.
+        moved: Minimum bytes that the case must move; 0 if unknown.
+        flops: Floating-point operations that the case needs; 0 if unknown.
+        error: Greatest difference from another implementation, relative to the greatest value; None
+            without another implementation.
         peers: Seconds of other implementations by name.
-        notes: Remarks, such as the peers that could not be timed.
+        notes: Remarks, such as peers that could not be timed.
     """
 
     case: str

@@ -1,4 +1,4 @@
-"""Time sampling a step's tokens, and sorting the vocabulary instead."""
+"""Time the sampling of a step's tokens, compared with sorting the vocabulary."""
 
 import numpy as np
 import torch
@@ -8,11 +8,11 @@ from benchmarks.gpu.timing import Timer
 from octavo.kernels import ops
 from octavo.kernels.sampling_tensors import SamplingTensors
 
-ROWS, VOCAB_SIZE = 64, 128_256  # of Llama 3
+ROWS, VOCAB_SIZE = 64, 128_256  # Llama 3's
 SPREAD = 2.5
-"""Standard deviation of the logits: some thousands of tokens have nine tenths of the weight."""
+"""Standard deviation of the logits: some thousands of tokens hold 90% of the weight."""
 DIFFERENT_ALLOWED = 0.05
-"""Maximum share of tokens that may differ, because sums round differently."""
+"""Maximum share of tokens that may differ because sums round differently."""
 CASES = {
     "temperature": {},
     "top-p": {"top_p": 0.95},
@@ -25,7 +25,7 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
     """Time rows with equal sampling parameters.
 
     Raises:
-        ArithmeticError: More tokens than rounding explains are not those of the sort.
+        ArithmeticError: More tokens differ from the sort's than rounding explains.
     """
     rows, vocab_size = (4, 500) if tiny else (ROWS, VOCAB_SIZE)
     logits = SPREAD * torch.randn((rows, vocab_size), device=timer.device)
@@ -35,14 +35,14 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
         different = (ops.draw_tokens(logits, draws) != draw_by_sorting(logits, draws)).float()
         error = float(different.mean())
         if error > DIFFERENT_ALLOWED:
-            raise ArithmeticError(f"{case}: {error:.0%} of the tokens are not those of the sort")
+            raise ArithmeticError(f"{case}: {error:.0%} of the tokens differ from the sort's")
         found.append(
             Row(
                 f"{rows} x {vocab_size} {case}",
                 timer.time(lambda draws=draws: ops.draw_tokens(logits, draws)),
                 moved=logits.nbytes,
                 error=error,
-                notes=["sampling: error is the share of tokens that are not those of the sort"],
+                notes=["sampling: error is the share of tokens that differ from the sort's"],
                 peers={"sorted": timer.time(lambda draws=draws: draw_by_sorting(logits, draws))},
             )
         )

@@ -2,12 +2,12 @@
 
     python -m benchmarks.gpu.serving [--model LLaMA-7B] [--outputs 2000]
 
-Weights are random, lengths are like ShareGPT's, and all requests come at once: first with one
-greedy output each, then with three sampled ones (PagedAttention, Kwon et al. 2023, 6.2 and 6.3).
-The table also has `generate` at its best static batch size, and the least time that this device
-could take, by its measured copies and products. Results go to
-`benchmarks/results/DEVICE-serving.json`, an entry for each model.
-`--device cpu --tiny` tries the benchmark itself.
+Weights are random, lengths are like ShareGPT's, and all requests arrive at once: first with one
+greedy output each, then with three sampled outputs (PagedAttention, Kwon et al. 2023, 6.2 and 6.3).
+The table also shows `generate` at its best static batch size, and a lower bound of the time from
+this device's measured copy and product rates. Results go to
+`benchmarks/results/DEVICE-serving.json`, one entry per model. `--device cpu --tiny` tests the
+benchmark itself.
 """
 
 import argparse
@@ -50,7 +50,7 @@ class Sizes:
     """The size of a measurement.
 
     Attributes:
-        outputs: Outputs of all requests together.
+        outputs: Total number of outputs.
         longest: Maximum tokens of a prompt, and of an output.
         static: Sizes of the static batches, in sequences.
         max_num_seqs: The engine's flag.
@@ -76,11 +76,11 @@ def main(arguments: list[str] | None = None) -> int:
         "--outputs", type=int, default=SIZES.outputs, help="outputs of all requests together"
     )
     parser.add_argument("--device", default="cuda", choices=["cuda", "cpu"])
-    parser.add_argument("--tiny", action="store_true", help="sizes that say nothing of speed")
+    parser.add_argument("--tiny", action="store_true", help="small sizes that do not measure speed")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args(arguments)
     if args.device == "cuda" and not torch.cuda.is_available():
-        parser.error("torch finds no GPU; --device cpu --tiny tries the benchmark itself")
+        parser.error("torch finds no GPU; --device cpu --tiny tests the benchmark itself")
     device = torch.device(args.device)
     name = device_name(device)
     layout = tiny_layout(MODELS[args.model]) if args.tiny else MODELS[args.model]
@@ -95,7 +95,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _measure(layout: Layout, device: torch.device, sizes: Sizes) -> dict[str, Any]:
-    """Measure both; serve first, because `generate` leaves memory allocated."""
+    """Measure both; serving comes first, because `generate` leaves memory allocated."""
     copy, product = measure_device(Timer(device, runs=20), tiny=device.type == "cpu")
     ceilings = Ceilings(
         copy.moved / copy.seconds, product.flops / product.seconds, memory_of(device).total

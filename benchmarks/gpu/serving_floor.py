@@ -1,9 +1,8 @@
-"""The least time that a GPU can take for requests: a roofline of the whole service.
+"""A lower bound of a GPU's time for requests: a roofline of the whole service.
 
-Every step reads the weights, and for each sequence that decodes its keys and values so
-far; every token takes two operations for each weight. A step has no more sequences than
-there is memory for their keys and values. Nothing else is counted: neither attention's
-arithmetic, nor what lies between products, nor any launch or wait.
+Every step reads the weights, and the keys and values of every decoding sequence; every token takes
+two operations per weight. Memory for keys and values limits the sequences of a step. Nothing else
+counts: neither attention's arithmetic, nor operations between products, nor launches or waits.
 """
 
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ BYTES = 2
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """What a device can do at best, as measured.
+    """A device's measured peak rates, and its memory.
 
     Attributes:
         bandwidth: Speed of a copy: bytes read and written per second.
@@ -40,7 +39,7 @@ def floor_seconds(
     n: int,
     ceilings: Ceilings,
 ) -> float:
-    """Return the least seconds that requests can take.
+    """Return a lower bound of the seconds for requests.
 
     Args:
         layout: The model's sizes.
@@ -52,8 +51,8 @@ def floor_seconds(
     decoded = n * int(outputs.sum())
     weights = layout.layer_weights + layout.head_weights
     of_prompts, of_outputs = (outputs * prompts).sum(), n * (outputs * (outputs - 1) // 2).sum()
-    kv_bytes = layout.kv_elements * BYTES  # of a token
-    # Over all steps, tokens whose keys and values must be there, and those that are read.
+    kv_bytes = layout.kv_elements * BYTES  # per token
+    # Token counts over all steps: keys and values in memory, and those that are read.
     held, seen = float(of_prompts + of_outputs), float(n * of_prompts + of_outputs)
     steps = held * kv_bytes / (ceilings.memory - weights * BYTES)
     reading = steps * weights * BYTES / ceilings.bandwidth

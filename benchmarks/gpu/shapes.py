@@ -1,4 +1,4 @@
-"""The attention of models that people serve, and batches for it."""
+"""Attention shapes of popular models, and batches for them."""
 
 import math
 from dataclasses import dataclass, replace
@@ -24,19 +24,19 @@ class Layout:
 
     @property
     def hidden_size(self) -> int:
-        """Elements of a token."""
+        """Elements of a token's hidden state."""
         return self.num_heads * self.head_dim
 
     @property
     def layer_weights(self) -> int:
-        """Weights of all layers' products: those of attention, and of a SwiGLU."""
+        """Weights of all layers' products: attention's and a SwiGLU's."""
         kv_size = self.num_kv_heads * self.head_dim
         attention = 2 * self.hidden_size * (self.hidden_size + kv_size)
         return self.num_layers * (attention + 3 * self.hidden_size * self.intermediate_size)
 
     @property
     def head_weights(self) -> int:
-        """Weights of the product that gives logits."""
+        """Weights of the output projection."""
         return self.hidden_size * self.vocab_size
 
     @property
@@ -60,10 +60,10 @@ FP8_SCALE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Attention of one layer after the other, with keys and values both paged and end to end.
+    """Attention of one layer after another, with keys and values both paged and contiguous.
 
-    All layers have the same keys and values, each its own copy: so none finds them in a
-    GPU's L2 cache, and they lie as far apart as in service.
+    Each layer has its own copy of the same keys and values: so none finds them in a GPU's L2 cache,
+    and they are as scattered as in service.
 
     Attributes:
         query: `[num_tokens, num_heads, head_dim]`.
@@ -104,9 +104,9 @@ def make_batch(
     dtype: torch.dtype = torch.bfloat16,
     cache_dtype: torch.dtype | None = None,
 ) -> Batch:
-    """Return random numbers for (queries, tokens) of each sequence.
+    """Return a random batch from each sequence's (queries, tokens).
 
-    The cache has all of the model's layers, or as many as there is memory for.
+    The cache has all of the model's layers, or as many as fit in memory.
     """
     query_lens, seq_lens = np.array(lengths).T
     counts = -(-seq_lens // BLOCK_SIZE)
@@ -148,17 +148,17 @@ def make_batch(
 
 
 def count_layers(layout: Layout, layer_bytes: int, device: torch.device) -> int:
-    """Return how many layers' keys and values there is memory for, at most the model's."""
+    """Return the number of the model's layers whose keys and values fit in memory."""
     if device.type != "cuda":
         return layout.num_layers
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info(device)
-    # One layer's are also end to end, and other implementations copy these.
+    # One layer's are also contiguous, and other implementations copy those.
     return max(1, min(layout.num_layers, int(MEMORY_SHARE * free) // layer_bytes - 2))
 
 
 def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batch:
-    """Return the batch with a new plan, for the tiles that are chosen now."""
+    """Return the batch with a new plan for the current tile sizes."""
     query_lens, seq_lens = np.array(lengths).T
     plan = ops.plan_attention(
         query_lens,

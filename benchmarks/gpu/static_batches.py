@@ -12,7 +12,7 @@ PAD = 0
 
 
 class StaticBatches:
-    """A model that generates for a batch until its longest output has ended.
+    """A model that generates for a batch until the longest output ends.
 
     Args:
         folder: The model's folder.
@@ -33,11 +33,11 @@ class StaticBatches:
             size: Sequences of the batch; a request has one per output.
 
         Returns:
-            Output tokens/s that were asked for; None where memory does not suffice.
+            Requested output tokens per second; None if memory does not suffice.
         """
         count = max(1, size // requests.n)
         try:
-            self._generate(requests, count, most=2)  # what is done once is so before
+            self._generate(requests, count, most=2)  # warm-up
             began = time.perf_counter()
             self._generate(requests, count, most=int(requests.outputs[:count].max()))
             seconds = time.perf_counter() - began
@@ -60,7 +60,7 @@ class StaticBatches:
             attention_mask=mask.to(self._model.device),
             max_new_tokens=most,
             do_sample=requests.n > 1,
-            top_k=0 if requests.n > 1 else None,  # by itself it draws from 50 tokens, ours from all
+            top_k=0 if requests.n > 1 else None,  # its default is top-k 50, ours is off
             num_return_sequences=requests.n,
             pad_token_id=PAD,
         )

@@ -1,4 +1,4 @@
-"""Time whole decode steps of an engine: model, sampling, scheduling and all other Python."""
+"""Time whole decode steps of an engine: model, sampling, scheduling and other Python."""
 
 import tempfile
 import time
@@ -15,7 +15,7 @@ from benchmarks.gpu.shapes import BLOCK_SIZE, LLAMA_7B
 from benchmarks.gpu.timing import Timer
 
 LAYERS = 8
-"""Layers of the model, instead of LLaMA-7B's 32, so that Python's time is easier to see."""
+"""Number of layers instead of LLaMA-7B's 32, so that Python's time shows."""
 SEQUENCES, PROMPT = 64, 512
 WARM_STEPS, STEPS = 10, 60
 OUTPUT = WARM_STEPS + 3 * STEPS
@@ -26,7 +26,7 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 def time_steps(timer: Timer, tiny: bool) -> list[Row]:
-    """Time decodes launched before the one before is done, beside decodes one by one."""
+    """Time overlapped decode steps (launched before the previous ends) and sequential ones."""
     rows = []
     sequences, prompt = (2, 20) if tiny else (SEQUENCES, PROMPT)
     with tempfile.TemporaryDirectory() as folder:
@@ -49,7 +49,7 @@ def time_steps(timer: Timer, tiny: bool) -> list[Row]:
 
 def _build(folder: str, device: torch.device, sequences: int, prompt: int) -> Any:  # noqa: ANN401
     """Return an engine's parts."""
-    # Not above: these want more libraries than a machine may have that times the kernels.
+    # Imported here: a machine that only times kernels may lack their libraries.
     from octavo.engine.settings import EngineSettings  # noqa: PLC0415
     from octavo.engine.startup.build import build  # noqa: PLC0415
 
@@ -74,11 +74,11 @@ def _decoding(
     *,
     ahead: bool,
 ) -> Any:  # noqa: ANN401 - a Stepper
-    """Return a stepper whose sequences all decode until the measurement ends."""
+    """Return a stepper whose sequences decode until the measurement ends."""
     from tests.engine.stepper import Stepper  # noqa: PLC0415 - as in `_build`
 
     stepper = Stepper(parts, async_scheduling=ahead)
-    stepper.cache.check = lambda: None  # tests look at every block after every step
+    stepper.cache.check = lambda: None  # a check for tests, after every step
     generator = torch.Generator().manual_seed(0)
     vocab_size = stepper.parts.limits.vocab_size
     for seed in range(sequences):
@@ -107,7 +107,7 @@ def _step_seconds(stepper: Any, device: torch.device) -> float:  # noqa: ANN401
 
 
 def _busy_share(stepper: Any) -> float:  # noqa: ANN401
-    """Return the share of time in which the GPU was busy, by the profiler's timeline."""
+    """Return the share of time in which the GPU was busy, from the profiler's timeline."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profiler:
         for _ in range(STEPS):

@@ -1,4 +1,4 @@
-"""Time work on a device: by events around it, with cold caches, as medians."""
+"""Time work on a device with events and cold caches; return medians."""
 
 import statistics
 import time
@@ -8,8 +8,8 @@ import torch
 
 WARM_UPS = 3
 FLUSH_BYTES = 256 << 20
-"""Written before each run: more than any GPU's L2 cache, and long enough to write for the
-host to have given the run's kernels to the GPU before it begins."""
+"""Bytes written before each run: more than any GPU's L2 cache, and enough work for the host to
+launch the run's kernels meanwhile."""
 
 
 class Timer:
@@ -23,21 +23,21 @@ class Timer:
         self._flush = self._flush.to(device)
 
     def time(self, work: Callable[[], object]) -> float:
-        """Return the median of seconds that `work` takes the device.
+        """Return the median seconds of `work` on the device.
 
-        Kernels must be longer than the host takes to launch them; else see `time_recorded`.
+        Kernels must take longer than their launch on the host; otherwise use `time_recorded`.
         """
         for _ in range(WARM_UPS):
             work()
         return self._median(work)
 
     def time_recorded(self, work: Callable[[], object], *, calls: int = 1) -> float:
-        """Return the median of seconds that a call takes the device, replayed as a CUDA graph.
+        """Return the median seconds of a call on the device, replayed as a CUDA graph.
 
         The host's time to launch kernels does not count.
 
         Args:
-            work: Launches kernels, always on the same tensors, and waits for none.
+            work: Launches kernels, always on the same tensors, without waiting.
             calls: Number of calls that `work` makes, such as layers.
         """
         for _ in range(WARM_UPS):
@@ -66,7 +66,7 @@ class Timer:
         return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in spans)
 
     def time_whole(self, work: Callable[[], object]) -> float:
-        """Return the median of seconds until all that `work` gave to any stream is done."""
+        """Return the median seconds until all streams have finished `work`."""
 
         def whole() -> None:
             work()

@@ -1,4 +1,4 @@
-"""Search for tile sizes that suit the GPU at hand better than the rules do."""
+"""Search for tile sizes that are faster on this GPU than the rules' sizes."""
 
 import itertools
 import json
@@ -22,7 +22,7 @@ from octavo.kernels.triton.tiles import (
 
 RUNS = 10
 MIN_GAIN = 0.02
-"""Minimum share of time that a choice must save to be kept, so that noise is not."""
+"""Minimum share of time that a choice must save to be kept: more than noise."""
 CASES: list[tuple[WorkKind, Layout, list[tuple[int, int]], torch.dtype | None]] = [
     ("decode", LLAMA_3_8B, [(1, 2048)] * 64, None),
     ("decode", LLAMA_7B, [(1, 2048)] * 32, None),
@@ -43,7 +43,7 @@ CHUNKS = [
 
 
 def tune(device: torch.device, console: Console) -> None:
-    """Time choices for each case; keep those in tuned.json that are faster than the rules'."""
+    """Time choices for each case; write those that beat the rules to tuned.json."""
     timer = Timer(device, runs=RUNS)
     kept = json.loads(TUNED.read_text()) if TUNED.exists() else {}
     for kind, layout, lengths, cache_dtype in CASES:
@@ -76,7 +76,7 @@ def _decodes(rule: Tiles) -> list[Tiles]:
 
 
 def _time(batch: Batch, timer: Timer) -> float | None:
-    """Return the seconds; None where the GPU has no room for such tiles."""
+    """Return the seconds; None if the tiles do not fit on the GPU."""
     try:
         return timer.time_recorded(batch.attend_all, calls=len(batch.caches))
     except Exception:  # noqa: BLE001 - Triton has many ways to say so

@@ -31,7 +31,7 @@ def main() -> None:
     console = Console()
     count, rounds = (QUICK_REQUESTS, 1) if options.quick else (options.requests, options.rounds)
     model: Model = options.model
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers are ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that workers end
     load, start, date = os.getloadavg()[0], time.monotonic(), datetime.now(UTC)
 
     def say(text: str) -> None:
@@ -79,7 +79,7 @@ def _options() -> argparse.Namespace:
     )
     names = ", ".join(peer.name for peer in registry.PEERS)
     parser.add_argument("--peers", default="", help=f"some of them: {names}")
-    parser.add_argument("--rounds", type=int, default=3, help="how often each runs (default: 3)")
+    parser.add_argument("--rounds", type=int, default=3, help="number of rounds (default: 3)")
     parser.add_argument(
         "--model",
         default=model_files.DEMO,
@@ -89,7 +89,7 @@ def _options() -> argparse.Namespace:
         "--before",
         type=Path,
         metavar="DIRECTORY",
-        help="another checkout of this project, with its stubs made, to measure as well",
+        help="another checkout of this project, with stubs, to measure as well",
     )
     parser.add_argument(
         "--requests",
@@ -126,7 +126,7 @@ def _checkout(directory: Path) -> Path:
     """Return a checkout's absolute path.
 
     Raises:
-        ValueError: The directory is no checkout, or its stubs are not made.
+        ValueError: The directory is no checkout, or has no stubs.
     """
     if not (directory / "octavo" / "v1").is_dir():
         raise ValueError(f"--before {directory}: no checkout with octavo/v1 (make protos)")
@@ -160,7 +160,7 @@ def _processor() -> str:
 
 
 def _commit() -> str:
-    """Return the commit that is measured, and whether files differ from it."""
+    """Return the measured commit, and whether files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=False)
     return done.stdout.strip() or "an unknown commit"

@@ -1,6 +1,6 @@
-"""The peers' virtual environments, made once and kept in the cache directory.
+"""The peers' virtual environments, created once and kept in the cache directory.
 
-pip uses the user's configuration. Its output is kept in `install.log` in each environment.
+pip uses the user's configuration and writes to `install.log` in each environment.
 """
 
 import json
@@ -30,7 +30,7 @@ for text in importlib.metadata.requires(name) or ():
         need.marker = None
         print(need)
 """
-"""Program for an environment's Python: prints a package's requirements without the named ones."""
+"""Python program that prints a package's requirements without the named ones."""
 
 
 class InstallError(Exception):
@@ -44,8 +44,8 @@ class Environment:
     Attributes:
         name: Name of its directory.
         requirements: Pinned requirements for pip.
-        without: Packages that the first requirement asks for but that its worker
-            never imports; they are left out.
+        without: Packages that the first requirement needs but its worker never imports; they are
+            not installed.
         variables: Variables for packages that are built from source.
         pip_flags: More arguments for `pip install`.
     """
@@ -57,17 +57,17 @@ class Environment:
     pip_flags: tuple[str, ...] = ()
 
     def fingerprint(self) -> str:
-        """Return a text that changes with the requirements."""
+        """Return a digest of the requirements."""
         return json.dumps([asdict(self), sys.version_info[:3]], sort_keys=True)
 
 
 def provide(environment: Environment, folder: Path, *, rebuild: bool = False) -> Path:
-    """Return an environment's Python; make the environment first if need be.
+    """Return an environment's Python; create the environment first if necessary.
 
     Args:
         environment: Its contents.
         folder: Folder of all environments.
-        rebuild: Whether to make it again although it is there.
+        rebuild: Whether to create it again even if it exists.
 
     Raises:
         InstallError: Pip failed.
@@ -87,7 +87,7 @@ def provide(environment: Environment, folder: Path, *, rebuild: bool = False) ->
 
 
 def is_provided(environment: Environment, folder: Path) -> bool:
-    """Return whether the environment is installed in the folder, with these requirements."""
+    """Return whether the folder holds the environment with these requirements."""
     done = folder / environment.name / DONE
     return done.exists() and done.read_text() == environment.fingerprint()
 

@@ -1,8 +1,8 @@
-"""The one model of a run, in the forms that the peers read.
+"""The model of a run, in the formats that the peers read.
 
-By default it is the demo model: both forms hold the weights of its GGUF file, whose matrices have
-4 bits (Q4_1; the embeddings 8), so peers compute the same in different ways. Other models
-are directories: those of `shapes`, or the user's own.
+By default it is the demo model: both formats hold the weights of its GGUF file, with matrices in 4
+bits (Q4_1) and embeddings in 8, so that peers compute the same in different ways. Other models are
+directories: those of `shapes`, or the user's own.
 """
 
 import json
@@ -16,7 +16,7 @@ from octavo.common.models import demo as demo_model
 from octavo.engine.models.resolve import resolve
 
 DIRECTORY = "directory"
-"""bf16 safetensors and tokenizer, for `from_pretrained`."""
+"""Directory with bf16 safetensors and tokenizer, for `from_pretrained`."""
 GGUF = "GGUF"
 """The 4-bit file."""
 DEMO = "demo"
@@ -24,13 +24,13 @@ DEMO = "demo"
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A model that peers can be measured with.
+    """A model for the peers.
 
     Attributes:
         name: Name on the command line; the last part of a directory.
         title: Name in the report.
         vocabulary: Number of its tokens.
-        makers: Functions by form that return the model's path, given the folder for files.
+        makers: Functions by format that return the model's path, given the folder for files.
     """
 
     name: str
@@ -40,11 +40,11 @@ class Model:
 
     @property
     def forms(self) -> frozenset[str]:
-        """The forms that it has."""
+        """The formats that it has."""
         return frozenset(self.makers)
 
     def provide(self, form: str, folder: Path) -> Path:
-        """Return the model's path; prepare the model if it is not there.
+        """Return the model's path; prepare the model if it is missing.
 
         Args:
             form: DIRECTORY or GGUF.
@@ -57,7 +57,7 @@ class Model:
 
 
 def choose(name: str) -> Model:
-    """Return the model that a name of `shapes`, "demo" or a directory stands for.
+    """Return the model of a name from `shapes`, of "demo", or of a directory.
 
     Raises:
         ValueError: There is no such model.
@@ -81,6 +81,6 @@ def choose(name: str) -> Model:
 
 
 def _count_tokens(directory: Path) -> int:
-    """Return the size of the vocabulary that a model's config names."""
+    """Return the vocabulary size in a model's config."""
     config = json.loads((directory / "config.json").read_text())
     return int(config.get("text_config", config)["vocab_size"])

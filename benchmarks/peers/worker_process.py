@@ -1,4 +1,4 @@
-"""A worker seen from the program that measures: start, ask, stop for a while, end."""
+"""A worker as the measuring program sees it: start, run requests, suspend, end."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from benchmarks.peers.workers.protocol import Outcome, Request, Setup
 BENCHMARKS = Path(__file__).parents[1]
 LOGGED_CHARACTERS = 300
 END_SECONDS = 60.0
-"""Time that a worker has to end by itself."""
+"""Seconds that a worker has to end by itself."""
 
 
 def worker_command(python: Path, worker: str) -> list[str]:
@@ -37,18 +37,18 @@ def worker_variables(threads: int, *more: Path) -> dict[str, str]:
 
 
 class WorkerError(Exception):
-    """A worker failed. The message is the reason that it gave, if it gave one."""
+    """A worker failed. The message has the worker's reason, if any."""
 
 
 class WorkerProcess:
-    """A worker, which leads a session; it and its descendants end with the `with` block.
+    """A worker that leads a session; the worker and its descendants end with the `with` block.
 
     Args:
         command: Command to run.
         variables: Variables added to the environment.
-        log: File that gets what it prints.
-        patience: Seconds that each answer may take.
-        directory: Directory to run it in; None: this process' own.
+        log: File for its output.
+        patience: Maximum seconds per answer.
+        directory: Working directory; None: this process'.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class WorkerProcess:
                 env={**os.environ, **variables},
                 cwd=directory,
                 text=True,
-                start_new_session=True,  # ctrl-C is ours to handle
+                start_new_session=True,  # this process handles ctrl-C
             )
 
     def load(self, setup: Setup) -> dict[str, str]:
@@ -82,7 +82,7 @@ class WorkerProcess:
         return self._ask({"load": asdict(setup)}, "ready")
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Run requests and check that each got exactly the tokens it asked for.
+        """Run requests and check that each got exactly the requested number of tokens.
 
         Raises:
             WorkerError: The worker failed, or an output has another length.
@@ -100,7 +100,7 @@ class WorkerProcess:
         return outcome
 
     def pause(self) -> None:
-        """Suspend it and its descendants, so that they cost only memory."""
+        """Suspend the worker and its descendants, so that they cost only memory."""
         for process in self._members():
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.suspend()
@@ -136,7 +136,7 @@ class WorkerProcess:
                 process.kill()
 
     def _members(self) -> list[psutil.Process]:
-        """Return the processes of its session, also of one that died before them."""
+        """Return the processes of its session, even if the worker has died."""
         family = []
         for process in psutil.process_iter():
             with contextlib.suppress(ProcessLookupError, PermissionError):

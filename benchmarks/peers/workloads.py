@@ -1,4 +1,4 @@
-"""The requests to every peer: the same lengths in every round, with other tokens."""
+"""The requests to every peer: the same lengths in every round, but new tokens."""
 
 import itertools
 import random
@@ -20,7 +20,7 @@ SPECIAL_TOKENS = 256
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """Requests that are handed over at once. Rates are output tokens a second."""
+    """Requests that arrive at once. Rates are output tokens per second."""
 
     name: str
     title: str
@@ -38,12 +38,12 @@ class Workload:
 
 
 def mixed(seed: int, count: int = REQUESTS, vocabulary: int = VOCABULARY) -> Workload:
-    """Return a chat's mix: 48 requests, most of them short, a few long.
+    """Return a chat mix: 48 requests, most of them short, a few long.
 
     Args:
-        seed: Draws the prompts' tokens; the lengths are always the same.
+        seed: Seed of the prompts' tokens; the lengths are always the same.
         count: Number of requests, at most `REQUESTS`.
-        vocabulary: Number of the model's tokens.
+        vocabulary: Size of the model's vocabulary.
     """
     shapes = random.Random(0)
     prompts = spread(shapes, REQUESTS, PROMPT_TOKENS)
@@ -55,17 +55,17 @@ def mixed(seed: int, count: int = REQUESTS, vocabulary: int = VOCABULARY) -> Wor
 
 
 def single(seed: int, vocabulary: int = VOCABULARY) -> Workload:
-    """Return one short question and its answer's length."""
+    """Return one short question, with its answer's length."""
     draw = random.Random(f"single {seed}")
     request = _request(draw, SINGLE_PROMPT_TOKENS, SINGLE_OUTPUT_TOKENS, vocabulary)
     return Workload("single", "one request", (request,))
 
 
 def spread(draw: random.Random, count: int, total: int) -> list[int]:
-    """Return log-normal lengths, as in conversations, with exactly this total.
+    """Return log-normal lengths, as in conversations, with an exact total.
 
     Args:
-        draw: The source of chance.
+        draw: The random number generator.
         count: Number of lengths.
         total: Their sum; at least `count * SHORTEST`.
 

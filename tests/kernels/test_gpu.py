@@ -104,7 +104,7 @@ def test_the_largest_number_is_that_of_the_devices_own_e4m3(there_is):
         (MI300X, {}, torch.float8_e5m2, None),
         (MI300X, {"gcnArchName": "gfx1100"}, None, None),
         (MI300X, {"gcnArchName": "gfx1100"}, torch.float8_e4m3fn, "on gfx1100: use fp8_e5m2"),
-        (MI300X, {"gcnArchName": "gfx1030"}, None, "gfx12, and this one is gfx1030: use a CPU"),
+        (MI300X, {"gcnArchName": "gfx1030"}, None, "gfx12, but this one is gfx1030: use a CPU"),
     ],
 )
 def test_a_gpu_that_cannot_run_the_kernels_is_refused(

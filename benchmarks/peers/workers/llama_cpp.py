@@ -1,7 +1,7 @@
-"""llama.cpp through llama-cpp-python's low-level API, batched as its server does it.
+"""llama.cpp through llama-cpp-python's low-level API, batched as in its server.
 
-The package's own `Llama` answers one request at a time, so the loop that keeps
-several sequences in one batch is here.
+The package's own `Llama` answers one request at a time, so this file has a loop that batches
+several sequences.
 """
 
 import ctypes
@@ -17,14 +17,14 @@ from .protocol import Outcome, Request, Runner, Setup, serve
 
 SLOTS = (8, 16, 48)
 SEQUENCE_TOKENS = 1_280
-"""Tokens of a slot's part of the cache."""
+"""Tokens per slot of the cache."""
 BATCH_TOKENS = 2_048
 """llama.cpp's own default."""
 
 
 @dataclass(slots=True)
 class Slot:
-    """A request that runs, and the tokens that the model has yet to see."""
+    """A running request, and the tokens that the model has not seen yet."""
 
     number: int
     request: Request
@@ -36,8 +36,8 @@ class Slot:
 class LlamaCpp:
     """A model with one context of many sequences.
 
-    The first run of many requests tries each of `SLOTS`; its outcome is the best
-    one's, and later runs keep to that.
+    The first run of many requests tries each of `SLOTS` and returns the best outcome; later runs
+    use the best one.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -63,7 +63,7 @@ class LlamaCpp:
         self._slots: int | None = None
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Run requests in as many slots as is fastest."""
+        """Run requests with the fastest number of slots."""
         longest = max(len(request.prompt) + request.output_tokens for request in requests)
         if longest > SEQUENCE_TOKENS:
             raise ValueError(f"a request has {longest} tokens; a slot holds {SEQUENCE_TOKENS}")
@@ -125,7 +125,7 @@ class LlamaCpp:
         return [(sequence, slot) for _, sequence, slot in ended]
 
     def _best(self, row: int) -> int:
-        """Return the likeliest token after a row of the batch."""
+        """Return the most likely token after a row of the batch."""
         logits = ctypes.cast(
             native.llama_get_logits_ith(self._context, row), ctypes.POINTER(ctypes.c_float)
         )

@@ -1,4 +1,4 @@
-"""Octavo as its users have it: `octavo serve`, and the asyncio client over gRPC."""
+"""Octavo as users run it: `octavo serve`, and the asyncio client over gRPC."""
 
 import asyncio
 import atexit
@@ -19,12 +19,12 @@ from .protocol import Outcome, Request, Runner, Setup, serve
 BOXES = re.compile(r"[│╭╮╰╯─\s]+")
 GREEDY: GenerateOptions = {**NEUTRAL, "temperature": 0}
 HOURS = "36000"
-"""Longer than any run, so that a server that was stopped for a while does not drop its engine."""
+"""Seconds, longer than any run, so that a server does not drop its engine after a suspension."""
 AWAKE_SECONDS = 30.0
 
 
 class Octavo:
-    """A server of one's own, ended with this process."""
+    """A server that ends with this process."""
 
     def __init__(self, setup: Setup) -> None:
         flags = ["--device", "cpu", "--cache-memory", str(setup.cache_gib)]
@@ -48,7 +48,7 @@ class Octavo:
     async def _run(self, requests: Sequence[Request]) -> Outcome:
         async with AsyncClient(self._address) as client:
             async with asyncio.timeout(AWAKE_SECONDS):
-                while not await client.is_serving():  # noqa: ASYNC110 - it is asked, it does not tell
+                while not await client.is_serving():  # noqa: ASYNC110 - must poll
                     await asyncio.sleep(0.1)
             began = time.perf_counter()
             whole = len(requests) > 1
@@ -59,9 +59,9 @@ class Octavo:
 
 
 async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tuple[list[int], float]:
-    """Return a request's output tokens, and when the first of them came.
+    """Return a request's output tokens, and the time of the first.
 
-    Of many requests the answers come whole, as they do from the packages beside it.
+    With many requests, answers are not streamed, as in the other packages.
     """
     tokens: list[int] = []
     first: float | None = None
@@ -81,7 +81,7 @@ async def _answer(client: AsyncClient, request: Request, *, whole: bool) -> tupl
 
 
 def load(setup: Setup) -> Runner:
-    """Start the server and waits until it serves."""
+    """Start the server and wait until it serves."""
     return Octavo(setup)
 
 

@@ -12,7 +12,7 @@ from .protocol import Outcome, Request, Runner, Setup, serve
 
 
 class OpenVino:
-    """A pipeline that read a GGUF file; what it computes and caches in is its own choice."""
+    """A pipeline that reads a GGUF file; it chooses the types of arithmetic and cache."""
 
     def __init__(self, setup: Setup) -> None:
         scheduler = genai.SchedulerConfig()
@@ -21,7 +21,7 @@ class OpenVino:
         self._pipeline = genai.ContinuousBatchingPipeline(setup.model, scheduler, "CPU", properties)
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Add all requests, then steps until none is left."""
+        """Add all requests, then step until none is left."""
         outputs: list[list[int]] = [[] for _ in requests]
         first: dict[int, float] = {}
         began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""AMD PACE's server over HTTP: its batches are continuous in no other way."""
+"""AMD PACE's server over HTTP, its only way of continuous batching."""
 
 import asyncio
 import socket
@@ -15,7 +15,7 @@ import aiohttp
 from .protocol import Outcome, Request, Runner, Setup, serve
 
 NEEDS = frozenset({"avx512f", "avx512_bf16"})
-"""Linux's names of what its kernels need of the CPU."""
+"""Linux's names of the CPU features that its kernels need."""
 START_SECONDS = 300.0
 
 Post = Callable[..., AbstractAsyncContextManager[Any]]
@@ -23,7 +23,7 @@ Post = Callable[..., AbstractAsyncContextManager[Any]]
 
 
 def command(setup: Setup, port: int, engine_port: int) -> tuple[str, ...]:
-    """Return the command that starts its server, as its README does, with a thread on each core."""
+    """Return the command of its server, as in its README, with a thread per core."""
     return (
         *(sys.executable, "-m", "pace.server.launcher", "--server_model", setup.model),
         *("--kv_cache_type", "SLAB_POOL", "--serve_type", "continuous_batch"),
@@ -46,7 +46,7 @@ class Pace:
         asyncio.run(self._wait_ready())
 
     def run(self, requests: Sequence[Request]) -> Outcome:
-        """Send all requests at once, each on a connection of its own; read their tokens."""
+        """Send all requests at once, each on its own connection; read their tokens."""
         return asyncio.run(self._run(requests))
 
     async def _wait_ready(self) -> None:
@@ -79,7 +79,7 @@ class Pace:
     async def _ask(self, post: Post, request: Request, began: float) -> tuple[list[int], float]:
         """Return a request's tokens, and the seconds from `began` to the first.
 
-        Its mode for MLPerf streams token ids, a line each, and not their text.
+        Its MLPerf mode streams token ids, one per line, instead of text.
         """
         body = {
             "model": self._model,
@@ -105,10 +105,10 @@ class Pace:
 
 
 def _check_machine() -> None:
-    """Check what the server would need, as it dies of an illegal instruction otherwise.
+    """Check the CPU's features: without them the server dies of an illegal instruction.
 
     Raises:
-        RuntimeError: The CPU lacks something.
+        RuntimeError: The CPU lacks a feature.
     """
     features = set(Path("/proc/cpuinfo").read_text().split())
     if lacking := NEEDS - features:

@@ -1,4 +1,4 @@
-"""The messages between a worker and the program that measures it.
+"""Messages between a worker and the program that measures it.
 
 Each line is one JSON object. The program sends {"load": Setup} once, then any number of
 {"run": [Request, ...]}, and closes the worker's stdin to end it. Each is answered by
@@ -23,7 +23,7 @@ class Setup:
         model: Path of the model's directory or file.
         threads: Number of threads that compute.
         cache_gib: GiB of KV cache, for peers whose cache has a fixed size.
-        options: Options that differ between variants of a peer.
+        options: Options that differ between a peer's variants.
     """
 
     model: str
@@ -34,7 +34,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt of token ids, and the length of its output.
+    """A prompt of token ids, and its output's length.
 
     Attributes:
         prompt: The token ids.
@@ -53,7 +53,7 @@ class Outcome:
         seconds: Time from handing over all requests to the last token.
         outputs: Token ids, in the requests' order.
         first_token_seconds: Time from the same start to each request's first token.
-        note: The way it was run, where the peer had a choice.
+        note: The peer's choice of how to run it, if any.
     """
 
     seconds: float
@@ -70,7 +70,7 @@ class Runner(Protocol):
 
 
 def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
-    """Obey commands from stdin until it is closed.
+    """Execute commands from stdin until it is closed.
 
     Args:
         load: Loads the peer; an exception is reported and ends the worker.
@@ -87,7 +87,7 @@ def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
             else:
                 requests = [Request(**request) for request in command["run"]]
                 _say(answers, {"outcome": asdict(runner.run(requests))})
-        except Exception as error:  # noqa: BLE001 - whatever a peer raises is its result
+        except Exception as error:  # noqa: BLE001 - any error is the peer's result
             traceback.print_exc()
             _say(answers, {"error": f"{type(error).__name__}: {error}"})
             if runner is None:

@@ -1,6 +1,6 @@
 """transformers' own continuous batching.
 
-Through its manager: `generate_batch` has one output length for all requests.
+It uses the manager, because `generate_batch` has one output length for all requests.
 """
 
 import time
@@ -14,7 +14,7 @@ from .protocol import Outcome, Request, Runner, Setup, serve
 
 PAGE_TOKENS = 256
 NEVER = -1
-"""No token has this id, so none ends an output."""
+"""An id that no token has, so that no token ends an output."""
 
 
 class Continuous:

@@ -13,10 +13,10 @@ PAD = 2
 
 
 class Static:
-    """A model that takes requests in batches of the fastest size.
+    """A model that runs requests in batches of the fastest size.
 
-    The first run of many requests tries each of `BATCH_SIZES`; its outcome is the
-    best one's, and later runs keep to that.
+    The first run of many requests tries each of `BATCH_SIZES` and returns the best outcome; later
+    runs use the best one.
     """
 
     def __init__(self, setup: Setup) -> None:

@@ -1,4 +1,4 @@
-"""vLLM on CPUs: its engine in process, without an API server before it."""
+"""vLLM on CPUs: its engine in this process, without an API server."""
 
 import ctypes.util
 import math
@@ -15,10 +15,10 @@ class Vllm:
     """An `LLM` with the defaults of its CPU platform."""
 
     def __init__(self, setup: Setup) -> None:
-        # Read when vllm is imported, and by its own processes.
+        # vllm reads these when imported, also in its own processes.
         os.environ |= variables(Path(sys.prefix), setup.threads, setup.cache_gib)
         self._note = "" if len(_libraries(Path(sys.prefix))) > 1 else "no tcmalloc here"
-        os.environ.pop("OMP_NUM_THREADS")  # it sets what suits each of its processes
+        os.environ.pop("OMP_NUM_THREADS")  # vllm sets it per process
         from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
 
         self._llm = LLM(setup.model, dtype="bfloat16", max_model_len=2048, disable_log_stats=False)
@@ -46,7 +46,7 @@ class Vllm:
 
 
 def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
-    """Return the variables that its guide sets.
+    """Return the environment variables from its guide.
 
     Args:
         home: Its virtual environment.
@@ -62,7 +62,7 @@ def variables(home: Path, threads: int, cache_gib: float) -> dict[str, str]:
 
 
 def _libraries(home: Path) -> list[str]:
-    """Return libraries to load first, by its guide: Intel's OpenMP, and tcmalloc if present."""
+    """Return the libraries to preload, from its guide: Intel's OpenMP, and tcmalloc if present."""
     openmp = home / "lib" / "libiomp5.so"
     return [*filter(None, [ctypes.util.find_library("tcmalloc_minimal")]), str(openmp)]
 
