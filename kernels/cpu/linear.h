@@ -94,7 +94,7 @@ class PanelProducts {
            Store store) {
 #if OCTAVO_HAS_AMX
     if constexpr (T::kOnMatrixUnit)
-      if (rows.count >= kLeastMatrixRows && octavo_allow_amx())
+      if (rows.count >= kLeastRows && octavo_allow_amx())
         return run_in_tiles(rows, panel, depth, ahead, store);
 #endif
     const int64_t tiles = (rows.count + kTileRows - 1) / kTileRows;
@@ -118,6 +118,11 @@ class PanelProducts {
   // Does the same as `run` for a single row; prefetches the memory that follows.
   template <class Store>
   void stream(const Rows& rows, const uint32_t* panel, int64_t depth, Store store) {
+#if OCTAVO_HAS_AMX
+    if constexpr (T::kOnMatrixUnit && kLeastRows == 1)
+      if (octavo_allow_amx())
+        return run_in_tiles(rows, panel, depth, panel + kStreamBytes / sizeof *panel, store);
+#endif
     typename T::Sum sums[1][kPanelVectors];
     multiply_tile<T, 1, kLines>(rows.words, rows.stride, panel, depth,
                                 panel + kStreamBytes / sizeof *panel, sums);
@@ -128,6 +133,12 @@ class PanelProducts {
   static constexpr int kLines = kPanel > kLineWords ? kPanel / kLineWords : 1;
 
 #if OCTAVO_HAS_AMX
+  // The matrix unit adds products of bfloat16 in another order than vectors do (Intel's Software
+  // Developer's Manual, TDPBF16PS), so it multiplies all numbers of rows: a row's result must not
+  // depend on the others. Sums of bytes are exact; vectors are faster for a few rows.
+  static constexpr int kLeastRows =
+      std::is_same_v<typename T::Sum, Floats> ? 1 : kLeastMatrixRows;
+
   template <class Store>
   void run_in_tiles(const Rows& rows, const uint32_t* panel, int64_t depth, const uint32_t* ahead,
                     Store store) {

@@ -191,33 +191,39 @@ inline void stored(int tile, void* to, int64_t stride) {
                 tiles[tile].row_bytes);
 }
 
-// Adds the products of a's rows with b's columns; `add` multiplies two words.
-template <class Sum, class Add>
-void multiply_tiles(int c, int a, int b, Add add) {
+// Adds the products of a's rows with b's columns to c; `dot(row, column)` multiplies words.
+template <class Sum, class Dot>
+void multiply_tiles(int c, int a, int b, Dot dot) {
   for (int row = 0; row < tiles[c].rows; row++)
-    for (int k = 0; k < tiles[a].row_bytes / 4; k++)
-      for (int column = 0; column < tiles[c].row_bytes / 4; column++) {
-        Sum sum;
-        uint32_t left, right;
-        std::memcpy(&sum, tiles[c].at[row] + 4 * column, 4);
-        std::memcpy(&left, tiles[a].at[row] + 4 * k, 4);
-        std::memcpy(&right, tiles[b].at[k] + 4 * column, 4);
-        sum = add(sum, left, right);
-        std::memcpy(tiles[c].at[row] + 4 * column, &sum, 4);
-      }
+    for (int column = 0; column < tiles[c].row_bytes / 4; column++) {
+      uint32_t left[16], right[16];
+      const int depth = tiles[a].row_bytes / 4;
+      std::memcpy(left, tiles[a].at[row], 4 * depth);
+      for (int k = 0; k < depth; k++) std::memcpy(right + k, tiles[b].at[k] + 4 * column, 4);
+      Sum sum;
+      std::memcpy(&sum, tiles[c].at[row] + 4 * column, 4);
+      sum += dot(left, right, depth);
+      std::memcpy(tiles[c].at[row] + 4 * column, &sum, 4);
+    }
 }
 
 inline void tile_dpbf16ps(int c, int a, int b) {
-  multiply_tiles<float>(c, a, b, [](float sum, uint32_t left, uint32_t right) {
-    sum += from_bfloat16(left) * from_bfloat16(right);
-    return sum + from_bfloat16(left >> 16) * from_bfloat16(right >> 16);
+  multiply_tiles<float>(c, a, b, [](const uint32_t* left, const uint32_t* right, int depth) {
+    float even = 0, odd = 0;  // apart, as the unit has them
+    for (int k = 0; k < depth; k++) {
+      even += from_bfloat16(left[k]) * from_bfloat16(right[k]);
+      odd += from_bfloat16(left[k] >> 16) * from_bfloat16(right[k] >> 16);
+    }
+    return even + odd;
   });
 }
 
 inline void tile_dpbusd(int c, int a, int b) {
-  multiply_tiles<int32_t>(c, a, b, [](int32_t sum, uint32_t left, uint32_t right) {
-    for (int i = 0; i < 32; i += 8)
-      sum += static_cast<uint8_t>(left >> i) * static_cast<int8_t>(right >> i);
+  multiply_tiles<int32_t>(c, a, b, [](const uint32_t* left, const uint32_t* right, int depth) {
+    int32_t sum = 0;
+    for (int k = 0; k < depth; k++)
+      for (int i = 0; i < 32; i += 8)
+        sum += static_cast<uint8_t>(left[k] >> i) * static_cast<int8_t>(right[k] >> i);
     return sum;
   });
 }
