@@ -11,6 +11,8 @@ from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
 EXACT = {"rtol": 1e-6, "atol": 1e-6}  # zeros are differences of products with a scale
+MANY = 300
+"""Rows for which weights are dequantized, and PyTorch multiplies."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
@@ -21,20 +23,22 @@ def large(kind):
 
 @given(
     weight=weights,
-    rows=st.integers(1, 70) | st.just(300),
+    rows=st.integers(1, 70) | st.just(MANY),
     dtype=st.sampled_from(list(TOLERANCES)),
     biased=st.booleans(),
     wide=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=16 if INTERPRETED else 200)
+@settings(deadline=None, max_examples=12 if INTERPRETED else 200)
 @example(large("points"), 3, torch.bfloat16, True, False, 0)
 @example(large("nested"), 20, torch.float16, False, True, 0)
 def test_quantized_linear(weight, rows, dtype, biased, wide, seed):
     from octavo.kernels.triton import quantized_linear
 
     draw = torch.Generator().manual_seed(seed)
-    apart = torch.full((rows, weight.inputs + 8), torch.nan)
+    # oneDNN multiplies elements behind rows of an odd length by zero, on CPUs with AMX.
+    beside = 0.0 if rows == MANY else torch.nan
+    apart = torch.full((rows, weight.inputs + 8), beside)
     apart[:, 4:-4] = torch.randn((rows, weight.inputs), generator=draw)
     x = apart.to(dtype).to(DEVICE)[:, 4:-4]
     bias = torch.randn(weight.outputs, generator=draw).to(dtype) if biased else None
