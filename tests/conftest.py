@@ -17,21 +17,21 @@ from octavo.common.models.resolve import DEMO
 from octavo.engine.models.resolve import resolve
 
 LONG = {"test_traced_forward.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
-"""Besides the integration tests, the files that take longest."""
+"""The slowest files besides the integration tests."""
 
 KEPT = {"OCTAVO_CACHE_DIR"}
 
-# Where each core has a process of tests, threads of one only wait for those of another.
+# With a test process on each core, more threads would only wait for each other.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-# The many processes that tests start would each compile the sources, a second of a core.
+# Each of the many processes that tests start would compile the sources, for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
-# A shell's background job ignores interrupts, and so would the programs that tests interrupt.
+# A shell's background job ignores interrupts, and so would programs that tests interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Else structlog has rich draw all locals of an exception, for up to seconds.
+# Otherwise structlog lets rich render an exception's locals, which takes up to seconds.
 structlog.configure(
     processors=[
         structlog.contextvars.merge_contextvars,
@@ -40,13 +40,13 @@ structlog.configure(
     ]
 )
 
-# How fast examples are drawn says how busy the machine is, not whether the code is right.
+# The speed of drawing examples shows the machine's load, not a fault.
 settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("octavo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the longest files first, so that short ones are left for the end."""
+    """Run the slowest files first, so that short ones balance the end."""
 
     def rank(item: pytest.Item) -> int:
         if "integration" in item.path.parts:
@@ -63,7 +63,7 @@ def demo_model() -> Path:
 
 
 class Authority:
-    """Issue certificates as PEM files in a directory; its own is `ca`."""
+    """Issues certificates as PEM files in a directory; its own certificate is `ca`."""
 
     def __init__(self, directory: Path):
         self._directory = directory
@@ -110,7 +110,7 @@ class Authority:
 
     def _write(self, name: str, pem: bytes) -> Path:
         self._directory.mkdir(exist_ok=True)
-        fresh = self._directory / f".{name}"  # what is read is never half a file
+        fresh = self._directory / f".{name}"  # readers never see half a file
         fresh.write_bytes(pem)
         return fresh.replace(self._directory / name)
 

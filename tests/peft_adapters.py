@@ -1,4 +1,4 @@
-"""Adapters that peft saves, and what peft computes with them."""
+"""Adapters saved by peft, and peft's results with them."""
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 
 def save_adapter(base, path, *, seed=0, std=0.15, **config):
-    """Save an adapter for a base model with random weights of both of its matrices."""
+    """Save an adapter for a base model, with random weights in both matrices."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     torch.manual_seed(seed)
     adapted = get_peft_model(model, LoraConfig(**{"lora_alpha": 16} | config))

@@ -1,11 +1,11 @@
-"""Models whose layers are all alike: one layer group, and every token attends to all before it."""
+"""Models with one layer group, in which every token attends to all earlier tokens."""
 
 from octavo.common.kv_cache.layer_groups import BlockBudget, LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape
 
 
 def budget(total_blocks: int, block_size: int) -> BlockBudget:
-    """Blocks of an engine."""
+    """Number of an engine's blocks."""
     return BlockBudget(total_blocks, (LayerGroup(block_size),), 2048)
 
 

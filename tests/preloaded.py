@@ -1,7 +1,7 @@
 """Run Python modules in processes forked from one that has imported everything.
 
-A server imports torch and transformers for ten seconds of a core. Most tests are of what it does
-after that; those of how it starts run the program itself.
+A server imports torch and transformers for ten CPU seconds. Most tests check what follows; tests of
+the start run the program itself.
 """
 
 import asyncio
@@ -20,14 +20,14 @@ from benchmarks.fixture import PRELOAD
 
 
 class Process:
-    """`python -m MODULE ARGUMENT...`; as `subprocess.Popen`, as far as tests use it.
+    """`python -m MODULE ARGUMENT...`, with the parts of `subprocess.Popen` that tests use.
 
     Args:
-        module: To run.
-        arguments: Its own.
-        output: The file that its output goes to.
-        errors: Whether its errors go there too.
-        environment: Its variables; default: this process'.
+        module: The module to run.
+        arguments: Its arguments.
+        output: The file for its output.
+        errors: Whether the file also gets its stderr.
+        environment: Its environment variables; default: this process'.
     """
 
     def __init__(
@@ -39,7 +39,7 @@ class Process:
         errors: bool = True,
         environment: Mapping[str, str] | None = None,
     ) -> None:
-        output.touch()  # it may be read before the process writes
+        output.touch()  # readers may come before the process writes
         variables = dict(os.environ if environment is None else environment)
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload(["octavo.cli.engine_group", *PRELOAD])
@@ -88,14 +88,14 @@ def _run(
 
 
 class _Fork(ForkContext):
-    """Forks a process in place of starting an interpreter for it."""
+    """Forks a process instead of starting an interpreter."""
 
     def Process(self, *, target: Any, args: Any, name: str) -> Any:  # noqa: N802
         return super().Process(target=_run_child, args=(target, args), name=name)
 
 
 def _run_child(target: Any, args: Any) -> None:
-    """Forget the parent's event loop, and what it does at signals."""
+    """Drop the parent's event loop and signal handlers."""
     asyncio._set_running_loop(None)
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What transformers' eager forward says of one model's sequences, each computed whole."""
+"""Reference results from transformers' eager forward, one whole sequence at a time."""
 
 from collections.abc import Sequence as Tokens
 from pathlib import Path
@@ -12,10 +12,10 @@ from octavo.engine.models.attention_layers import reference_attention
 from octavo.engine.sampling.random_numbers import uniforms
 
 TOLERANCE = 1e-3
-"""Maximum difference of a log-probability, and of a random number: sums in another order differ by
-under 1e-4, another prompt by 2e-2."""
+"""Maximum difference of a log-probability, and of a random number: another order of summation
+differs by under 1e-4, another prompt by 2e-2."""
 CLOSE = 1e-4
-"""Beams whose scores differ by less may be kept or dropped for rounding alone."""
+"""Minimum difference of beams' scores that rounding cannot reverse."""
 
 
 class Search(NamedTuple):
@@ -23,7 +23,7 @@ class Search(NamedTuple):
 
     Attributes:
         scores: Sums of the outputs' log-probabilities, best first.
-        decided: By how much, at least, a beam that was kept was better than one that was not.
+        decided: Minimum difference between the scores of a kept and a dropped beam.
     """
 
     scores: list[float]
@@ -31,11 +31,11 @@ class Search(NamedTuple):
 
 
 class Eager:
-    """Computes log-probabilities with the attention of transformers that defines the model.
+    """Computes log-probabilities with transformers' own attention, which defines the model.
 
     Args:
-        directory: The model's.
-        dtype: That it computes in. PyTorch has no grouped products of experts in float64.
+        directory: The model's directory.
+        dtype: Dtype of the arithmetic. PyTorch has no grouped products of experts in float64.
     """
 
     def __init__(self, directory: Path, dtype: torch.dtype = torch.float32) -> None:
@@ -54,7 +54,7 @@ class Eager:
         return self._known[key]
 
     def search(self, prompt: Tokens[int], width: int, length: int) -> Search:
-        """Search by beams for outputs of exactly `length` tokens, without any end before."""
+        """Search by beams for outputs of exactly `length` tokens, without an earlier end."""
         beams, scores, decided = [list(prompt)], torch.zeros(1, dtype=torch.float64), float("inf")
         for _ in range(length):
             continued = scores[:, None] + self._forward(beams)[:, -1]
@@ -71,14 +71,14 @@ class Eager:
 
 
 def is_drawn(token: int, row: torch.Tensor, seed: int, output: int, position: int) -> bool:
-    """Return whether a token is the one that a seed draws at temperature 1.
+    """Return whether a seed samples this token at temperature 1.
 
     Args:
-        token: That was drawn.
+        token: The sampled token.
         row: `[vocab_size]` log-probabilities.
         seed: Seed of the request.
         output: Index of the output.
-        position: Tokens drawn before in that output.
+        position: Number of tokens sampled before in that output.
     """
     key = (np.array([number], np.uint64) for number in (seed, output, position))
     number, below = float(uniforms(*key)[0]), row.exp().cumsum(0)

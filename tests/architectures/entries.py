@@ -13,11 +13,11 @@ class Entry:
     """One tiny model.
 
     Attributes:
-        name: Unique in the sweep.
+        name: Unique name.
         model_type: A key of transformers' mapping.
-        overrides: What its config has beyond the usual shrinking.
-        has_model: Whether transformers can make a model from the config; else only the config
-            is saved.
+        overrides: Settings of its config besides the usual shrinking.
+        has_model: Whether transformers can create a model from the config; else only the config is
+            saved.
         max_model_len: Value of `--max-model-len`.
     """
 
@@ -50,9 +50,9 @@ INDEXED = {
     "indexer_compress_ratio": 2,
 }
 WIDE_LATENTS = {"kv_lora_rank": 128}
-"""For models with states: else a sequence's latents fit one block, and nothing is preempted."""
+"""For models with states: otherwise latents fit one block, and nothing is preempted."""
 SHORT_CONTEXT = CONTEXT // 8
-"""The context that a rope variant is stretched from: shorter than most prompts."""
+"""Original context of a rope variant: shorter than most prompts."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "bailing_hybrid": WIDE_LATENTS,
@@ -127,7 +127,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"attention_head_dim": 64, "attention_hidden_size": 256},
     "zaya": {"num_experts_per_tok": 1, "layer_types": ["hybrid", "hybrid_sliding"] * 2},
 }
-"""By model type, where the table of `tiny` does not do."""
+"""Overrides by model type, where the table of `tiny` does not suffice."""
 
 NO_MODEL = {
     "gemma3n": "needs an image library",
@@ -136,7 +136,7 @@ NO_MODEL = {
     "musicgen": "AutoModelForCausalLM wants its decoder's config",
     "musicgen_melody": "AutoModelForCausalLM wants its decoder's config",
 }
-"""Why transformers makes no running model of these; only their config is saved."""
+"""Reasons why transformers cannot run these models; only their config is saved."""
 
 _PLAIN = {"rope_theta": 10000.0}
 _STRETCHED = {**_PLAIN, "original_max_position_embeddings": SHORT_CONTEXT}
@@ -189,10 +189,10 @@ VARIANTS = [
     Entry(
         "llama, longrope, long context",
         "llama",
-        {  # every request is longer than the first context, as only so transformers agrees
+        {  # every request must exceed the original context for transformers to agree
             "rope_parameters": {**_LONG, "factor": 8.0, "original_max_position_embeddings": 16}
         },
-        max_model_len=128,  # all that the cache holds
+        max_model_len=128,  # everything in the cache
     ),
     Entry(
         "llama, llama3 rope",

@@ -1,4 +1,4 @@
-"""Serve one tiny model under memory pressure and hold it to eager transformers."""
+"""Serve one tiny model under memory pressure and compare it with eager transformers."""
 
 import random
 from collections.abc import Mapping
@@ -30,31 +30,31 @@ from tests.engine.stepper import Stepper
 
 BLOCK_SIZE = 8
 CROWDINGS = (1.6, 1.4, 1.3, 1.15, 1.0, 2.0)
-"""Blocks, as multiples of what the largest request takes: too few for all. With the first at which
-requests are preempted in both ways, they are served."""
+"""Numbers of blocks to try, as multiples of the largest request's, until requests are both swapped
+and recomputed."""
 BATCHED_TOKENS = 24
-"""In a step: most prompts are prefilled in several chunks, beside others' decodes."""
+"""Tokens per step: most prompts are prefilled in several chunks, beside others' decodes."""
 LENGTHS = (5, 60, 33, 17, 48)
 OUTPUT_TOKENS = 18
 SHARED_TOKENS = 40
-"""Tokens of the longest prompt with which another begins."""
+"""Tokens of the longest prompt that is a prefix of another."""
 SEEDED_LENGTH, SEEDED_OUTPUTS, SEED = 35, 2, 7
 BEAM_LENGTH, BEAM_WIDTH, BEAM_TOKENS = 19, 3, 10
 STEPS_BEFORE = 3
-"""Steps for requests with several outputs before others come, for which they are preempted."""
+"""Steps of requests with several outputs before other requests preempt them."""
 CUTS = (11, 4)
-"""Tokens after which a request's outputs move to another engine."""
+"""Tokens before a request's outputs move to another engine."""
 
 
 class Outcome(StrEnum):
-    """What became of an entry."""
+    """The outcome of an entry."""
 
     RIGHT = "right"
-    REFUSED = "refused"  # at start, with a message of one line
-    WRONG = "wrong"  # accepted, and other tokens or log-probabilities than eager's
+    REFUSED = "refused"  # at start, with a one-line message
+    WRONG = "wrong"  # accepted, but tokens or log-probabilities differ from eager's
     CRASHED = "crashed"  # at start, with any other exception
-    FAILED = "failed"  # accepted, and a step raised
-    NO_CONFIG = "no config"  # the tiny model could not be made: the harness' own fault
+    FAILED = "failed"  # accepted, but a step raised
+    NO_CONFIG = "no config"  # the tiny model could not be created: a fault of this harness
 
 
 @dataclass(slots=True)
@@ -63,12 +63,12 @@ class Finding:
 
     Attributes:
         name: Name of the entry.
-        outcome: What became of it.
-        detail: The refusal, the exception, or where it differs.
+        outcome: Its outcome.
+        detail: The refusal, the exception, or the first difference.
         error: The largest difference of a log-probability.
-        tokens: How many tokens were compared.
-        preemptions: How many were swapped out and how many dropped.
-        seconds: That it took.
+        tokens: Number of compared tokens.
+        preemptions: Numbers of groups swapped out and dropped.
+        seconds: Duration.
     """
 
     name: str
@@ -80,20 +80,20 @@ class Finding:
     seconds: float = 0.0
 
     def as_dict(self) -> dict[str, object]:
-        """Return it as JSON has it."""
+        """Return the finding for JSON."""
         return asdict(self)
 
 
 def examine(entry: Entry, directory: Path, *, several: bool = True) -> Finding:
-    """Make the entry's model in a directory, serve it and compare.
+    """Create the entry's model in a directory, serve it and compare.
 
     Args:
-        entry: What to examine.
-        directory: Where to write its model.
-        several: Also serve parallel outputs, beams, and what another engine has begun.
+        entry: The entry to examine.
+        directory: Directory for its model.
+        several: Also serve parallel outputs, beams, and outputs that another engine began.
 
     Returns:
-        Its outcome, without the time that it took.
+        Its finding, without the duration.
     """
     try:
         save(entry, directory)
@@ -104,7 +104,7 @@ def examine(entry: Entry, directory: Path, *, several: bool = True) -> Finding:
     except (ModelError, StartupError) as error:
         plain = "\n" not in str(error)
         return Finding(entry.name, Outcome.REFUSED if plain else Outcome.CRASHED, str(error))
-    except Exception as error:  # noqa: BLE001 - that is what the sweep looks for
+    except Exception as error:  # noqa: BLE001 - the sweep looks for these
         return Finding(entry.name, Outcome.CRASHED, _described(error))
     most = engine.parts.limits.max_model_len
     if most < max(LENGTHS) + OUTPUT_TOKENS:
@@ -114,13 +114,13 @@ def examine(entry: Entry, directory: Path, *, several: bool = True) -> Finding:
         crowded, groups = serve_crowded(directory, entry.max_model_len, engine, several=several)
         moved = resume(list(groups)[:4:3], engine) if several else []
         groups |= dict.fromkeys([*serve_with_common_beginning(engine), *moved], engine)
-    except Exception as error:  # noqa: BLE001 - likewise
+    except Exception as error:  # noqa: BLE001 - the sweep looks for these
         return Finding(entry.name, Outcome.FAILED, _described(error.__cause__ or error))
     return compare(entry.name, directory, groups, preemptions(crowded))
 
 
 def save(entry: Entry, directory: Path) -> None:
-    """Write the entry's tiny model, or where there is none its config without weights."""
+    """Write the entry's tiny model, or only its config if it has no model."""
     config = tiny_config(entry.model_type, entry.overrides)
     if not entry.has_model:
         config.save_pretrained(directory)
@@ -128,13 +128,13 @@ def save(entry: Entry, directory: Path) -> None:
         return
     model = make_model(config)
     model.save_pretrained(directory)
-    config.save_pretrained(directory)  # of several models, where the model's own is of one
+    config.save_pretrained(directory)  # of several models; the model's own config is for one
     eager = Eager(directory).logprobs(range(FIRST_TOKEN, FIRST_TOKEN + max(LENGTHS)))
     assert eager.isfinite().all(), "the tiny model's own outputs are not finite"
 
 
 def start(directory: Path, max_model_len: int | None = None, num_blocks: int = 512) -> Stepper:
-    """Start an engine of a directory's model, as an operator would."""
+    """Start an engine with a directory's model, as an operator would."""
     return Stepper(build(_settings(directory, max_model_len, num_blocks)))
 
 
@@ -157,11 +157,11 @@ def serve_crowded(
 ) -> tuple[Stepper, dict[SequenceGroup, Stepper]]:
     """Serve with too few blocks for all; return the engine, and each group with its engine.
 
-    States do not grow, so what keeps nothing else is never preempted: it waits for blocks.
+    States do not grow, so a model with states alone is never preempted: it waits for blocks.
 
     Raises:
         StepError: A step failed.
-        NothingPreemptedError: Whatever the number of blocks.
+        NothingPreemptedError: No number of blocks led to preemption.
     """
     (budget,) = ample.parts.limits.budgets
     grows = not all(group.state_blocks for group in budget.groups)
@@ -181,7 +181,7 @@ def serve_crowded(
 
 
 class NothingPreemptedError(Exception):
-    """There were blocks for all."""
+    """There were enough blocks for all groups."""
 
 
 def serve(
@@ -190,17 +190,17 @@ def serve(
     """Serve prompts together, once for each way to preempt.
 
     Args:
-        engine: That serves them.
-        must_preempt: It must have blocks for some of them only.
-        several: Also serve a request with parallel outputs and one with beams. The second time, the
-            former has been begun elsewhere.
+        engine: The engine.
+        must_preempt: Whether the engine must have too few blocks for all.
+        several: Also serve a request with parallel outputs and one with beams. The second time,
+            another engine has begun the former.
 
     Returns:
         The groups, each with its engine.
 
     Raises:
         StepError: A step failed.
-        NothingPreemptedError: Nothing was preempted in one of the ways, and `must_preempt`.
+        NothingPreemptedError: With `must_preempt`, one kind of preemption did not happen.
     """
     draw = random.Random(1)
     prompts = [_tokens(draw, length) for length in LENGTHS]
@@ -225,15 +225,15 @@ def serve(
 
 
 def serve_with_common_beginning(engine: Stepper) -> list[SequenceGroup]:
-    """Serve three prompts with one beginning, one after the other.
+    """Serve three prompts with a common prefix, one after another.
 
     Raises:
         StepError: A step failed.
-        AssertionError: The third's beginning was computed again.
+        AssertionError: The third prompt's prefix was computed again.
     """
     draw, groups = random.Random(2), []
     longest = _tokens(draw, max(LENGTHS))
-    # The state at the end of what prompts share is kept when it is seen the second time.
+    # The state at the end of a shared prefix is cached when the prefix appears a second time.
     tails = [_tokens(draw, len(longest) - SHARED_TOKENS) for _ in range(2)]
     for prompt in (longest, *(longest[:SHARED_TOKENS] + tail for tail in tails)):
         groups.append(submit_greedy(engine, prompt))
@@ -243,7 +243,7 @@ def serve_with_common_beginning(engine: Stepper) -> list[SequenceGroup]:
 
 
 def resume(groups: Tokens[SequenceGroup], engine: Stepper) -> list[SequenceGroup]:
-    """Submit what other groups asked for, with the first tokens of their outputs.
+    """Submit other groups' requests with the first tokens of their outputs.
 
     Returns:
         The new groups.
@@ -270,7 +270,7 @@ def submit_greedy(
     scored: int | None = None,
     priority: int = 0,
 ) -> SequenceGroup:
-    """Submit a prompt for the most likely tokens, perhaps with its own tokens scored."""
+    """Submit a greedy request, perhaps with prompt log-probabilities."""
     kind = {"logprobs": 0, "prompt_logprobs": scored, "priority": priority}
     return engine.submit(prompt, OUTPUT_TOKENS, resume=begun, **kind)
 
@@ -278,7 +278,7 @@ def submit_greedy(
 def submit_seeded(
     engine: Stepper, prompt: Tokens[int], begun: Begun | None = None
 ) -> SequenceGroup:
-    """Submit a prompt for several outputs that a seed draws."""
+    """Submit a request for several seeded outputs."""
     kind = {"temperature": 1.0, "seed": SEED, "n": SEEDED_OUTPUTS}
     return engine.submit(prompt, OUTPUT_TOKENS, logprobs=0, resume=begun, **kind)
 
@@ -288,7 +288,7 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 
 
 def preemptions(engine: Stepper) -> tuple[int, int]:
-    """Return how many groups were swapped out and how many dropped, so far."""
+    """Return the numbers of groups swapped out and dropped so far."""
     counters = engine.scheduler.counters
     return counters.preemptions_swap, counters.preemptions_recompute
 
@@ -299,13 +299,13 @@ def compare(
     groups: Mapping[SequenceGroup, Stepper],
     preempted: tuple[int, int],
 ) -> Finding:
-    """Hold every token and every beam to eager transformers, one whole forward for each sequence.
+    """Compare every token and beam with eager transformers, one whole forward per sequence.
 
-    What was served is given to the forward, so a token is right where it is the most likely one
-    after the tokens before it, or the one that the seed draws.
+    The forward gets the served tokens, so a token is right if it is the most likely one after the
+    preceding tokens, or the one that the seed samples.
 
-    Two experts may be equally good for a token, up to rounding. So sequences that differ from
-    float32 may be those of float64.
+    Two experts may be equally good for a token, up to rounding. So sequences that differ in float32
+    may agree with float64.
     """
     eager, errors = Eager(directory), list[float]()
     for group, engine in groups.items():
@@ -332,10 +332,10 @@ def _group_errors(group: SequenceGroup, engine: Stepper, eager: Eager) -> list[f
 
 
 def _errors(group: SequenceGroup, sequence: Sequence, engine: Stepper, eager: Eager) -> list[float]:
-    """Return by how much each token that was told of differs from eager.
+    """Return the difference between each reported token and eager.
 
-    That is the difference of its log-probability, or how much less likely it is than the most
-    likely one, where it was drawn; infinity where a seed draws another.
+    It is the difference of its log-probability, or, if it was sampled, from that of the most likely
+    token; infinity if the seed samples another token.
     """
     resumed = group.request.resume.get(sequence.index, Resumption(()))
     first = sequence.num_prompt + len(resumed.token_ids)
@@ -361,8 +361,8 @@ def _errors(group: SequenceGroup, sequence: Sequence, engine: Stepper, eager: Ea
 
 
 def _beam_errors(group: SequenceGroup, eager: Eager) -> list[float]:
-    """Return by how much each beam's score differs from eager's of its tokens, and from eager's
-    search, if that was not a matter of rounding."""
+    """Return the differences of each beam's score from eager's score of its tokens, and from
+    eager's search unless rounding decided it."""
     assert group.beam is not None
     prompt, found = list(group.request.prompt), group.beam.hypotheses
     errors, search = [], eager.search(prompt, BEAM_WIDTH, BEAM_TOKENS)

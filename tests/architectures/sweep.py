@@ -1,8 +1,8 @@
-"""Hold every causal-LM architecture of transformers to "right or refused".
+"""Check that every causal-LM architecture of transformers is served right or refused.
 
-`python -m tests.architectures.sweep [NAME ...]` (or `make architectures`) makes a tiny random
-model of each, serves it and compares; see `serve`. It exits with 1 if one is served wrongly, is
-not refused by a clear message, or if fewer than LEAST_RIGHT of all are right.
+`python -m tests.architectures.sweep [NAME ...]` (or `make architectures`) creates a tiny random
+model of each, serves it and compares; see `serve`. It exits with 1 if one is served wrongly or
+refused without a clear message, or if fewer than LEAST_RIGHT are right.
 """
 
 import argparse
@@ -70,7 +70,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def examine_apart(entry: Entry) -> Finding:
-    """Examine an entry in a process of its own, which may die or hang."""
+    """Examine an entry in its own process, which may die or hang."""
     began = time.monotonic()
     receiver, sender = _processes.Pipe(duplex=False)
     process = _processes.Process(target=_examine, args=(entry, sender), daemon=True)

@@ -1,4 +1,4 @@
-"""Architectures are served right or refused: a telling few here, all by the sweep."""
+"""Architectures are served right or refused: a selection here, all in the sweep."""
 
 import subprocess
 import sys
@@ -14,12 +14,12 @@ RIGHT = {Outcome.RIGHT}
 REFUSED = {Outcome.REFUSED}
 EITHER = RIGHT | REFUSED
 SEVERAL = {"gpt_oss"}
-"""Also with parallel outputs, beams and what another engine began, as the sweep does for all."""
+"""Entries to serve also with parallel outputs, beams and begun outputs, as in the sweep."""
 
 
 @pytest.fixture
 def one_thread():
-    """Computes with one thread: two wait for each other more than so small a model takes."""
+    """Compute with one thread: synchronizing two would take longer than the tiny model."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

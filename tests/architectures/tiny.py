@@ -1,4 +1,4 @@
-"""Make a tiny model with random weights from any config class of transformers."""
+"""Create a tiny model with random weights from any config class of transformers."""
 
 import math
 import re
@@ -65,7 +65,7 @@ _TABLE = f"""
     audio_vocab_size pronunciation_vocab_size shape_vocab_size codebook_size
     encoder_hash_byte_group_vocab ngram_vocab_size_base
 """
-"""What a config's settings become, by name; those that its class lacks are left out."""
+"""Small values of a config's settings by name; settings that its class lacks are ignored."""
 _SMALL = {
     key: int(value)
     for value, keys in re.findall(r"^(\d+):([^:]*)$", _TABLE, re.MULTILINE)
@@ -73,20 +73,20 @@ _SMALL = {
 }
 _FLAGS = {"is_decoder": True, "is_encoder_decoder": False, "use_sliding_window": True}
 _NEVER_NONE = {"sliding_window", "num_key_value_heads", "head_dim"}
-_INDICES = {"moe_layers", "full_attn_idxs"}  # lists of layers' numbers
+_INDICES = {"moe_layers", "full_attn_idxs"}  # lists of layer indices
 _SWITCHES = {"use_sliding_window": True, "max_window_layers": 2}
 _SPECIAL = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
 FIRST_TOKEN = 8
-"""Prompts have no token below it: those stand for padding, beginning and end."""
+"""Lowest token of prompts; lower ones mean padding, beginning and end."""
 
 
 def tiny_config(model_type: str, overrides: dict[str, Any]) -> PreTrainedConfig:
-    """Return the config of a tiny model of that type, with every kind of layer that it has.
+    """Return the config of a tiny model of a type, with every kind of layer of that type.
 
     Args:
         model_type: A key of transformers' mapping of configs.
-        overrides: What to set beyond the table above; a dict for a config within. What `whole`
-            has is set before it is shrunk, where the class itself lacks valid defaults.
+        overrides: Settings besides the table above; a dict for a nested config. The settings in
+            `whole` apply before shrinking, if the class lacks valid defaults.
     """
     kind: Any = CONFIG_MAPPING[model_type]
     whole = overrides.get("whole", {})
@@ -119,7 +119,7 @@ def _shrunk(default: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any
 
 
 def _small_layers(default: dict[str, Any]) -> dict[str, Any]:
-    """Return how many layers, and the lists with an item for each: some of every kind."""
+    """Return the number of layers, and the per-layer lists: some layers of every kind."""
     counts = {key: value for key, value in default.items() if _SMALL.get(key) == LAYERS and value}
     counts = {key: value for key, value in counts.items() if key.endswith(("layers", "layer"))}
     lists = {
@@ -142,7 +142,7 @@ def _small_layers(default: dict[str, Any]) -> dict[str, Any]:
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return the model with random weights by which its outputs depend on all of its inputs."""
+    """Return the model with random weights that make outputs depend on all inputs."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():

@@ -1,4 +1,4 @@
-"""Short runs of benchmarks/attacks.py: nobody is kept out, and the router does not grow."""
+"""Short runs of benchmarks/attacks.py: clients are served, and router memory does not grow."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from benchmarks import attacks
 
 MB = 10**6
 MOST = 200 * MB
-"""Twice what the benchmark allows: what is freed shows late on a busy machine."""
+"""Twice the benchmark's limit: freed memory shows late on a busy machine."""
 
 
 @pytest.mark.parametrize(

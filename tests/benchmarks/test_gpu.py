@@ -1,4 +1,4 @@
-"""The GPU benchmark tries itself on a CPU, and one part's failure is no other's."""
+"""The GPU benchmark runs on a CPU, and a part's failure does not stop the others."""
 
 import contextlib
 import json
@@ -68,7 +68,7 @@ def test_the_times_allowed_are_less_than_nine_minutes():
 
 
 class Gpu:
-    """Stands for a GPU: the host takes 100 ms to launch what this runs in 1 ms."""
+    """A fake GPU: a launch takes the host 100 ms, and the kernel runs 1 ms."""
 
     def __init__(self, monkeypatch):
         self.milliseconds = 0.0

@@ -1,4 +1,4 @@
-"""The peer benchmark: what it asks, its arithmetic, and its talk with real processes."""
+"""The peer benchmark: its requests, its arithmetic, and real worker processes."""
 
 import dataclasses
 import json
@@ -148,7 +148,7 @@ def test_a_shape_is_saved_with_the_layers_it_names(name, tmp_path):
 
 
 def _shrunk(shape):
-    """The shape with small layers, as many as it has."""
+    """The shape with its number of layers, but small ones."""
     kept = {"num_hidden_layers", "layer_types", "mamba_n_groups", "mamba_expand"}
     kept |= {"norm_topk_prob", "position_embedding_type", "num_key_value_heads"}
     kept |= {"tie_word_embeddings"}
@@ -190,7 +190,7 @@ def test_a_paused_worker_stands_still_with_its_children_and_goes_on(start):
 
 
 def _status(process, wanted):
-    """The status once it is `wanted`, else what it is after a while."""
+    """Return the status once it is `wanted`, or after a timeout."""
     for _ in range(200):
         if process.status() == wanted:
             break

@@ -1,4 +1,4 @@
-"""Run the router's benchmarks briefly: they measure something; how fast is not tested."""
+"""Run the router's benchmarks briefly: they report measurements, whose values are not tested."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Machines as Linux describes them in sysfs, to be read in place of this one."""
+"""Simulated machines: files as in Linux's sysfs, to read instead of this machine's."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -11,7 +11,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """A machine, and what of it a process may use.
+    """A machine, and its resources that a process may use.
 
     Attributes:
         cores: Each core's CPUs.
@@ -20,8 +20,8 @@ class Machine:
             None: by its affinity.
         memory_allowed: The nodes whose memory it may use; default: all.
         offline: CPUs that are not running.
-        capacities: The cores' capacities by CPU, as ARM has them.
-        fast: The fast cores' CPUs, as Intel's hybrids have them.
+        capacities: The cores' capacities by CPU, as on ARM.
+        fast: The fast cores' CPUs, as on Intel's hybrids.
         distances: The distances between nodes; default: one socket each.
     """
 
@@ -35,7 +35,7 @@ class Machine:
     distances: Mapping[int, str] = field(default_factory=dict)
 
     def write(self, root: Path) -> Path:
-        """Write its files under `root`; return it."""
+        """Write its files under `root`; return `root`."""
         self._write_process(root)
         cpus = root / "sys/devices/system/cpu"
         offline = set(parse_list(self.offline))

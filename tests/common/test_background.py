@@ -1,4 +1,4 @@
-"""Background tasks and threads: restarted, joined or told of, and made in one place."""
+"""Background tasks and threads: restarted, joined or logged, and created in one place."""
 
 import ast
 import asyncio
@@ -36,7 +36,7 @@ MAKERS = {
 
 
 class Log:
-    """What was logged, by event."""
+    """The log's entries by event."""
 
     def __init__(self):
         self.events: list[tuple[str, dict]] = []
@@ -68,7 +68,7 @@ async def test_a_task_that_fails_is_started_again(log):
         runs += 1
         if runs == 1:
             raise RecursionError
-        if runs == 2:  # what it waits for is cancelled, not it
+        if runs == 2:  # the awaited task is cancelled, not this one
             raise asyncio.CancelledError
         await asyncio.Event().wait()
 
@@ -189,7 +189,7 @@ async def test_one_thread_makes_all_calls():
         await thread.call(lambda: 1 / 0)
     thread.close()
     assert await call_in_thread(max, 1, 2) == 2
-    with pytest.raises(RuntimeError, match="raised StopIteration"):  # which ends no future
+    with pytest.raises(RuntimeError, match="raised StopIteration"):  # which completes no future
         await asyncio.wait_for(call_in_thread(next, iter(())), 5)
 
 
@@ -201,7 +201,7 @@ async def test_worker_threads_that_die_are_replaced(log, monkeypatch):
     ctypes.pythonapi.PyThreadState_SetAsyncExc(
         ctypes.c_ulong(thread.ident), ctypes.py_object(MemoryError)
     )
-    with pytest.raises(BackgroundError, match="died"):  # this call wakes it, and is lost
+    with pytest.raises(BackgroundError, match="died"):  # this call wakes the thread and is lost
         await workers.run(max, 1, 2)
     assert await workers.run(max, 1, 2) == 2
     assert log.events == [("background thread failed", {"thread": "worker"})]
@@ -220,10 +220,10 @@ def test_nothing_else_makes_tasks_or_threads(folder):
 
 
 def makers(tree: ast.AST) -> list[int]:
-    """The lines of calls that make what could end in silence.
+    """Find calls that create tasks or threads which could end silently.
 
-    Not of those whose block waits for them, of a task group and a pool, nor of a thread that is
-    waited for at once.
+    It ignores task groups and pools, whose block waits for them, and threads that are joined at
+    once.
     """
     blocks = [node for node in ast.walk(tree) if isinstance(node, ast.With | ast.AsyncWith)]
     items = [item for block in blocks for item in block.items]

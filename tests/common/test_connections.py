@@ -1,4 +1,4 @@
-"""What one connection, one address or all together may take of a server."""
+"""Limits of a server's resources per connection, per address and in total."""
 
 import asyncio
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -24,7 +24,7 @@ WORD = generation_pb2.GenerateRequest(text="word")
 
 
 class Generation(generation_pb2_grpc.GenerationServiceServicer):
-    """Says one word, and the end when told to."""
+    """Sends one word; ends the answer on demand."""
 
     def __init__(self):
         self.end = asyncio.Event()
@@ -47,7 +47,7 @@ class Served:
         self.service = service
 
     async def stub(self):
-        options = [("grpc.use_local_subchannel_pool", 1)]  # or one connection serves all
+        options = [("grpc.use_local_subchannel_pool", 1)]  # otherwise all share a connection
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options=options)
         await self._stack.enter_async_context(channel)
         return generation_pb2_grpc.GenerationServiceStub(channel)
@@ -119,11 +119,11 @@ async def test_metadata():
         many = [(f"x-{i}", "y" * 50) for i in range(60)]
         error = await failure(stub.Tokenize(request, metadata=many))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        await stub.Tokenize(request)  # the connection is as good as before
+        await stub.Tokenize(request)  # the connection still works
 
 
 async def ping(port: int, *, times: int, seconds: float) -> int | None:
-    """Pings so often and returns the error of the server's GOAWAY, if there was one."""
+    """Ping at an interval; return the error of the server's GOAWAY, if any."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     connection = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
     connection.initiate_connection()
@@ -172,7 +172,7 @@ async def test_a_connection_without_a_call_is_closed():
         await begun(call)
         await asyncio.sleep(1)
         served.service.end.set()
-        await begun(call)  # one with a call was not idle
+        await begun(call)  # a connection with a call is not idle
 
 
 async def test_calls_outlive_their_connection_for_the_grace():

@@ -1,4 +1,4 @@
-"""Each test logs in a process of its own: logging is set up once a process."""
+"""Each test logs in its own process, since logging is set up once per process."""
 
 import json
 import subprocess

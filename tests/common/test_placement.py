@@ -1,4 +1,4 @@
-"""Engines' cores and memory, as Linux reports them. Each test binds a process of its own."""
+"""Engines' cores and memory, as Linux reports them. Each test binds its own process."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ CPU = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
 def bound(*arguments):
-    """Bind a new process; return what it logs, its policy, and where a new thread of it runs."""
+    """Bind a new process; return its log, its memory policy, and the CPUs of a new thread."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_bind, arguments)
 

@@ -1,4 +1,4 @@
-"""What a process may use of its machine, as the files of control groups say it."""
+"""A process's share of its machine, from the files of control groups."""
 
 import math
 
@@ -17,7 +17,7 @@ V1 = "33 31 0:30 {shown} /sys/fs/cgroup/{kind} rw,nosuid - cgroup cgroup rw,{kin
 
 @pytest.fixture
 def system(tmp_path):
-    """Writes files of a system, by path, and returns its root."""
+    """Write a system's files, by path; return its root."""
 
     def write(files: dict[str, str]):
         for name, text in files.items():
@@ -31,7 +31,7 @@ def system(tmp_path):
 
 @pytest.fixture
 def container(system):
-    """A system of version 2 whose only group that is to be seen has these files."""
+    """Return a system of version 2 whose only visible group has these files."""
 
     def write(**files: str):
         group = {f"sys/fs/cgroup/{name.replace('_', '.', 1)}": text for name, text in files.items()}
@@ -92,7 +92,7 @@ def test_the_groups_above_limit_too(system):
     ("shown", "below"), [("/", "docker/4f2a/"), ("/docker/4f2a", ""), ("/docker/other", "")]
 )
 def test_version_1(system, shown, below):
-    """The mount may show all groups, as on a host, or one, as in a container."""
+    """The mount may show all groups, as on a host, or one group, as in a container."""
     group = f"sys/fs/cgroup/memory/{below}"
     mounts = [V1.format(shown=shown, kind=kind) for kind in ("memory", "cpu,cpuacct", "cpuset")]
     root = system(
@@ -114,7 +114,7 @@ def test_version_1(system, shown, below):
 
 
 def test_an_engine_beside_others_has_its_share(container, monkeypatch):
-    """It shares the quota, the container's memory, and its node's."""
+    """Engines share the quota, the container's memory, and the node's."""
     placement = Placement((2,), node=1, engines=4, engines_on_node=2)
     monkeypatch.setattr(octavo.common.placement, "_current", placement)
     files = {"memory_max": f"{16 * GIB}", "memory_current": f"{4 * GIB}"}
@@ -159,7 +159,7 @@ def test_kills_where_nothing_can_be_read(tmp_path):
         ((3, 7), (4, 8), True),
         ((3, 7), (3, 8), False),  # another group's
         ((None, 7), (None, 7), False),
-        ((None, 7), (None, 8), None),  # perhaps another process
+        ((None, 7), (None, 8), None),  # possibly another process's
         ((None, None), (None, None), None),
         ((3, None), (None, None), None),
     ],

@@ -29,7 +29,7 @@ BAD_UTF8 = b"\xff\xfe"
 
 
 class Generation(generation_pb2_grpc.GenerationServiceServicer):
-    """Fails in the way that the request's text says."""
+    """Fails in the way that the request's text names."""
 
     async def Generate(self, request, context):  # noqa: N802
         await context.write(generation_pb2.GenerateResponse())
@@ -101,7 +101,7 @@ def details(error: grpc.aio.AioRpcError, kind):
 
 
 def raw(channel, kind: str, method: str):
-    """A call whose requests are bytes as they stand."""
+    """Return a call whose requests are raw bytes."""
     return getattr(channel, kind)(method)
 
 
@@ -204,7 +204,7 @@ async def test_message_over_the_limit():
 
 
 class Abandoned(generation_pb2_grpc.GenerationServiceServicer):
-    """Blocks its event loop until the client has left, and only then answers."""
+    """Blocks its event loop until the client has left, then answers."""
 
     def __init__(self):
         self.called = threading.Event()
@@ -256,7 +256,7 @@ async def test_a_client_that_leaves_before_it_is_answered_is_no_error(method, ca
         with socket.create_connection(("127.0.0.1", port)) as wire:
             wire.sendall(connection.data_to_send())
             assert service.called.wait(20)
-        time.sleep(0.2)  # gRPC's own threads take note of it
+        time.sleep(0.2)  # gRPC's own threads notice it
         service.left.set()
 
     await asyncio.to_thread(leave)

@@ -29,7 +29,7 @@ MESSAGES = {
 
 
 def example(name: str) -> object:
-    """A value of a parameter's type, which is no default."""
+    """Return a value of a parameter's type that is not a default."""
     text = str(TYPES[name])
     for part, value in (
         ("Mapping[str", {"x": 2}),

@@ -31,7 +31,7 @@ async def server(files: Tls | None):
 
 
 async def ask(address, files: Tls | None) -> grpc.StatusCode:
-    """How a call on a new connection ends."""
+    """Return the outcome of a call on a new connection."""
     options = [("grpc.use_local_subchannel_pool", 1)]
     channel = (
         grpc.aio.insecure_channel(address, options=options)
@@ -62,7 +62,7 @@ async def test_who_is_of_the_authority_is_let_in(authority, impostor):
         assert await ask(address, Tls(authority.ca)) is UNAVAILABLE
         assert await ask(address, Tls(authority.ca, *impostor.issue("client"))) is UNAVAILABLE
         assert await ask(address, Tls(impostor.ca, *client)) is UNAVAILABLE
-        assert await ask(address, None) is UNAVAILABLE  # not DEADLINE_EXCEEDED: it is told at once
+        assert await ask(address, None) is UNAVAILABLE  # not DEADLINE_EXCEEDED, but at once
         wrong_name = Tls(authority.ca, *client, name="elsewhere.example")
         assert await ask(address, wrong_name) is UNAVAILABLE
 
@@ -87,7 +87,7 @@ async def test_changed_files_hold_for_new_connections_and_wrong_ones_do_not(auth
     async with server(Tls(None, cert, key)) as address:
         assert [await ask(address, files) for files in (old, new)] == [OK, UNAVAILABLE]
         before = cert.read_bytes()
-        cert.write_bytes(fresh_cert.read_bytes())  # and the old key is there yet
+        cert.write_bytes(fresh_cert.read_bytes())  # while the old key is still there
         assert [await ask(address, files) for files in (old, new)] == [OK, UNAVAILABLE]
         key.write_bytes(fresh_key.read_bytes())
         assert [await ask(address, files) for files in (old, new)] == [UNAVAILABLE, OK]

@@ -1,4 +1,4 @@
-"""What is read of machines of many kinds, and of this one."""
+"""The topology of many kinds of machines, and of this one."""
 
 import os
 
@@ -21,7 +21,7 @@ def test_two_sockets_with_two_threads_a_core(tmp_path):
 
 
 def test_a_cpuset_of_a_part_of_one_node(tmp_path):
-    """It has one hardware thread of the last core."""
+    """The process may use one hardware thread of the last core."""
     machine = two_sockets(allowed="36-38,100-101", memory_allowed="1")
     (node,) = read_nodes(machine.write(tmp_path))
     assert (node.number, by_node([node])[1]) == (1, [(36, 100), (37, 101), (38,)])
@@ -43,7 +43,7 @@ def test_nodes_without_memory_and_nodes_without_cores(tmp_path):
 
 
 def test_cpus_that_are_offline_are_left_out(tmp_path):
-    """The second threads are, as after `nosmt`, and a whole core."""
+    """The second threads are offline, as after `nosmt`, and a whole core."""
     (first, _) = read_nodes(two_sockets(offline="3,64-127").write(tmp_path))
     assert by_node([first])[0] == [(cpu,) for cpu in range(32) if cpu != 3]
 
@@ -67,7 +67,7 @@ def test_only_slow_cores_are_better_than_none(tmp_path):
     [
         ((1024, 1024, 1024, 1024), 4),
         ((250, 250, 800, 1024), 2),
-        ((250, 250, 800), 4),  # of some cores it is unknown
+        ((250, 250, 800), 4),  # unknown for some cores
     ],
 )
 def test_arms_cores(tmp_path, capacities, fast):

@@ -1,4 +1,4 @@
-"""What a test runs under parent_watch: a process with a child that ignores every signal it can."""
+"""A program for tests of parent_watch: its child ignores every signal that it can."""
 
 import subprocess
 import sys

@@ -1,1 +1,1 @@
-"""How Octavo is deployed and watched: docker/ and deploy/."""
+"""Tests of docker/ and deploy/."""

@@ -1,4 +1,4 @@
-"""Reads docker/compose*.yaml and images as Compose and Docker would, for tests without either."""
+"""Reads docker/compose*.yaml and Dockerfiles as Compose and Docker would, without either."""
 
 import json
 import os
@@ -13,7 +13,7 @@ DOCKER = Path(__file__).parents[2] / "docker"
 
 
 def interpolated(name: str, **variables: str) -> str:
-    """The text of a compose file with its ${VARIABLE:-default}s filled in."""
+    """Return a compose file's text with its ${VARIABLE:-default}s filled in."""
 
     def value(match: re.Match[str]) -> str:
         return variables.get(match[1]) or match[2] or ""
@@ -27,14 +27,14 @@ def services(**variables: str) -> dict[str, Any]:
 
 
 class Image:
-    """What the last stage of a Dockerfile makes.
+    """The image of a Dockerfile's last stage.
 
     Attributes:
         environment: Variables of ENV.
         command: Arguments of ENTRYPOINT.
         default: Arguments of CMD, which follow `command` by default.
         probe: Arguments of HEALTHCHECK.
-        sources: Paths that it copies from the repository.
+        sources: Paths copied from the repository.
     """
 
     def __init__(self, dockerfile: Path) -> None:
@@ -52,7 +52,7 @@ class Image:
 
 
 def process(service: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """The command and environment of a service's container, without this machine's own."""
+    """Return the command and environment of a service's container, without this machine's."""
     image = Image(DOCKER.parent / service["build"]["dockerfile"])
     environment = {**image.environment, **service["environment"]}
     return [*image.command, *service.get("command", image.default)], {
@@ -63,7 +63,7 @@ def process(service: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
 
 
 def here(environment: dict[str, str]) -> dict[str, str]:
-    """A container's environment on this machine: its PATH and cache are this machine's."""
+    """Return a container's environment with this machine's PATH and cache."""
     own = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
     placed = {"PATH", "HOME", "XDG_CACHE_HOME", "TRITON_CACHE_DIR"}
     kept = {name: value for name, value in environment.items() if name not in placed}

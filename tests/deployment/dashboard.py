@@ -1,4 +1,4 @@
-"""Read Grafana's dashboard: its panels, and their queries as Grafana would send them."""
+"""Reads Grafana's dashboard: its panels, and their queries as Grafana sends them."""
 
 import json
 from dataclasses import dataclass

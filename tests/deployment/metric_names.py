@@ -1,4 +1,4 @@
-"""The names of metrics: those that are exported, and those that PromQL asks for."""
+"""The names of exported metrics, and of metrics in PromQL."""
 
 import asyncio
 import re
@@ -7,7 +7,7 @@ from tools import metric_table
 
 
 def exported_names() -> set[str]:
-    """Every name that a router or an engine exports."""
+    """Return every metric name that a router or an engine exports."""
     found = set()
     for registry in asyncio.run(metric_table.registries()).values():
         for metric, _ in metric_table.metrics(registry):
@@ -17,6 +17,6 @@ def exported_names() -> set[str]:
 
 
 def names(expression: str) -> set[str]:
-    """The metrics in PromQL: words before a { or [, or with a prefix that only metrics have."""
+    """Return the metrics in PromQL: words before { or [, or with a prefix of metrics alone."""
     bare = re.sub(r'"[^"]*"', "", expression)
     return set(re.findall(r"\b(?:(?:octavo|process)_\w+|\w+(?={))", bare))

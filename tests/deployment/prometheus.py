@@ -1,4 +1,4 @@
-"""Prometheus' own programs: a server on loopback with docker/prometheus' files, and promtool."""
+"""Prometheus' programs: a server on loopback with docker/prometheus' files, and promtool."""
 
 import json
 import shutil
@@ -26,8 +26,8 @@ class Prometheus:
     """A process that scrapes; a context manager.
 
     Args:
-        directory: For its configuration, data and log.
-        targets: HOST:PORTs by the job that stands for them in prometheus.yml.
+        directory: Directory for its configuration, data and log.
+        targets: HOST:PORTs by job of prometheus.yml.
         interval: Seconds between scrapes.
 
     Raises:
@@ -57,7 +57,7 @@ class Prometheus:
             )
 
     def __enter__(self) -> Self:
-        """Waits until it answers."""
+        """Wait until it answers."""
         deadline = time.monotonic() + READY_SECONDS
         while True:
             try:
@@ -89,7 +89,7 @@ class Prometheus:
 
 
 def _configuration(targets: dict[str, list[str]], interval: int) -> dict[str, Any]:
-    """prometheus.yml with addresses in place of names."""
+    """Return prometheus.yml with addresses instead of names."""
     made: dict[str, Any] = yaml.safe_load((CONFIGURATION / "prometheus.yml").read_text())
     made["global"] = dict.fromkeys(made["global"], f"{interval}s")
     for job in made["scrape_configs"]:
@@ -99,7 +99,7 @@ def _configuration(targets: dict[str, list[str]], interval: int) -> dict[str, An
 
 
 def promtool(*arguments: str, directory: Path) -> None:
-    """Runs promtool in a directory; skips the test if it is not installed."""
+    """Run promtool in a directory; skip the test if it is not installed."""
     if shutil.which("promtool") is None:
         pytest.skip("needs promtool (Debian: apt-get install prometheus)")
     done = subprocess.run(

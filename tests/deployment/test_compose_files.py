@@ -1,4 +1,4 @@
-"""The compose files: valid for Compose of today and of yesterday, and sound."""
+"""The compose files are valid for Compose 1 and 2, and consistent."""
 
 import os
 import re
@@ -27,7 +27,7 @@ def test_it_is_of_the_specification(name):
 def test_docker_compose_takes_it_over_the_first(name, tmp_path):
     if shutil.which("docker-compose") is None:
         pytest.skip("needs docker-compose (Debian: apt-get install docker-compose)")
-    for file in FILES:  # version 1, which Debian has, knows no names of projects
+    for file in FILES:  # version 1, Debian's, does not support project names
         text = re.sub(r"^name: .*\n", "", (DOCKER / file).read_text(), flags=re.MULTILINE)
         (tmp_path / file).write_text(text)
     over = ["-f", name] if name != "compose.yaml" else []

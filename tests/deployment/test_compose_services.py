@@ -1,4 +1,4 @@
-"""What compose.yaml starts, as processes here: same commands and environment, other addresses."""
+"""compose.yaml's services as local processes: same commands and environment, other addresses."""
 
 import signal
 import time
@@ -19,7 +19,7 @@ from tests.deployment.prometheus import Prometheus
 from tests.integration.harness import wait_until
 
 READY_SECONDS = 180.0
-"""Generous: CI's machines may be busy."""
+"""Generous timeout: CI's machines may be busy."""
 ROUTER, ENGINES = "127.0.0.1", ("127.0.0.2", "127.0.0.3")
 SMALL = {
     "OCTAVO_NUM_BLOCKS": "32",
@@ -31,7 +31,7 @@ SMALL = {
 
 
 class Container:
-    """A service's process, at an address of loopback in place of its container's."""
+    """A service's process, at a loopback address instead of its container's."""
 
     def __init__(self, name: str, host: str, log: Path, model: str, **own: str) -> None:
         self.host, self._log = host, log
@@ -50,7 +50,7 @@ class Container:
         return preloaded.Process(program, arguments, self._log, environment=self._environment)
 
     def probe(self) -> int:
-        """The exit code of its image's HEALTHCHECK."""
+        """Return the exit code of its image's HEALTHCHECK."""
         image = Image(DOCKER.parent / self.service["build"]["dockerfile"])
         return self._start(image.probe).wait(60)
 
@@ -62,12 +62,12 @@ class Container:
         self._process.send_signal(signal.SIGTERM)
 
     def stopped(self) -> int:
-        """Waits as long as `docker stop` would; returns the exit code."""
+        """Wait as long as `docker stop` would; return the exit code."""
         grace = parse_duration(self.service["stop_grace_period"])  # in seconds
         return self._process.wait(grace)
 
     def check(self) -> None:
-        """Fails with the log if it has ended."""
+        """Fail with the log if the process has ended."""
         assert self._process.poll() is None, self._log.read_text()
 
     def close(self) -> None:
@@ -106,7 +106,7 @@ class Stand:
         return [self.router, *self.engines]
 
     def wait(self) -> None:
-        """Until the router has both engines."""
+        """Wait until the router has both engines."""
 
         def ready() -> bool:
             for container in self.containers:
@@ -121,7 +121,7 @@ class Stand:
         wait_until(ready, READY_SECONDS, "both engines")
 
     def generate(self, prompt: str, tokens: int) -> int:
-        """Streams an answer; returns in how many pieces it came."""
+        """Stream an answer; return its number of pieces."""
         with octavo.Client(self.address) as client:
             stream = client.generate(prompt, max_tokens=tokens, ignore_eos=True)
             pieces = sum(1 for _ in stream)
@@ -129,7 +129,7 @@ class Stand:
             return pieces
 
     def load(self, requests: int, tokens: int) -> list[int]:
-        """Streams answers all at once."""
+        """Stream answers concurrently."""
         prompts = [f"{number} " * 40 for number in range(requests)]
         with ThreadPoolExecutor(requests) as threads:
             return list(threads.map(self.generate, prompts, [tokens] * requests))
@@ -150,7 +150,7 @@ def test_answers_stream_from_both_engines(stand):
     assert min(stand.load(8, 24)) > 1
     assert all(engine.metric("octavo_engine_output_tokens_total") > 0 for engine in stand.engines)
     assert stand.router.metric("octavo_router_output_tokens_total", model="tiny") == 8 * 24
-    wait_until(  # or the alert on engines that are stuck would fire on those that are idle
+    wait_until(  # otherwise the alert on stuck engines would fire on idle ones
         lambda: sum(e.metric("octavo_engine_groups", state="running") for e in stand.engines) == 0
     )
 
@@ -172,7 +172,7 @@ def test_every_panel_of_the_dashboard_shows_something(stand, tmp_path):
         wait_until(
             lambda: [value for _, value in prometheus.query("up")] == [1.0] * 3, 60, "the targets"
         )
-        stand.load(8, 64)  # seen by the scrape before and by the one after
+        stand.load(8, 64)  # seen by the scrapes before and after
 
         deadline = time.monotonic() + 20
         while (empty := _empty(prometheus)) and time.monotonic() < deadline:
@@ -182,7 +182,7 @@ def test_every_panel_of_the_dashboard_shows_something(stand, tmp_path):
 
 
 def _empty(prometheus: Prometheus) -> set[str]:
-    """The queries of the dashboard that nothing comes of, though no call has failed."""
+    """The dashboard's queries that return nothing unless calls fail."""
     return {
         f"{panel.title}: {query}"
         for panel in dashboard.panels("30s")
@@ -196,7 +196,7 @@ def test_stopping_breaks_no_stream(stand):
         stream = client.generate("on and on", max_tokens=256, ignore_eos=True)
         pieces = iter(stream)
         next(pieces)
-        for container in stand.containers[:2]:  # the router, and an engine that may be its own
+        for container in stand.containers[:2]:  # the router and perhaps its own engine
             container.terminate()
         assert stand.router.probe() == 1
         assert sum(1 for _ in pieces) > 1

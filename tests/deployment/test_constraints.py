@@ -1,4 +1,4 @@
-"""constraints.txt: one version of every package that Octavo may install, and nothing else."""
+"""constraints.txt has one version of every package that Octavo may install, and no others."""
 
 import tomllib
 from importlib.metadata import PackageNotFoundError, requires
@@ -24,7 +24,7 @@ def lines() -> list[str]:
 
 
 def pins(environment: Environment) -> dict[str, Version]:
-    """The version of each package on one kind of machine."""
+    """Return each package's version on one kind of machine."""
     found = [Requirement(line) for line in lines()]
     found = [pin for pin in found if pin.marker is None or pin.marker.evaluate(environment)]
     versions = {canonicalize_name(pin.name): version(pin) for pin in found}
@@ -39,7 +39,7 @@ def version(pin: Requirement) -> Version:
 
 
 def wanted() -> list[Requirement]:
-    """What pyproject.toml asks for, with all extras."""
+    """Return pyproject.toml's requirements, with all extras."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"].values()
     listed = [*project["dependencies"], *(line for extra in extras for line in extra)]
@@ -57,7 +57,7 @@ def test_a_line_is_a_version_for_any_index_and_build():
         pin = Requirement(line)
         assert pin.url is None
         assert not pin.extras
-        assert version(pin).local is None, line  # +cpu is of one index
+        assert version(pin).local is None, line  # +cpu exists on one index only
 
 
 @pytest.mark.parametrize(("python", "machine"), MACHINES)
@@ -86,7 +86,7 @@ def test_what_the_installed_packages_ask_for_has_a_version_too():
 
 
 def needed_by(requirement: Requirement) -> list[Requirement]:
-    """What an installed package asks for on this machine; nothing of one that is not installed."""
+    """Return an installed package's requirements on this machine; none if it is not installed."""
     try:
         listed = requires(requirement.name) or []
     except PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""The Dockerfiles: linted, and what they take from the repository is there to be taken."""
+"""The Dockerfiles pass the linter, and the files that they copy exist."""
 
 import fnmatch
 import re
@@ -59,7 +59,7 @@ def test_an_image_installs_only_versions_that_the_tests_ran_with():
 
 
 def taken(path: str) -> bool:
-    """Whether .dockerignore lets a path into an image: the last line that fits says so."""
+    """Return whether .dockerignore allows a path: the last matching line decides."""
     found = True
     for line in (ROOT / ".dockerignore").read_text().splitlines():
         pattern = line.removeprefix("!").removeprefix("**/")

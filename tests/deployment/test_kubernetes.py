@@ -1,4 +1,4 @@
-"""deploy/kubernetes: of Kubernetes' schemas, and every reference leads somewhere."""
+"""deploy/kubernetes matches Kubernetes' schemas, and every reference resolves."""
 
 import functools
 import re
@@ -63,7 +63,7 @@ def read(path: Path) -> list[Resource]:
 
 @functools.cache
 def built(name: str) -> list[Resource]:
-    """What `kubectl apply -k` would send; "keda" is the base scaled by KEDA."""
+    """Return the objects of `kubectl apply -k`; "keda" is the base scaled by KEDA."""
     if name != "keda":
         return kustomized(ROOT / name)
     with tempfile.TemporaryDirectory() as directory:
@@ -89,7 +89,7 @@ def resources(request) -> list[Resource]:
 
 
 def of(resources: list[Resource], kind: str) -> dict[str, Resource]:
-    """Those of a kind, by name."""
+    """Return the objects of a kind, by name."""
     return {r["metadata"]["name"]: r for r in resources if r["kind"] == kind}
 
 
@@ -295,7 +295,7 @@ def test_probes_ask_what_they_are_for(resources):
 
 
 def asks(probe: Resource, *, tls: bool) -> str:
-    """The name in the health service that a probe asks for."""
+    """Return the health service name that a probe checks."""
     if not tls:
         return probe["grpc"].get("service", "")
     assert "grpc" not in probe
@@ -335,7 +335,7 @@ def test_the_alerts_are_those_of_prometheus():
 
 
 def environment(resources: list[Resource], name: str) -> dict[str, str]:
-    """What a workload's ConfigMaps say."""
+    """Return the data of a workload's ConfigMaps."""
     maps = of(resources, "ConfigMap")
     sources = container(workloads(resources)[name])["envFrom"]
     found: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Dashboard, alerts and guide speak of metrics that there are, and of each other."""
+"""Dashboard, alerts and guide use existing metrics and match each other."""
 
 import importlib.util
 import json

@@ -1,4 +1,4 @@
-"""What the documents point at is there, and what they claim of the sources is so."""
+"""Links in the documents resolve, and their claims about the sources hold."""
 
 import ast
 import graphlib
@@ -24,7 +24,7 @@ DOCUMENTS = sorted(
 )
 MADE = {"node_modules", "build", "dist", "venv"}
 FOLDERS = ("engine", "kernels", "octavo", "router")
-"""The first, second and fourth are imported as `octavo.engine` and so on."""
+"""Source folders; the first, second and fourth are imported as `octavo.engine` and so on."""
 CODE = re.compile(r"```.*?```", re.DOTALL)
 
 
@@ -33,7 +33,7 @@ def named(paths):
 
 
 def anchors(text: str) -> set[str]:
-    """The fragments that a document's headings can be linked by, as GitHub makes them."""
+    """Return the link fragments of a document's headings, as GitHub forms them."""
     headings = re.findall(r"^#+ (.+)$", CODE.sub("", text), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -52,7 +52,7 @@ def test_links_lead_somewhere(path):
 
 @cache
 def everything() -> frozenset[str]:
-    """Every file and folder, the latter with a slash at its end, from the root."""
+    """Return all files, and all folders with a trailing slash, relative to the root."""
     found = set()
     for folder, folders, files in os.walk(ROOT):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in MADE]
@@ -63,7 +63,7 @@ def everything() -> frozenset[str]:
 
 @named(DOCUMENTS)
 def test_files_that_are_named_are_there(path):
-    """Those in backticks: a path may be told by its end alone."""
+    """Paths in backticks may be just the end of a path."""
     text = CODE.sub("", path.read_text())
     for name in re.findall(r"`([\w./-]+/|[\w./-]+\.(?:py|md|proto|cpp|h|cc|sh|toml|ts))`", text):
         there = any(path.endswith(f"/{name}") for path in everything())
@@ -71,14 +71,14 @@ def test_files_that_are_named_are_there(path):
 
 
 SHOWN_NOT_THERE = {"router/balancing/two_choices.py"}
-"""What an example would add."""
+"""Names that an example would add."""
 
 
 # docs/architecture.md
 
 
 def imports(path: Path) -> Iterator[str]:
-    """The dotted names that a file imports, wherever in it."""
+    """Return the dotted names that a file imports anywhere."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -91,12 +91,12 @@ def within(name: str, packages) -> bool:
 
 
 def linked(path: Path) -> bool:
-    """Whether a path leads through `octavo/engine` and its like."""
+    """Return whether a path goes through a link such as `octavo/engine`."""
     return path.resolve() != path
 
 
 def dotted(path: Path) -> str:
-    """The name that a file is imported by."""
+    """Return the module name of a file."""
     parts = path.with_suffix("").parts
     name = ".".join(parts if parts[0] == "octavo" else ("octavo", *parts))
     return name.removesuffix(".__init__")
@@ -104,21 +104,21 @@ def dotted(path: Path) -> str:
 
 @cache
 def sources() -> dict[str, Path]:
-    """Every module of Octavo's by its dotted name, but for the stubs."""
+    """Return all of Octavo's modules by dotted name, except stubs."""
     files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py")]
     names = {dotted(path.relative_to(ROOT)): path for path in files if not linked(path)}
     return {name: path for name, path in names.items() if not within(name, ["octavo.v1"])}
 
 
 def table() -> dict[str, list[str]]:
-    """The packages of docs/architecture.md and what each may import."""
+    """Return the packages of docs/architecture.md and their allowed imports."""
     text = (ROOT / "docs/architecture.md").read_text()
     rows = re.findall(r"^\| `(octavo\.[\w.]+)` \|(.*)\|$", text, re.MULTILINE)
     return {package: re.findall(r"`([\w.]+)`", names) for package, names in rows}
 
 
 def home(module: str, packages) -> str | None:
-    """The innermost of the packages that a module is in."""
+    """Return the innermost package of a module."""
     return max((p for p in packages if within(module, [p])), key=len, default=None)
 
 
@@ -155,7 +155,7 @@ def test_no_two_packages_import_each_other():
 
 
 def longest_module(name: str) -> str | None:
-    """The module that a dotted name is of or in, if it is one of Octavo's."""
+    """Return the module of a dotted name, if it is Octavo's."""
     known = sources()
     while name and name not in known:
         name = name.rpartition(".")[0]
@@ -163,7 +163,7 @@ def longest_module(name: str) -> str | None:
 
 
 def by_package(needs, rooms):
-    """Which packages import which; modules in no folder count for themselves."""
+    """Return each package's imports; modules outside folders count as packages."""
     whole = rooms - {"octavo.engine", "octavo.router"}
     graph = {}
     for module, names in needs.items():
@@ -184,7 +184,7 @@ def test_pytorch_stays_where_it_is_said_to():
 
 
 def test_nobody_imports_by_the_bare_names():
-    """`import kernels` would be Hugging Face's package, or this folder by accident."""
+    """`import kernels` would import Hugging Face's package, or this folder by accident."""
     folders = ("octavo", "engine", "router", "kernels", "tests", "benchmarks", "tools", "examples")
     for path in (p for folder in folders for p in (ROOT / folder).rglob("*.py")):
         for name in imports(path):
@@ -196,7 +196,7 @@ def test_nobody_imports_by_the_bare_names():
 
 @dataclass(eq=False)
 class Replica:
-    """An engine as policies see it."""
+    """An engine as balancing policies see it."""
 
     sequences: int = 0
     max_num_seqs: int = 8

@@ -11,12 +11,12 @@ from tests.engine.random_model import TINY
 from tests.engine.stepper import Stepper
 
 STOPPING = [2, 7, 11, 30, 41]
-"""Tokens that the decided model likes: enough for outputs to end at many lengths."""
+"""Tokens that `decided_model` prefers: enough for outputs to end at many lengths."""
 
 
 @pytest.fixture
 def stepper(demo_model):
-    """Makes an engine of the demo model in float32 with the settings given."""
+    """Creates an engine of the demo model in float32 with these settings."""
 
     def make(**settings):
         settings = {"model": str(demo_model), "dtype": "float32", "swap_space": 0.5} | settings
@@ -33,7 +33,7 @@ def reference(demo_model):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """A two-layer model with random weights, for what does not depend on sense."""
+    """A two-layer model with random weights, for tests that need no meaningful text."""
     path = tmp_path_factory.mktemp("tiny")
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     config = LlamaConfig(**TINY | heads | {"eos_token_id": 2})
@@ -57,7 +57,7 @@ def decided_model(tmp_path_factory, tiny_model):
 
 @pytest.fixture
 def on_triton(monkeypatch):
-    """Has the CPU stand for a GPU: attention, writes and copies are the Triton kernels."""
+    """Uses the CPU as a GPU: attention, writes and copies are the Triton kernels."""
     triton = pytest.importorskip("octavo.kernels.triton")
     monkeypatch.setattr(ops, "find_backend", lambda _: triton)
     monkeypatch.setattr(triton, "check_device", lambda *_: None)

@@ -1,4 +1,4 @@
-"""A step run by itself, on one prompt."""
+"""Runs a single step on one prompt."""
 
 import torch
 
@@ -7,7 +7,7 @@ from octavo.engine.models.quantization.calibration import step_alone
 
 
 def logits(step, shape, inputs):
-    """Runs a step in bfloat16; `inputs` are all tokens, positions and logit rows of a prompt."""
+    """Run a step in bfloat16; `inputs` are all tokens, positions and logit rows of a prompt."""
     alone = step_alone(shape, inputs[0].shape[1], torch.bfloat16, torch.device("cpu"))
     with torch.inference_mode(), attending(alone):
-        return step(*(x.clone() for x in inputs))  # made here, as an engine's are
+        return step(*(x.clone() for x in inputs))  # created here, as in an engine

@@ -1,4 +1,4 @@
-"""Drafts of what is known to come."""
+"""Drafts the known tokens of an earlier run."""
 
 import random
 
@@ -6,10 +6,10 @@ from octavo.engine.speculation.method import Method
 
 
 class Oracle(Method):
-    """Drafts some of what was sampled without drafts; a third of the drafts end with a mistake.
+    """Drafts tokens of a run without drafts; a third of the drafts end with a mistake.
 
     Args:
-        outputs: Each sequence's tokens, its prompt first; no two begin alike.
+        outputs: Each sequence's tokens, its prompt first; no two have the same prompt.
     """
 
     def __init__(self, outputs):
@@ -25,4 +25,4 @@ class Oracle(Method):
         return draft
 
     def learn(self, history):
-        """It knows them all."""
+        """It can draft for all sequences."""

@@ -1,4 +1,4 @@
-"""Models with random weights, saved as a checkpoint."""
+"""Creates models with random weights, saved as checkpoints."""
 
 from pathlib import Path
 
@@ -15,15 +15,15 @@ TINY = {
     "max_position_embeddings": 512,
     "eos_token_id": None,
 }
-"""Settings of a config, for models that run at once."""
+"""Config settings for models that start at once."""
 
 
 def save_random_model(
     config: PretrainedConfig, path: Path, std: float, **options: object
 ) -> PreTrainedModel:
-    """Save a model with normal weights of deviation `std`, and return it.
+    """Save a model with normally distributed weights; return it.
 
-    Weights far from uniform decide argmax, so that rounding does not.
+    Large weights make the argmax clear, so that rounding does not decide it.
 
     Args:
         config: The model's configuration.

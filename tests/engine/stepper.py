@@ -26,7 +26,7 @@ class Sampled(NamedTuple):
 
 
 def parts_of(batch):
-    """Return the scheduled sequences of a batch one by one, those of plain decodes too."""
+    """Return a batch's scheduled sequences, including plain decodes."""
     plain = batch.plain
     tables = zip(*(table.tolist() for table in plain.tables), strict=True)
     columns = zip(plain.groups, plain.sequences, plain.starts.tolist(), tables, strict=True)
@@ -37,7 +37,7 @@ def parts_of(batch):
 
 
 class StandIn:
-    """All that a core asks of an executor but to prepare steps and to `compute` them."""
+    """An executor for a core, except preparing and computing steps."""
 
     compiled = False
     eager_steps = 0
@@ -66,11 +66,11 @@ def make_core(scheduler, executor, *, async_scheduling=False):
 
 
 class Stepper:
-    """Runs requests to the end and keeps what was seen on the way.
+    """Runs requests to the end and records the steps.
 
     Attributes:
-        batches: What was scheduled, step by step.
-        sampled: The tokens sampled, without dropped ones.
+        batches: The scheduled batch of each step.
+        sampled: The sampled tokens, without dropped ones.
     """
 
     def __init__(self, parts: Parts, *, async_scheduling: bool = False) -> None:
@@ -136,14 +136,14 @@ class Stepper:
 
 
 def allow_even_tokens(group, vocab_size):
-    """Mask a group's odd tokens, as a constraint would that has nothing else to say."""
+    """Mask a group's odd tokens, like a constraint that allows only even tokens."""
     mask = np.full(-(-vocab_size // 32), 0x55555555, np.int32)
     for sequence in group.sequences:
         sequence.matcher = SimpleNamespace(mask=mask, ready=True)
 
 
 def record_batches(scheduler):
-    """Return a list that gets every batch that the scheduler makes from now on."""
+    """Return a list that collects the scheduler's batches from now on."""
     batches, schedule = [], scheduler.schedule
 
     def recorded():

@@ -1,4 +1,4 @@
-"""With async scheduling, beam searches and scored prompts keep nobody else waiting."""
+"""With async scheduling, beam searches and scored prompts do not delay other requests."""
 
 import pytest
 from transformers import Lfm2Config, MistralConfig
@@ -23,20 +23,20 @@ WAYS = (
 )
 NUM_REQUESTS = 2 * len(WAYS)
 ABORTED = {3, 10}
-"""Numbers of requests: a beam search, and a prompt that is scored."""
+"""Indices of two requests: a beam search, and a scored prompt."""
 
 
 def launched(stepper):
-    """The groups of the step that is not collected yet."""
+    """Return the groups of the step that is not collected yet."""
     pending = stepper.core.steps.pending
     return {} if pending is None else dict.fromkeys(pending.batch.groups)
 
 
 def preempt_while_steps_run(stepper):
-    """Preempt a search or a prompt that is scored, while its step runs, in each third step.
+    """Preempt a search or a scored prompt while its step runs, in every third step.
 
     Returns:
-        A list that gets the groups.
+        A list that collects the groups.
     """
     scheduler, victims = stepper.scheduler, []
     schedule_running = scheduler._schedule_running
@@ -59,7 +59,7 @@ def preempt_while_steps_run(stepper):
 
 
 def run(stepper, aborted=()):
-    """Run requests of all ways, which come one by one; abort some while their steps run."""
+    """Run requests of all kinds, submitted one by one; abort some while their steps run."""
     groups, left = [], set(aborted)
     while stepper.core.working or len(groups) < NUM_REQUESTS:
         if (number := len(groups)) < NUM_REQUESTS:
@@ -76,7 +76,7 @@ def run(stepper, aborted=()):
 
 
 def outcome(group):
-    """Tokens and log-probabilities of all that a request is told."""
+    """Return all tokens and log-probabilities that a request receives."""
     scored = group.prompt_logprobs
     tokens = [s.token_ids for s in sorted(group.sequences, key=lambda s: s.index)]
     values = [each.logprob for each in scored]
@@ -92,7 +92,7 @@ def expected(tiny_model):
 
 
 def assert_same(groups, expected, *, but=()):
-    """All requests got what was expected, but for those with some numbers."""
+    """Check that all requests but some got the expected outputs."""
     for number, (group, (tokens, values)) in enumerate(zip(groups, expected, strict=True)):
         if number not in but:
             found = outcome(group)
@@ -129,7 +129,7 @@ CONFIGS = {
 
 @pytest.mark.parametrize("family", CONFIGS)
 def test_so_they_are_with_states_and_windows(tmp_path, family):
-    """Beams share states and released blocks too, in swap space as on the device."""
+    """Beams also share states and released blocks, in swap space as on the device."""
     save_random_model(CONFIGS[family], tmp_path, 0.12)
     expected = list(map(outcome, run(engine(tmp_path, async_scheduling=False))))
     for preemption in ("swap", "recompute"):
@@ -140,7 +140,7 @@ def test_so_they_are_with_states_and_windows(tmp_path, family):
 
 
 def test_after_a_step_that_failed_nothing_is_left_half_scored(tiny_model, expected, monkeypatch):
-    """A search whose blocks were dropped goes on; a prompt whose scores are lost fails."""
+    """A search whose blocks were dropped continues; a prompt whose scores are lost fails."""
     stepper = engine(tiny_model, async_scheduling=True, preemption="recompute")
     scheduler = stepper.scheduler
     plain = [stepper.submit(range(3, 8), OUTPUT) for _ in range(2)]
@@ -168,7 +168,7 @@ def test_after_a_step_that_failed_nothing_is_left_half_scored(tiny_model, expect
         patch.setattr(PendingStep, "collect", fail)
         with pytest.raises(StepError) as raised:
             stepper.core.step()
-    # A new error has no traceback, which would take seconds to print with all locals.
+    # A new error has no traceback; printing one with all locals would take seconds.
     stepper.core.steps.fail(StepError(raised.value.batch))
     assert all(group.state is GroupState.FINISHED for group in (*plain, scored))
     stepper.run()
@@ -176,7 +176,7 @@ def test_after_a_step_that_failed_nothing_is_left_half_scored(tiny_model, expect
 
 
 def end(stepper, group, how):
-    """End a request as its client or its deadline does."""
+    """End a request as its client or its deadline would."""
     if how == "abort":
         stepper.core.requests.abort(0, group.request.request_id, None)
     else:
@@ -199,12 +199,12 @@ def test_a_search_that_ends_while_its_step_runs_is_dropped(tiny_model, how):
 
 
 def steps_of(stepper, group):
-    """The numbers of the steps that compute tokens of a group."""
+    """Return the numbers of the steps that compute a group's tokens."""
     return [number for number, batch in enumerate(stepper.batches) if group in batch.groups]
 
 
 def assert_overlapped(seen, numbers):
-    """Each of these steps was launched before the one before it was collected."""
+    """Check that each of these steps was launched before the previous one was collected."""
     for number in numbers:
         assert seen.index(("launch", number)) < seen.index(("collect", number - 1))
 
@@ -227,7 +227,7 @@ def test_a_step_that_is_mostly_beams_is_waited_for(tiny_model, monkeypatch):
     plain = stepper.submit(range(3, 8), 8)
     search = stepper.submit(range(30, 38), 8, beam=BeamSearch(4))
     stepper.run()
-    # The first step has one sequence of each, so the second one goes without the search.
+    # The first step has one sequence of each, so the second runs without the search.
     assert steps_of(stepper, search) == [0, *range(2, 9)]
     assert steps_of(stepper, plain) == list(range(8))
     assert_overlapped(seen, [1, 2])
@@ -240,5 +240,5 @@ def test_a_prompt_is_scored_in_steps_that_overlap(tiny_model, monkeypatch):
     seen = record(stepper, monkeypatch)
     group = stepper.submit(range(3, 63), 4, prompt_logprobs=0)
     stepper.run()
-    assert_overlapped(seen, range(1, 6))  # of 24, 24 and 12 prompt tokens, and of 3 decodes
+    assert_overlapped(seen, range(1, 6))  # for 24, 24 and 12 prompt tokens, and 3 decodes
     assert [each.token_id for each in group.prompt_logprobs] == list(range(4, 63))

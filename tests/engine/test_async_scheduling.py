@@ -20,7 +20,7 @@ WAYS = (
     {"beam": BeamSearch(2)},
 )
 EOS = range(0, 500, 13)
-"""So many that outputs end at any moment."""
+"""End tokens: so many that outputs end at any time."""
 SHORT = {"num_blocks": 22, "block_size": 8}
 
 
@@ -35,7 +35,7 @@ def engine(tiny_model, *, async_scheduling, **settings):
 
 
 def outputs(stepper, ways):
-    """Every output of three requests for each way, which come one by one."""
+    """Return all outputs of three requests of each kind, submitted one by one."""
     groups = []
     for i, way in enumerate(ways * 3):
         prompt = [3 + i % 2] * 8 + list(range(20 + i, 30 + 2 * i))
@@ -88,7 +88,7 @@ def watch(stepper, monkeypatch, **way):
 
 
 def record(stepper, monkeypatch):
-    """Return a list that gets the launches and collections of steps, by number, in order."""
+    """Return a list that collects launches and collections of steps, by number, in order."""
     seen, numbers = [], {}
     launch, collect = stepper.parts.executor.launch, PendingStep.collect
 

@@ -1,4 +1,4 @@
-"""Old kernels and older versions' compiled steps go, and nothing that anybody needs."""
+"""Old kernels and older versions' compiled steps are removed, and nothing that is needed."""
 
 import os
 import time
@@ -17,7 +17,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def built(cache):
-    """Leaves a build of the kernels that was loaded so many days ago."""
+    """Create a build of the kernels whose last load was some days ago."""
 
     def leave_one(name, days):
         return touch(cache / build.LIBRARY.format(name), days)

@@ -1,4 +1,4 @@
-"""The core loop in its thread: calls, deadlines, failures, and what is left afterwards."""
+"""The core loop in its thread: calls, deadlines, failures, and cleanup."""
 
 import asyncio
 import itertools
@@ -58,7 +58,7 @@ class Listener:
 
 
 class Running:
-    """A core at work on a tiny model."""
+    """A core that runs a tiny model."""
 
     def __init__(self, model, *, begin=True, async_scheduling=False, **settings):
         self.parts = build(
@@ -191,7 +191,7 @@ def test_aborts_at_every_moment_leave_nothing(running, mode):
 
 
 def call_in_step(engine, monkeypatch, number, call):
-    """Call something while the engine computes its step of that number, counted from 1."""
+    """Call a function while the engine computes step `number`, counted from 1."""
     launch, steps = engine.parts.executor.launch, itertools.count(1)
 
     def launch_and_call(batch, inputs, *others):
@@ -271,7 +271,7 @@ def test_a_failing_step_fails_what_ran_and_nothing_after(running, monkeypatch):
     engine.submit("again", max_tokens=3)
     engine.wait_idle()
     assert [o.token_ids for o in engine.heard.outputs("again")] == good
-    assert engine.heard.events["again"][0].cached_tokens == 0  # nothing old is trusted
+    assert engine.heard.events["again"][0].cached_tokens == 0  # old contents are not trusted
 
 
 @pytest.mark.parametrize("mode", ["swap", "recompute"])

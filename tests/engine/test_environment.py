@@ -1,4 +1,4 @@
-"""What an engine sets for the libraries that it loads."""
+"""An engine's environment variables for its libraries."""
 
 import os
 import subprocess
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-# As an engine begins: by its settings, then torch.
+# As at an engine's startup: first the settings, then torch.
 BEGINNING = "import octavo.engine.settings, torch"
 
 

@@ -1,4 +1,4 @@
-"""What a CPU engine's process imports."""
+"""The imports of a CPU engine's process."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ UNUSED = "scipy", "torch._inductor", "torch._dynamo.utils", "torch.distributed.t
 
 
 def imported(code: str) -> str:
-    """Run a start's imports and some code in a new process; return what it prints."""
+    """Run the startup's imports and some code in a new process; return its output."""
     command = [sys.executable, "-c", START + code]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 

@@ -11,14 +11,14 @@ from octavo.common.ports import free_port
 from tests.integration.harness import Server
 
 SMALL = ("--num-blocks", "512", "--max-model-len", "2048", "--swap-space", "0.1")
-"""Enough for tests, and quick to allocate."""
+"""Memory flags: enough for tests, and quick to allocate."""
 
 Launch = Callable[..., Server]
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Launch]:
-    """Starts servers by command and flags; all are stopped at the test's end."""
+    """Starts servers by command and flags; stops all at the test's end."""
     yield from _launcher(tmp_path)
 
 
@@ -30,9 +30,9 @@ def launch_shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
 
 @pytest.fixture(scope="session")
 def served(demo_model: Path, launch_shared: Launch) -> Server:
-    """`octavo serve --model demo`, ready. For tests that leave it as it was.
+    """`octavo serve --model demo`, ready. For tests that do not change it.
 
-    Its `http` is where its HTTP door is.
+    `http` is its HTTP address.
     """
     port = free_port()
     server = launch_shared("serve", "--model", "demo", *SMALL, "--http-port", str(port))

@@ -16,7 +16,7 @@ from octavo.common.ports import free_port
 from tests import preloaded
 
 READY_SECONDS = 120.0
-"""Generous: CI's machines may be busy. What is promised has a test of its own."""
+"""Generous timeout: CI's machines may be busy. Other tests check promised times."""
 
 
 class Server:
@@ -24,12 +24,12 @@ class Server:
 
     Args:
         command: "serve", "router" or "engine".
-        *arguments: Its flags, but for --port and --metrics-port.
-        log: Where its output goes.
-        port: To listen on; default: a free one.
+        *arguments: Its flags, except --port and --metrics-port.
+        log: File for its output.
+        port: Port to listen on; default: a free one.
         metrics: Whether --metrics-port is given.
         program: Whether to run the program itself, not a fork of a process that has imported it.
-        module: The program: what runs `octavo`, and its own arguments.
+        module: The module that runs `octavo`, with its own arguments.
     """
 
     process: subprocess.Popen[bytes] | preloaded.Process
@@ -72,7 +72,7 @@ class Server:
         return psutil.Process(self.pid).children(recursive=True)
 
     def logs(self) -> str:
-        """Return all that it has written so far."""
+        """Return its output so far."""
         return self.log_path.read_text(errors="replace")
 
     def wait_ready(self, timeout: float = READY_SECONDS) -> "Server":
@@ -99,15 +99,15 @@ class Server:
         return response.status == health_pb2.HealthCheckResponse.SERVING
 
     def metrics(self, *, port: int | None = None) -> Metrics:
-        """What its metrics say now.
+        """Return its current metrics.
 
         Args:
-            port: Where from; default: this process'. serve's engine is on the next one.
+            port: Metrics port; default: this process'. serve's engine uses the next one.
         """
         return Metrics(port or self.metrics_port)
 
     def metric(self, name: str, *, port: int | None = None, **labels: str) -> float:
-        """A Prometheus sample's value, summed over the labels that are not given."""
+        """Return a Prometheus sample's value, summed over other labels."""
         return self.metrics(port=port).value(name, **labels)
 
     def terminate(self, timeout: float = 60) -> int:
@@ -121,7 +121,7 @@ class Server:
         self.process.wait(10)
 
     def stop(self) -> None:
-        """End it in whatever state it is."""
+        """End the process in any state."""
         if self.process.poll() is None:
             try:
                 self.terminate(40)
@@ -130,7 +130,7 @@ class Server:
 
 
 def adjacent_ports(count: int) -> list[int]:
-    """Return `count` adjacent free loopback ports, none of which a client would be given."""
+    """Return `count` adjacent free loopback ports outside the ephemeral range."""
     while True:
         start = free_port()
         if all(_free(port) for port in range(start, start + count)):

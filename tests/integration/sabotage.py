@@ -1,4 +1,4 @@
-"""What engines' processes are made to do wrong, by functions that are called in them."""
+"""Functions that are called in engines' processes to break them."""
 
 import re
 import time
@@ -25,7 +25,7 @@ def fail_one_step() -> None:
 
 
 def lose_events_once() -> None:
-    """The ends of some outputs are lost between the core and a session."""
+    """Lose the ends of some outputs between the core and a session."""
     add = Session.add
 
     def fail(self, events, load):
@@ -38,7 +38,7 @@ def lose_events_once() -> None:
 
 
 def take_long() -> None:
-    """Each prefill takes longer than the router's patience."""
+    """Make each prefill take longer than the router waits."""
     launch = Executor.launch
 
     def slowly(self, batch, inputs, *others):
@@ -54,5 +54,5 @@ def hang() -> None:
 
 
 def hang_with_the_lock() -> None:
-    """Python's lock is not released while an expression is matched."""
+    """Hold Python's lock while an expression is matched."""
     Executor.launch = lambda *_, **__: re.match("(a+)+$", "a" * 64 + "b")

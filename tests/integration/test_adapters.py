@@ -25,7 +25,7 @@ PROMPT = list(range(40, 70))
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, launch_shared):
-    """Two engines with an adapter "first", their router, and the paths of two adapters."""
+    """Two engines with an adapter "first", their router, and two adapters' paths."""
     folder = tmp_path_factory.mktemp("adapters")
     model = make_model(folder / "model")
     paths = {
@@ -116,7 +116,7 @@ async def test_loading_and_unloading_while_streams_run(cluster):
         assert models(cluster) == {"alias": None, "base": None, "first": "base"}
         async for delta in late:
             tokens += delta.token_ids
-        assert len(tokens) == 400  # a request that runs keeps its adapter
+        assert len(tokens) == 400  # a running request keeps its adapter
         assert tokens[:24] == expected
         assert [len(tokens) for tokens in await asyncio.gather(*running)] == [300] * 12
 
@@ -146,7 +146,7 @@ def test_adapters_that_are_refused(cluster, tmp_path):
 
 
 async def test_requests_migrate_with_their_adapter(cluster):
-    """Last, as it kills an engine: requests go where an adapter is, and migrate with its name."""
+    """Requests go to engines with their adapter, and migrate with it. It kills an engine."""
     one, other = cluster.engines
     await asyncio.to_thread(load, cluster, "second", cluster.paths["second"], one.address)
     expected = greedy(merged(cluster.model, cluster.paths["first"]), PROMPT, 400)

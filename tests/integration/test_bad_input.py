@@ -1,4 +1,4 @@
-"""Bad input against real processes: each kind hears what is wrong, and nobody else notices."""
+"""Bad input against real processes: each kind gets a precise error, and others are served."""
 
 import math
 import queue
@@ -24,13 +24,13 @@ SESSION = "/octavo.v1.EngineService/Session"
 FEW_BLOCKS = 8
 BLOCK = 16
 
-# Greedy decoding counts on without hesitation: no rounding that depends on who
-# shares the batch can make it draw another token.
+# Greedy decoding continues the count with large margins, so batch-dependent rounding cannot change
+# a token.
 COUNTING = "1, 2, 3, 4, 5, 6, 7, 8, 9,"
 
 
 def good(max_tokens=8, **fields):
-    """A request that there is nothing wrong with, but for what `fields` set."""
+    """Return a valid request, except for `fields`."""
     request = generation_pb2.GenerateRequest(
         stop=sampling_pb2.StopConditions(max_tokens=max_tokens, ignore_eos=True),
         output=sampling_pb2.OutputOptions(token_ids=True),
@@ -68,13 +68,13 @@ def beam(width=2, **fields):
 
 
 def not_utf8(request):
-    """The request's bytes with every "@@" in it made two that are in no UTF-8."""
+    """Return the request's bytes with every "@@" replaced by two bytes that are invalid UTF-8."""
     return request.SerializeToString().replace(b"@@", b"\xff\xfe")
 
 
 @dataclass(frozen=True)
 class Case:
-    """A bad request, as a message or as bytes, and what is to be said to it."""
+    """A bad request, as a message or as bytes, and the expected error."""
 
     name: str
     request: generation_pb2.GenerateRequest | bytes
@@ -146,12 +146,12 @@ CASES = [
         for method in ("/octavo.v1.GenerationService/Nothing", "/octavo.v2.Nothing/Generate")
     ),
 ]
-"""One of each kind; tests/router/requests/test_validation.py has every field and range."""
+"""One case of each kind; tests/router/requests/test_validation.py has every field and range."""
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """How a call failed, and how many responses came before."""
+    """A call's error, and the number of responses before it."""
 
     code: StatusCode
     message: str
@@ -160,14 +160,14 @@ class Refusal:
 
 
 def call(channel, request, method=GENERATE, timeout=60.0):
-    """The stream of a Generate call, by the generated stub where there is a message for it."""
+    """Return a Generate call's stream, through the generated stub if the request is a message."""
     if isinstance(request, bytes):
         return channel.unary_stream(method)(request, timeout=timeout)
     return generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=timeout)
 
 
 def refusal(stream):
-    """What a stream that must fail ends with."""
+    """Return the error of a stream that must fail."""
     responses = 0
     try:
         for _ in stream:
@@ -200,7 +200,7 @@ def assert_refused(case, found):
 
 
 def generated(stream):
-    """Token ids by output of a stream that must end well."""
+    """Return the token ids by output of a stream that must succeed."""
     outputs, finished = {}, set()
     for response in stream:
         if response.HasField("delta"):
@@ -225,7 +225,7 @@ def assert_nothing_is_left(router, engine, engine_metrics=None):
 
 @pytest.fixture(scope="module")
 def channel(served):
-    # No message is too long for this end: it is the server that must refuse it.
+    # The client has no limit of message size: the server must refuse long messages.
     options = [("grpc.max_send_message_length", -1)]
     with grpc.insecure_channel(served.address, options) as channel:
         yield channel
@@ -276,7 +276,7 @@ def test_the_other_methods_say_it_too(channel):
         assert_refused(Case("", b"", code, field, says), as_refusal(caught.value))
 
 
-# An engine of few blocks, and a router before it.
+# An engine with few blocks, and its router.
 
 
 @pytest.fixture(scope="module")
@@ -298,7 +298,7 @@ def small_channel(small):
 
 @pytest.fixture
 def engine(small):
-    """The engine of few blocks; nothing may be left in it."""
+    """The engine with few blocks; it must end without requests and blocks in use."""
     router, engine = small
     yield engine
     assert_nothing_is_left(router, engine)
@@ -345,11 +345,11 @@ def test_without_max_tokens_outputs_get_what_fits(small_channel, engine):
     assert [len(token_ids) for token_ids in outputs.values()] == [25] * 3
 
 
-# The engine's own port: it trusts no router.
+# The engine's own port: the engine trusts no router.
 
 
 class Session:
-    """A router's end of a Session, spoken by hand."""
+    """A router's side of a Session, driven by the test."""
 
     def __init__(self, address):
         self.channel = grpc.insecure_channel(address)
@@ -364,7 +364,7 @@ class Session:
         self._orders.put(engine_pb2.SessionRequest(**command))
 
     def end(self):
-        """Says that no order follows."""
+        """Send that no command follows."""
         self._orders.put(None)
 
     def submit(self, request_id, **fields):
@@ -453,7 +453,7 @@ def test_an_absurd_timeout_is_no_deadline(engine):
 @pytest.mark.parametrize("way", ["cancel", "close", "end", "unread"])
 def test_a_session_that_is_cut_leaves_nothing(engine, way):
     with Session(engine.address) as session:
-        for i in range(12):  # more than there are blocks for: some run, some wait
+        for i in range(12):  # more than fit in the blocks: some run, some wait
             session.submit(str(i), max_tokens=90, sampling={"n": 1 + i % 2})
         if way == "unread":
             wait_until(lambda: engine.metric("octavo_engine_blocks", state="used") > 0)

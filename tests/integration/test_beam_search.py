@@ -1,4 +1,4 @@
-"""Beam search from client to engine: silent until it ends, then every output, best first."""
+"""Beam search from client to engine: no output until it ends, then all, best first."""
 
 import pytest
 

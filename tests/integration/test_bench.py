@@ -38,7 +38,7 @@ def test_throughput(bench, tmp_path):
         assert figures.cached_tokens == 0  # the second run, too
         assert all(sum(record.message_tokens) == 6 for record in run.records)
         assert 0 < figures.ttft.p50 < figures.e2e.p50
-    # One at a time means that; all at once too.
+    # Concurrency 1 runs one at a time; full concurrency runs all at once.
     one, six = ([(r.sent, r.ended) for r in run.records] for run in report.runs)
     assert all(end <= start for (_, end), (start, _) in pairwise(one))
     assert max(start for start, _ in six) < min(end for _, end in six)
@@ -53,7 +53,7 @@ def test_serve(bench, tmp_path):
     slow, fast = from_json((tmp_path / "a.json").read_text()).runs
     assert slow.figures.requests == fast.figures.requests == 5
     assert slow.records[-1].due == pytest.approx(5 * fast.records[-1].due, rel=1e-3)
-    early = 0.002  # the event loop's timers count milliseconds
+    early = 0.002  # the event loop's timers have millisecond resolution
     assert all(record.sent > record.due - early for record in slow.records)
     assert len({record.prompt_tokens for record in slow.records}) > 1
     assert slow.figures.cached_tokens >= 4 * 32  # the prefix
@@ -61,7 +61,7 @@ def test_serve(bench, tmp_path):
 
 
 def test_openai_api(served):
-    """The HTTP port is measured as the gRPC port is."""
+    """The HTTP port is measured like the gRPC port."""
     flags = ("--rate", "20", "-r", "5", *SMALL, "--json", "-")
     result = CliRunner().invoke(app, ["bench", "serve", "--url", served.http, *flags])
     assert result.exit_code == 0, result.stderr
@@ -79,7 +79,7 @@ def test_deadlines_are_counted(bench):
     flags = ("--timeout", "0.3", "--warmup", "0", "--json", "-")
     result = bench("throughput", "-r", "3", *sizes, *flags)
     assert result.exit_code == 1  # none succeeded
-    # Refused at once, if by now the router knows how long so much takes.
+    # Refused at once if the router already knows how long so much work takes.
     errors = from_json(result.stdout).runs[0].figures.errors
     assert errors in ({"DEADLINE_EXCEEDED": 3}, {"RESOURCE_EXHAUSTED": 3})
 

@@ -53,7 +53,7 @@ def test_leaving_the_loop_frees_the_blocks(client):
 
 
 def test_timeout(client):
-    # Refused at once, if by now the router knows how long so much takes.
+    # Refused at once if the router already knows how long so much work takes.
     with pytest.raises((octavo.DeadlineExceededError, octavo.ResourceExhaustedError)):
         client.generate("Once upon a time", timeout=0.5, **ENDLESS).complete()
     wait_until(lambda: idle(client), what="no block in use")

@@ -1,4 +1,4 @@
-"""A router without an engine, over one that drains, and over two of which one is killed."""
+"""A router without engines, with a draining engine, and with two of which one is killed."""
 
 import asyncio
 

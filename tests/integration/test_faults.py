@@ -1,4 +1,4 @@
-"""Engines that fail while they serve: what they do, and that no client can tell."""
+"""Engines that fail while serving: their behaviour, and that clients notice nothing."""
 
 import asyncio
 import signal
@@ -25,7 +25,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 async def start(tmp_path):
-    """Starts nodes that end with the test; what they write to stderr is in their `errors`."""
+    """Starts nodes that end with the test; `errors` has their stderr."""
     nodes = []
 
     async def begin(node):
@@ -39,7 +39,7 @@ async def start(tmp_path):
 
 
 async def complete(client, count=1, **options):
-    """Asks so many times at once; returns each output's tokens, or what was raised."""
+    """Send `count` requests at once; return each output's tokens, or the error."""
     options = {"max_tokens": 12, "temperature": 0, "ignore_eos": True} | options
     asks = [client.generate(f"question {i}", **options).complete() for i in range(count)]
     async with asyncio.timeout(PATIENCE):
@@ -100,7 +100,7 @@ async def test_events_that_cannot_be_handed_over_lose_no_request(model, start):
 async def test_a_long_step_is_no_hang_and_a_stopped_process_is_one(model, start):
     slow = await start(fixture.engine(model, sabotage=sabotage.take_long))
     port = free_port()
-    # The first heartbeat of a step may come 2.5 s after its start: 1.5 s and a second to the look.
+    # A step's first heartbeat may come 2.5 s after its start: after 1.5 s, checked every second.
     router = await start(fixture.router([slow.address], heartbeat_timeout=3, metrics_port=port))
     await fixture.all_up(router, 1)
     async with AsyncClient(router.address) as client:

@@ -1,4 +1,4 @@
-"""A real server samples by its model's generation_config.json, unless it is told not to."""
+"""A real server samples by its model's generation_config.json, unless a flag disables it."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ PROMPT = "The three largest cities of Italy are"
 
 @pytest.fixture(scope="module")
 def model(demo_model: Path, tmp_path_factory) -> Path:
-    """A tiny random model with the demo's tokenizer and defaults of its own."""
+    """A tiny random model with the demo's tokenizer and its own defaults."""
     path = tmp_path_factory.mktemp("model")
     config = LlamaConfig(
         vocab_size=49152, hidden_size=32, intermediate_size=32, num_hidden_layers=1,

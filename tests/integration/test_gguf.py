@@ -1,4 +1,4 @@
-"""`octavo serve --model FILE.gguf` as a process: the file's tokens, converted once; refusals."""
+"""`octavo serve --model FILE.gguf` as a process: right tokens, one conversion, refusals."""
 
 from pathlib import Path
 
@@ -39,7 +39,7 @@ def test_the_demo_s_own_file_gives_the_demo_s_tokens(served, launch, cache, tmp_
 
 @pytest.mark.parametrize(
     "command",
-    ["engine", pytest.param("serve", marks=pytest.mark.slow)],  # it starts the same engine
+    ["engine", pytest.param("serve", marks=pytest.mark.slow)],  # starts the same engine
 )
 def test_a_damaged_file_is_refused_in_a_line(command, launch, cache, tmp_path):
     file = tiny_gguf.write(tmp_path / "tiny.gguf")

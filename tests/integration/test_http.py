@@ -38,7 +38,7 @@ def test_echo_scores_prompts_as_grpc_does(served, client):
             prompt_token_ids=True,
         ).complete()  # fmt: skip
     assert expected.prompt_token_ids == tokens
-    # As lm-eval asks: tokens, one more than is scored, greedily.
+    # As lm-eval requests it: greedily, one token more than it scores.
     got = client.completions.create(
         model="demo",
         prompt=list(tokens),

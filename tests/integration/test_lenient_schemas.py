@@ -1,7 +1,7 @@
-"""Schemas that pydantic makes, through clients as they are, with a real server.
+"""Schemas from pydantic, through unmodified clients, with a real server.
 
-The demo model is small and repeats itself: what it writes may break what no grammar holds, and the
-server then says so.
+The demo model is small and repeats itself: its outputs may violate what no grammar enforces, and
+the server then reports it.
 """
 
 from contextlib import suppress
@@ -37,7 +37,7 @@ class Dog(BaseModel, extra="forbid"):
 
 ONE = Literal[1]
 NUMBER = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
-"""How pydantic writes decimal numbers, in some of its versions."""
+"""Pattern of decimal numbers in some versions of pydantic."""
 DECIMAL = {"anyOf": [{"type": "number"}, {"type": "string", "pattern": NUMBER}]}
 FIELDS = {
     "set": (Annotated[set[Literal["a", "b"]], Field(max_length=3)], "uniqueItems"),
@@ -47,9 +47,9 @@ FIELDS = {
     "decimal": (Annotated[Decimal, WithJsonSchema(DECIMAL)], "pattern"),
     "union": (Annotated[Cat | Dog, Field(discriminator="kind")], None),
 }
-"""Types of fields, and what of their schemas is not enforced."""
+"""Field types, and the keywords of their schemas that are not enforced."""
 QUICK = ("set", "union")
-"""Those that are not left to `-m slow`."""
+"""Field types of the quick tests; the others are slow."""
 MODELS = [
     pytest.param(
         create_model(f"Model_{name}", field=(its, ...), __config__={"extra": "forbid"}),
@@ -64,7 +64,7 @@ each_model = pytest.mark.parametrize(("model", "keyword"), MODELS)
 
 @pytest.fixture(scope="module")
 def answers():
-    """All responses of the server, whichever package asked for them."""
+    """All of the server's responses, for any client package."""
     return []
 
 
@@ -96,7 +96,7 @@ REFUSALS = (
 
 
 def check(answer, ask, model, keyword) -> None:
-    """Check that an answer is an instance, or says why not, and names what is not enforced."""
+    """Check that an answer is an instance or says why not, and names unenforced keywords."""
     try:
         got = ask()
     except REFUSALS:
@@ -123,7 +123,7 @@ def test_instructor(client, answers, model, keyword, mode):
 @each_model
 @pytest.mark.parametrize("method", ["json_schema", "function_calling"])
 def test_langchain(langchain, answers, model, keyword, method):
-    """Its `json_schema` of a model is always strict, as `parse` is; that of a schema is not."""
+    """`json_schema` is always strict for a model class, as in `parse`, but not for a schema."""
     schema = model.model_json_schema() if method == "json_schema" else model
     structured = langchain.with_structured_output(schema, method=method)
     check(answers, lambda: model.model_validate(structured.invoke(QUESTION)), model, keyword)
@@ -131,7 +131,7 @@ def test_langchain(langchain, answers, model, keyword, method):
 
 @each_model
 def test_openai_s_parse_is_strict(client, answers, model, keyword):
-    """It always says `strict`: what cannot be enforced is refused by name."""
+    """It always sets `strict`: unenforceable keywords are refused by name."""
     tools = [openai.pydantic_function_tool(model)]
     for form in [{"response_format": model}, {"tools": tools, "tool_choice": "required"}]:
         ask = partial(client.chat.completions.parse, messages=QUESTION, **form, **SETTINGS)

@@ -1,4 +1,4 @@
-"""Engines on cores of their own: which they have, how they share the work, and how they end."""
+"""Engines on their own cores: which cores, how they share work, and how they end."""
 
 import os
 import re
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(len(CPUS) < 2, reason="needs two CPUs")
 
 
 def engines_of(server) -> list[psutil.Process]:
-    """The children that listen, by their metrics' ports."""
+    """Return the child processes that listen, by metrics port."""
 
     def ports(process):
         found = process.net_connections("tcp")
@@ -31,7 +31,7 @@ def engines_of(server) -> list[psutil.Process]:
 
 
 def affinities(process: psutil.Process) -> set[tuple[int, ...]]:
-    """The CPUs of each of its threads."""
+    """Return the CPUs of each of its threads."""
     tasks = Path(f"/proc/{process.pid}/task").iterdir()
     return {tuple(sorted(os.sched_getaffinity(int(task.name)))) for task in tasks}
 
@@ -63,7 +63,7 @@ def two_nodes(model, launch, tmp_path):
 
 @pytest.mark.slow  # tests/octavo/test_engine_plan.py has the plan
 def test_each_node_has_an_engine_and_all_end_when_one_dies(two_nodes):
-    """By default. Node 1 is not really there, so its memory cannot be bound."""
+    """The default. Node 1 does not really exist, so its memory cannot be bound."""
     server = two_nodes()
     engines = engines_of(server)
     assert [affinities(engine) for engine in engines] == [{(cpu,)} for cpu in CPUS]

@@ -1,4 +1,4 @@
-"""Under load, engines die, drain, hang and are cut off: requests migrate and no client notices.
+"""Under load, engines die, drain, hang and are cut off: requests migrate unnoticed.
 
 A short run of benchmarks/migration.py.
 """
@@ -10,7 +10,7 @@ from octavo import AsyncClient
 
 STREAMS = 16
 QUICK = ("kill", "drain", "cut")
-"""A router sees an engine that hangs as one that is cut off: nothing comes of either."""
+"""For a router, hanging and cut-off engines look alike: both are silent."""
 
 
 @pytest.mark.parametrize(

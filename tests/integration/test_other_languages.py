@@ -1,4 +1,4 @@
-"""The programs of clients/: built as their READMEs say, then asked, cancelled and refused."""
+"""The programs of clients/, built as in their READMEs: answers, cancellation and refusals."""
 
 import asyncio
 import os
@@ -36,7 +36,7 @@ def has(*programs: str) -> bool:
 
 @dataclass(frozen=True)
 class Language:
-    """A client: how it is built and run in its directory, and what tells if it can be."""
+    """A client: its commands to build and run in its directory, and a check of its tools."""
 
     name: str
     build: tuple[str, ...]
@@ -89,13 +89,13 @@ LANGUAGES = (
 
 @dataclass(frozen=True)
 class Program:
-    """A client that was built; talks to one server unless told otherwise."""
+    """A built client; it uses one server by default."""
 
     language: Language
     address: str
 
     def __call__(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-        """Runs it to its end."""
+        """Run it to its end."""
         return subprocess.run(
             [*self.language.command, *arguments],
             cwd=self.language.directory,
@@ -107,7 +107,7 @@ class Program:
         )
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Starts it, its stdout a pipe."""
+        """Start it with its stdout as a pipe."""
         return subprocess.Popen(
             [*self.language.command, *arguments],
             cwd=self.language.directory,
@@ -150,7 +150,7 @@ def program(language, served) -> Program:
 
 @dataclass(frozen=True)
 class Guarded:
-    """Two routers that know one tenant, whose key is KEY; one has TLS, of the authority in `ca`."""
+    """Two routers with one tenant, whose key is KEY; one has TLS from the authority in `ca`."""
 
     plain: str
     tls: str
@@ -159,7 +159,7 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory) -> Iterator[Guarded]:
-    """Over a tiny model of random weights."""
+    """Routers with a tiny model of random weights."""
     directory = tmp_path_factory.mktemp("guarded")
     model = fixture.make_model(directory / "model")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -246,7 +246,7 @@ def test_failures_are_told_apart(program, tmp_path):
 
 def test_a_deadline_is_the_calls(program):
     done = program("--deadline", "0.3", *ENDLESS)
-    refused = done.returncode == 64 + 8  # the server saw at once that there is not the time
+    refused = done.returncode == 64 + 8  # the server saw at once that time does not suffice
     assert refused or done.returncode == 64 + 4, done.stderr
     message = "(?i)resource_?exhausted: " if refused else "(?i)deadline_?exceeded: "
     assert re.search(message, done.stderr)

@@ -1,4 +1,4 @@
-"""Log-probabilities over gRPC give the perplexity that transformers' own loss gives."""
+"""Log-probabilities over gRPC give the same perplexity as transformers' own loss."""
 
 import math
 

@@ -8,7 +8,7 @@ import pytest
 from tests import chromium
 
 SECONDS = 120_000
-"""Generous, in milliseconds: CI's machines may be busy."""
+"""Generous timeout in milliseconds: CI's machines may be busy."""
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def browser():
 
 @pytest.fixture
 def page(browser, served):
-    """The page; fails the test if it reports an error or asks anybody else for anything."""
+    """The page; the test fails if it reports an error or sends requests to other servers."""
     troubles = []
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.set_default_timeout(SECONDS)
@@ -47,7 +47,7 @@ def shown(page, selector: str) -> int:
 
 
 def until(page, condition, what: str) -> None:
-    """Polls here: the page's security policy lets nothing be evaluated there."""
+    """Poll here: the page's security policy forbids evaluating code there."""
     deadline = time.monotonic() + SECONDS / 1000
     while not condition():
         assert time.monotonic() < deadline, f"{what} did not come true"
@@ -78,7 +78,7 @@ def test_a_batch_fills_blocks_and_stopping_frees_them(page):
     page.fill("#prompt", "\n".join(f"Count to {100 + i}." for i in range(8)))
     page.click("#settings summary")
     page.fill("#max_tokens", "400")
-    page.fill("#temperature", "0")  # a drawn answer may be empty
+    page.fill("#temperature", "0")  # a sampled answer may be empty
     page.click("#send")
     until(page, lambda: shown(page, "[data-value=running]") == 8, "all run")
     until(page, lambda: all(page.locator(".text").all_inner_texts()), "all have begun")

@@ -1,4 +1,4 @@
-"""An engine of two ranks: it serves, drains, and ends whole when a rank dies or hangs."""
+"""An engine of two ranks serves, drains, and ends completely when a rank dies or hangs."""
 
 import asyncio
 import signal

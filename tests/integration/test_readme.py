@@ -1,4 +1,4 @@
-"""The README's commands, run as they stand; environment variables choose the ports."""
+"""The README's commands, run verbatim; environment variables choose the ports."""
 
 import os
 import re
@@ -53,14 +53,14 @@ def environment() -> dict[str, str]:
     if not (VENV / ".installed").exists():
         pytest.skip("needs .venv, which `make test` creates")
     small = {"OCTAVO_NUM_BLOCKS": "512", "OCTAVO_SWAP_SPACE": "0.1", "OCTAVO_METRICS_PORT": "0"}
-    small["OCTAVO_MAX_MODEL_LEN"] = "640"  # bounds an answer without max_tokens
+    small["OCTAVO_MAX_MODEL_LEN"] = "640"  # limits an answer without max_tokens
     address = f"localhost:{(port := free_port())}"
     return os.environ | small | {"OCTAVO_PORT": str(port), "OCTAVO_ADDRESS": address}
 
 
 @contextmanager
 def running(command: str, environment: dict[str, str], log: Path) -> Iterator[None]:
-    """Run a server in the background until it says that it is ready; stop it with Ctrl-C."""
+    """Run a server in the background once it prints that it is ready; stop it with Ctrl-C."""
     activate = "" if command.startswith("make") else "source .venv/bin/activate; exec "
     with log.open("wb") as sink:
         process = subprocess.Popen(
@@ -84,7 +84,7 @@ def running(command: str, environment: dict[str, str], log: Path) -> Iterator[No
 
 
 def run(script: str, environment: dict[str, str], stdin: str = "") -> str:
-    """Run commands in a shell; return what they print."""
+    """Run commands in a shell; return their output."""
     done = subprocess.run(
         ["bash", "-ec", script],
         cwd=ROOT, env=environment, input=stdin, capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""Services are described by the servers themselves, and can be called by that alone."""
+"""Servers describe their services, and clients can call them with that alone."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Keys and certificates over real processes: who is served, what is shared, what is logged."""
+"""Keys and certificates over real processes: service, prefix sharing, and logs."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ from benchmarks import fixture
 
 HERE = ("ip:127.0.0.1", "dns:localhost")
 WORD = "zanzibarquokka"
-"""In every prompt, and nowhere else."""
+"""Text in every prompt that must appear nowhere else."""
 
 
 def tenants(**tables):
@@ -102,7 +102,7 @@ async def test_neither_keys_nor_prompts_are_written_down(model, tmp_path, form):
 
 
 def use(address):
-    """All that may go right or wrong with a prompt or a key."""
+    """Send requests with every outcome for prompts and keys."""
     with octavo.Client(address) as client:
         while not client.is_serving():
             time.sleep(0.02)

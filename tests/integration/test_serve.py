@@ -1,4 +1,4 @@
-"""`octavo serve` as a process: its life, its end, and its child's."""
+"""`octavo serve` as a process: start and end, and its child's."""
 
 import signal
 import threading
@@ -30,7 +30,7 @@ def tiny(tmp_path_factory):
 
 
 def engine_of(server) -> psutil.Process:
-    """The child that computes; the other one is multiprocessing's tracker."""
+    """Return the child that computes; the other one is multiprocessing's tracker."""
     return max(server.children(), key=lambda child: child.memory_info().rss)
 
 

@@ -1,6 +1,6 @@
-"""Clients that never read cost neither memory nor those that do.
+"""Clients that never read cost no memory and do not slow down others.
 
-benchmarks/slow_readers.py in short.
+A short run of benchmarks/slow_readers.py.
 """
 
 from benchmarks import slow_readers

@@ -1,4 +1,4 @@
-"""What a server that cannot start, or must not, tells and leaves."""
+"""A server that cannot or must not start: its message, and what it leaves behind."""
 
 import os
 import re
@@ -22,10 +22,10 @@ from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 
 STOP_SECONDS = 30.0
-"""Generous: loading, which was waited for once, may take minutes."""
+"""Generous timeout: loading may take minutes."""
 
 INTERRUPT_SECONDS = 10.0
-"""Generous likewise: on an idle machine it takes less than a second."""
+"""Generous timeout: on an idle machine it takes less than a second."""
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def descendants(server) -> set[psutil.Process]:
 
 
 def command_line(process: psutil.Process) -> str:
-    """Empty for a process that has ended, or has not been waited for yet."""
+    """Return a process's command; empty if it has ended or is a zombie."""
     try:
         return " ".join(process.cmdline())
     except psutil.NoSuchProcess:
@@ -54,7 +54,7 @@ def gone(processes) -> bool:
 
 
 def assert_refused(server, *said: str) -> None:
-    """It ends with these words, no traceback and no process."""
+    """Check that it ends with these words, without a traceback or a process left."""
     seen: set[psutil.Process] = set()
 
     def ended() -> bool:
@@ -80,7 +80,7 @@ def test_a_taken_default_metrics_port_falls_back_to_a_free_one(demo_model, launc
                 taken.bind(("127.0.0.1", port))
                 taken.listen()
             except OSError:
-                pass  # by somebody else: as good
+                pass  # by another test: fine
         server = launch("serve", "--model", "demo", *SMALL, metrics=False).wait_ready()
         told = r"metrics served at another port.*address=http://127\.0\.0\.1:(\d+)/metrics.* taken="
         ports = re.findall(told, re.sub(r"\x1b\[[\d;]*m", "", server.logs()))
@@ -99,7 +99,7 @@ def test_sigterm_while_it_compiles_the_kernels_ends_all(
 ):
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     (tmp_path / "c++").symlink_to(find_compiler() or "")
-    monkeypatch.setenv("CXX", str(tmp_path / "c++"))  # by which nothing is compiled yet
+    monkeypatch.setenv("CXX", str(tmp_path / "c++"))  # nothing is compiled by then
     server = launch(command, "--model", str(demo_model), *SMALL)
 
     def at_work() -> bool:
@@ -126,7 +126,7 @@ INTERRUPTS = [
 
 @pytest.mark.parametrize(("command", "line", "delay"), INTERRUPTS)
 def test_ctrl_c_before_it_is_ready_ends_all(demo_model, tmp_path, command, line, delay):
-    """A terminal sends SIGINT to all processes of the group, the engine's child included."""
+    """A terminal sends SIGINT to all processes of the group, including the engine's child."""
     log = tmp_path / "log"
     arguments = ["octavo", command, "demo", *SMALL, "--port", "0", "--metrics-port", "0"]
     with log.open("wb") as sink:
@@ -154,7 +154,7 @@ def test_ctrl_c_before_it_is_ready_ends_all(demo_model, tmp_path, command, line,
     [
         ("serve", "--model", "{", "tokenizer.json is not valid JSON"),
         ("router", "--tokenizer", "{", "tokenizer.json is not valid JSON"),
-        # Only transformers sees it, while the engine loads.
+        # Only transformers notices it, while the engine loads.
         pytest.param("serve", "--model", "{}", "tokenizer.json (2 bytes)", marks=pytest.mark.slow),
     ],
 )
@@ -169,7 +169,7 @@ def test_a_broken_tokenizer_is_told(demo_model, launch, tmp_path, command, flag,
 
 @pytest.mark.slow
 def test_a_model_without_a_tokenizer_is_refused_before_it_is_loaded(demo_model, launch, tmp_path):
-    """An engine starts without one, as its routers may have --tokenizer; serve needs one."""
+    """Engines start without a tokenizer, as routers may have --tokenizer; serve needs one."""
     model = tmp_path / "model"
     model.mkdir()
     for name in ("config.json", "generation_config.json", "model.safetensors"):

@@ -1,6 +1,6 @@
-"""200 streams at once: every token once and in order, and nothing is left of cancelled ones.
+"""200 streams at once: every token once and in order, and cancelled streams leave nothing.
 
-The engine has so few blocks that groups are preempted to swap space all the time.
+The engine has so few blocks that groups are constantly swapped out.
 """
 
 import asyncio
@@ -80,7 +80,7 @@ def assert_nothing_is_left(router, engine):
 
 
 async def collect(client, prompt, tokens):
-    """Stream one answer; `tokens` fills as they come."""
+    """Stream one answer; append its tokens to `tokens`."""
     stream = client.generate(
         prompt,
         temperature=0,
@@ -96,7 +96,7 @@ async def collect(client, prompt, tokens):
 
 
 def start(client, prompts):
-    """Start all streams; return their tasks, and the lists that their tokens go to."""
+    """Start all streams; return their tasks and token lists."""
     received = [[] for _ in range(STREAMS)]
     tasks = [
         asyncio.create_task(collect(client, prompts[i % PROMPTS], received[i]))

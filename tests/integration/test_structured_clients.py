@@ -1,6 +1,6 @@
-"""Clients of OpenAI's API get schemas and tools from a real server, whole and streamed.
+"""Clients of OpenAI's API use schemas and tools with a real server, whole and streamed.
 
-The demo model is small: where it would not choose a tool, it must call it.
+The demo model is small: where it would not choose a tool, the request forces the call.
 """
 
 import json
@@ -25,7 +25,7 @@ SETTINGS = {"model": "demo", "temperature": 0, "max_tokens": 100}
 
 
 class Weather(BaseModel, extra="forbid"):
-    """The weather in a city."""
+    """Return the weather in a city."""
 
     city: Literal["Paris", "Rome"]
     unit: Literal["celsius", "kelvin"] = Field(description="Unit of the temperature")
@@ -145,7 +145,7 @@ def test_openai_s_helpers(client):
     assert call.function.parsed_arguments == called.message.tool_calls[0].function.parsed_arguments
     kind = "tool_calls.function.arguments"
     assert {f"{kind}.delta", f"{kind}.done"} <= kinds
-    # What the helpers return is a message of the next request.
+    # The helpers' result is a message of the next request.
     messages = [*QUESTION, called.message]
     messages.append({"role": "tool", "tool_call_id": call.id, "content": "sunny"})
     client.chat.completions.create(messages=[*messages, parsed.message, *QUESTION], **SETTINGS)

@@ -1,4 +1,4 @@
-"""Requests' spans, from router and engine processes, as a collector gets them."""
+"""Requests' spans from router and engine processes, as a collector receives them."""
 
 import asyncio
 from collections import defaultdict
@@ -22,7 +22,7 @@ PROMPT = "a secret that no trace may tell"
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
-    """Takes spans, and gives them as trees."""
+    """Collects spans, and returns them as trees."""
 
     def __init__(self):
         self.exports = []
@@ -42,7 +42,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
         ]
 
     def tree(self, parent: str = CALLER):
-        """What is below a span: names with what is below them, in order of time."""
+        """Return a span's descendants as nested names, in order of time."""
         below = defaultdict(list)
         for span in sorted(self.spans, key=lambda span: span.start_time_unix_nano):
             below[span.parent_span_id.hex()].append(span)
@@ -85,7 +85,7 @@ def collector():
 
 @asynccontextmanager
 async def traced(collector, model, *, engines: int = 1, **settings):
-    """A client of a router with engines, and the engines; all spans are there once it is closed."""
+    """A client of a router, and its engines; all spans are collected once it closes."""
     async with AsyncExitStack() as stack:
         nodes = []
         for _ in range(engines):
@@ -172,13 +172,13 @@ async def test_a_request_that_loses_its_engine(collector, model):
 
 
 def place(span) -> str:
-    """HOST:PORT of the server that a span names."""
+    """Return HOST:PORT of the server in a span."""
     named = attributes(span)
     return f"{named['server.address']}:{named['server.port']}"
 
 
 async def busy_one(engines):
-    """The engine that says it has a request: metrics are a little late."""
+    """Wait for the engine that reports a request: metrics are a little late."""
     async with asyncio.timeout(10):
         while True:
             for engine in engines:

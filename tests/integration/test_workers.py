@@ -1,4 +1,4 @@
-"""`octavo router --workers 2`: one router to clients and operators; a dead worker's cost."""
+"""`octavo router --workers 2` acts as one router, and survives a dead worker."""
 
 import asyncio
 import json
@@ -32,7 +32,7 @@ LONG = {"max_tokens": 600, "ignore_eos": True}
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory, launch_shared):
-    """Two engines, and a router with two workers over the first one."""
+    """Two engines, and a router with two workers and the first engine."""
     folder = tmp_path_factory.mktemp("model")
     model = make_model(folder / "model")
     adapter = save_adapter(model, folder / "adapter", seed=1, target_modules=["q_proj"])
@@ -41,7 +41,7 @@ def cluster(tmp_path_factory, launch_shared):
     router = launch_shared(
         *("router", "--workers", "2", "--engine", engines[0].address, "--log-format", "json"),
         *("--admin-port", str(admin), "--http-port", str(http)),
-        program=True,  # a worker that is started again is no fork of a process that uses gRPC
+        program=True,  # a restarted worker is not forked from a process that uses gRPC
     )
     for server in (*engines, router):
         server.wait_ready()
@@ -58,7 +58,7 @@ def cluster(tmp_path_factory, launch_shared):
 
 
 def events(router, name):
-    """Return the lines of a log's event."""
+    """Return a log's lines of an event."""
     lines = [json.loads(line) for line in router.logs().splitlines() if line.startswith("{")]
     return [line for line in lines if line["event"] == name]
 
@@ -69,7 +69,7 @@ def pids(router):
 
 
 async def complete(address, count, **options):
-    """Make a request on each of `count` connections; return the worker of each, by the log."""
+    """Send a request on each of `count` connections; return each one's worker, from the log."""
     options = {"max_tokens": 1, **options}
     async with AsyncExitStack() as stack:
         clients = [await stack.enter_async_context(OwnConnection(address)) for _ in range(count)]
@@ -121,7 +121,7 @@ async def test_http_shows_the_whole_router(cluster):
     async with OwnConnection(cluster.router.address) as client:
         deltas = aiter(client.generate("Hello", **LONG))
         await anext(deltas)
-        for _ in range(4):  # whichever worker answers
+        for _ in range(4):  # any worker may answer
             status = await asyncio.to_thread(get_status, cluster)
             assert status["requests"] == 1
             (engine,) = status["engines"]
@@ -170,7 +170,7 @@ async def test_engines_are_added_drained_and_removed_in_all_workers(cluster):
 
 
 async def test_a_killed_worker_takes_its_own_streams_along_and_comes_back(cluster):
-    """Its engines are as AdminService has left them, in the test before."""
+    """Its engines are as AdminService left them in the previous test."""
     router, second = cluster.router, cluster.engines[1]
     doomed = pids(router)[0]
     async with AsyncExitStack() as stack:
@@ -196,7 +196,7 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_comes_back(cluste
     assert all(c.usage.output_tokens == LONG["max_tokens"] for c in results if c not in failed)
     assert workers_of(router, ended) == {1: 16 - len(failed)}
     assert router.metric("octavo_router_output_tokens_total") >= counted
-    await complete(router.address, 8)  # the other one serves
+    await complete(router.address, 8)  # the other worker serves
     wait_until(lambda: pids(router)[0] != doomed, 30, "the worker's return")
     assert router.metric("octavo_router_worker_restarts_total") == 1
     assert router.metric("octavo_router_workers") == 2
@@ -210,7 +210,7 @@ async def test_a_killed_worker_takes_its_own_streams_along_and_comes_back(cluste
 
 
 async def test_a_router_drains_all_workers(launch, cluster):
-    """With the engine that is left of the tests before."""
+    """It uses the engine that previous tests left."""
     router = launch("router", "--workers", "2", "--engine", cluster.engines[1].address)
     router.wait_ready()
     wait_until(lambda: "router is ready" in router.logs())
@@ -219,7 +219,7 @@ async def test_a_router_drains_all_workers(launch, cluster):
         clients = [
             await stack.enter_async_context(OwnConnection(router.address)) for _ in range(16)
         ]
-        # No worker listens before it has the engine.
+        # A worker listens only once it has the engine.
         await asyncio.gather(*(c.generate("Hi", max_tokens=1).complete() for c in clients))
         tasks = [asyncio.create_task(c.generate("Hi", **LONG).complete()) for c in clients]
         wait = asyncio.to_thread(

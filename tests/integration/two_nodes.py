@@ -1,8 +1,8 @@
-"""`octavo` on a machine that seems to have two NUMA nodes, with a core each.
+"""Runs `octavo` on a simulated machine of two NUMA nodes with one core each.
 
     python -m tests.integration.two_nodes FOLDER ARGUMENT...
 
-The processes of the engines import this module too, so they see the same machine.
+Engines' processes import this module too, so they see the same machine.
 """
 
 import os
@@ -17,7 +17,7 @@ VARIABLE = "TWO_NODES_OF_A_TEST"
 
 
 def make(folder: Path) -> None:
-    """Describe the machine; its cores are two CPUs that there really are."""
+    """Describe the machine; its cores are two real CPUs."""
     first, second = sorted(os.sched_getaffinity(0))[:2]
     nodes = {0: (str(first), 64), 1: (str(second), 64)}
     machine = Machine((str(first), str(second)), nodes, allowed=None, memory_allowed=None)

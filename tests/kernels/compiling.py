@@ -1,4 +1,4 @@
-"""Compiles the kernels for GPUs that are not here: Triton brings the assemblers."""
+"""Compiles the kernels for GPUs that this machine lacks: Triton includes the assemblers."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -57,21 +57,21 @@ CACHES = ("key_cache", "value_cache")
 
 @dataclass(frozen=True)
 class Shape:
-    """What attention is compiled for."""
+    """A configuration to compile attention for."""
 
     group: int = 4
-    head_dim: int = 128  # of queries and keys
-    value_dim: int | None = None  # that of keys if None
+    head_dim: int = 128  # dtype of queries and keys
+    value_dim: int | None = None  # the keys' if None
     latent: bool = False
     dtype: torch.dtype = BF16
     cache_dtype: torch.dtype = BF16
     block_size: int = 16
     features: str = ""
-    small_cache: bool = False  # less than 2 GiB, for which AMD's GPUs have shorter addresses
+    small_cache: bool = False  # less than 2 GiB: AMD's GPUs then use shorter addresses
 
     @property
     def heads(self) -> Heads:
-        """The heads that tiles are chosen for."""
+        """The heads that determine the tiles."""
         return Heads(self.group, self.head_dim, self.value_dim or self.head_dim, self.latent)
 
 
@@ -115,9 +115,9 @@ def compile_for(
     stages: int = 2,
     large: tuple[str, ...] = CACHES,
 ) -> CompiledKernel:
-    """Compile a kernel whose arguments are i32 but for `types` and `constants`.
+    """Compile a kernel whose arguments are i32 except `types` and `constants`.
 
-    Tensors but those named by `large` have less than 2 GiB, at which Triton looks for AMD's GPUs.
+    Tensors not in `large` have less than 2 GiB, which matters to Triton for AMD's GPUs.
     """
     names = kernel.arg_names
     signature = dict.fromkeys(names, "i32") | types | dict.fromkeys(constants, "constexpr")
@@ -141,7 +141,7 @@ def compile_for(
 
 
 def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel, Tiles]:
-    """Compile attention with the tiles that a GPU would choose; return them, too."""
+    """Compile attention with a GPU's tiles; return the tiles, too."""
     dtype, cache_dtype, heads = shape.dtype, shape.cache_dtype, shape.heads
     tiles = choose_tiles(kind, gpu, heads, dtype=dtype, cache_dtype=cache_dtype)
     types = dict.fromkeys(("query", "out"), "*" + NAMES[dtype])
@@ -238,7 +238,7 @@ def compile_quantized_experts(
 
 
 def _of_weight(weight: QuantizedWeight) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the types of a weight's tensors, and constants: absent tensors are some, too."""
+    """Return the types of a weight's tensors, and the constants, including absent tensors."""
     words = {torch.float32: "*fp32", torch.int32: "*i32"}
     tensors = {name: getattr(weight, name) for name in ("codes", "scale", "more", "outer")}
     types = {name: words[own.dtype] for name, own in tensors.items() if own is not None}
@@ -246,7 +246,7 @@ def _of_weight(weight: QuantizedWeight) -> tuple[dict[str, str], dict[str, Any]]
 
 
 def compile_beside_products(gpu: Gpu) -> list[CompiledKernel]:
-    """Compile what adds parts up, dequantizes, and rounds rows to fp8."""
+    """Compile the kernels that add slices up, dequantize, and round rows to fp8."""
     weight = make_weight(
         torch.zeros((64, 256), dtype=torch.uint8),
         torch.ones((64, 2)),
@@ -268,7 +268,7 @@ def compile_beside_products(gpu: Gpu) -> list[CompiledKernel]:
 
 
 def compile_merges(gpu: Gpu, dim: int = 128) -> list[CompiledKernel]:
-    """Compile what merges the pieces of decodes and of chunks, with values of `dim` elements."""
+    """Compile the merges of decodes' and chunks' pieces, with values of `dim` elements."""
     types = {"out": "*bf16"} | dict.fromkeys(("partial_out", "partial_lse", "sinks"), "*fp32")
     types |= dict.fromkeys(("items", "query_starts", "seq_lens"), "*i32")
     constants: dict[str, Any] = {"NUM_HEADS": 32, "GROUP": 4, "VALUE_DIM": dim}
@@ -288,7 +288,7 @@ def compile_merges(gpu: Gpu, dim: int = 128) -> list[CompiledKernel]:
 
 
 def compile_write(gpu: Gpu, cache_dtype: torch.dtype) -> CompiledKernel:
-    """Compile what writes a token's keys and values to the cache."""
+    """Compile the writes of a token's keys and values to the cache."""
     types = dict.fromkeys(("key", "value"), "*bf16") | {"slot_mapping": "*i64"}
     types |= dict.fromkeys(CACHES, "*" + NAMES[cache_dtype])
     types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
@@ -299,7 +299,7 @@ def compile_write(gpu: Gpu, cache_dtype: torch.dtype) -> CompiledKernel:
 
 
 def compile_rotation(gpu: Gpu) -> CompiledKernel:
-    """Compile what rotates a token's heads and writes them."""
+    """Compile the kernel that rotates and writes a token's heads."""
     pointers = ("query", "key", "value", "out", "cos", "sin", *CACHES)
     types = dict.fromkeys(pointers, "*bf16") | {"slot_mapping": "*i64"}
     types |= dict.fromkeys(("key_scale", "value_scale"), "fp32")
@@ -311,14 +311,14 @@ def compile_rotation(gpu: Gpu) -> CompiledKernel:
 
 
 def compile_copies(gpu: Gpu) -> CompiledKernel:
-    """Compile what copies blocks."""
+    """Compile the block copies."""
     types = dict.fromkeys(("source", "destination"), "*i32")
     types |= dict.fromkeys(("source_blocks", "destination_blocks"), "*i64")
     return compile_for(gpu, _swap_blocks_kernel, types, {"WORDS": 1024})
 
 
 def compile_wide_writes(gpu: Gpu, dtype: torch.dtype) -> list[CompiledKernel]:
-    """Compile rotation and writes of as many heads as models have."""
+    """Compile rotation and writes for models' numbers of heads."""
     name, heads = "*" + NAMES[dtype], 128
     scales = dict.fromkeys(("key_scale", "value_scale"), "fp32") | {"slot_mapping": "*i64"}
     pointers = ("query", "key", "value", "cos", "sin", "out", *CACHES)
@@ -342,7 +342,7 @@ def compile_wide_writes(gpu: Gpu, dtype: torch.dtype) -> list[CompiledKernel]:
 
 
 def compile_draws(gpu: Gpu) -> CompiledKernel:
-    """Compile what draws tokens."""
+    """Compile the sampling of tokens."""
     return compile_for(
         gpu,
         _draw_tokens_kernel,
@@ -354,7 +354,7 @@ def compile_draws(gpu: Gpu) -> CompiledKernel:
 
 
 def compile_masks(gpu: Gpu, dtype: torch.dtype = FP32) -> CompiledKernel:
-    """Compile what masks logits."""
+    """Compile the masking of logits."""
     return compile_for(
         gpu,
         _mask_logits_kernel,
@@ -365,7 +365,7 @@ def compile_masks(gpu: Gpu, dtype: torch.dtype = FP32) -> CompiledKernel:
 
 
 def compile_low_rank(gpu: Gpu, dtype: torch.dtype = BF16) -> list[CompiledKernel]:
-    """Compile both products of low rank."""
+    """Compile both low-rank products."""
     types = {"rows": "*i32", "tiles": "*i32", "records": "*i64", "inner": "*fp32"}
     types |= dict.fromkeys(("x", "out"), "*" + NAMES[dtype])
     shared = {"ROWS": TILE_ROWS, "RANKS": RANKS, "RECORD": RECORD}
@@ -381,7 +381,7 @@ def compile_low_rank(gpu: Gpu, dtype: torch.dtype = BF16) -> list[CompiledKernel
 
 
 def compile_experts(gpu: Gpu, rows: int, dtype: torch.dtype = BF16) -> list[CompiledKernel]:
-    """Compile both products of 128 experts, with the tiles for so many rows of each."""
+    """Compile both products of 128 experts, with the tiles for `rows` rows each."""
     tiles = choose_expert_tiles(gpu, rows)
     shared = {"NUM_EXPERTS": 128, "PADDED": 128, "UPCAST": False, "HAS_BIAS": True}
     shared |= {"ROWS": tiles.rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth}
@@ -410,6 +410,6 @@ def compile_experts(gpu: Gpu, rows: int, dtype: torch.dtype = BF16) -> list[Comp
 
 
 def compile_sum(gpu: Gpu) -> CompiledKernel:
-    """Compile what adds up a row's experts."""
+    """Compile the sum of a row's experts."""
     types = {"pairs": "*fp32", "expert_ids": "*i64", "out": "*bf16"}
     return compile_for(gpu, _sum_kernel, types, {"CHOSEN": 8, "COLUMNS": SUM_COLUMNS})

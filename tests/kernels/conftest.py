@@ -1,4 +1,4 @@
-"""Random batches over a paged cache, and what any implementation must make of them."""
+"""Random batches over a paged cache, and checks for any implementation."""
 
 import itertools
 import math
@@ -18,7 +18,7 @@ from octavo.kernels.activation import KINDS, Activation
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
 from octavo.kernels.sampling_tensors import SamplingTensors
 
-# Powers of two: what an fp8 cache holds, any dtype holds exactly.
+# Powers of two: any dtype represents an fp8 cache's values exactly.
 KEY_SCALE, VALUE_SCALE = 0.5, 0.125
 activations = st.builds(
     Activation,
@@ -28,18 +28,18 @@ activations = st.builds(
     limit=st.sampled_from([0.0, 0.5]),
     offset=st.sampled_from([0.0, 1.0]),
 )
-"""Every field is drawn here: from the types alone, Hypothesis would draw numbers such as NaN."""
+"""Every field is drawn explicitly: from types alone, Hypothesis would draw values such as NaN."""
 TOLERANCES = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A batch to attend: everything but the numbers."""
+    """An attention batch without the tensors' values."""
 
     lengths: list[tuple[int, int]]  # (queries, tokens) of each sequence
     num_kv_heads: int = 1
     group: int = 1
-    head_dim: int = 32  # of queries and keys
+    head_dim: int = 32  # dtype of queries and keys
     value_dim: int | None = None  # that of keys if None
     latent: bool = False
     block_size: int = 16
@@ -51,17 +51,17 @@ class Case:
     sinks: bool = False
     seed: int = 0
     scale: float | None = None
-    cache_dtype: torch.dtype | None = None  # that of queries if None
-    subnormals: bool = True  # whether fp8 may be less than its least normal number
-    garbage: float = math.nan  # in slots past a sequence's end; free blocks are NaN
-    releases: bool = True  # blocks before what a sequence's queries see are free
+    cache_dtype: torch.dtype | None = None  # the queries' if None
+    subnormals: bool = True  # whether fp8 values may be subnormal
+    garbage: float = math.nan  # value in slots past a sequence's end; free blocks are NaN
+    releases: bool = True  # blocks before the keys that queries see are free
 
     @property
     def width_of_values(self) -> int:
         return self.value_dim or self.head_dim
 
     def first_seen(self, position: int) -> int:
-        """The first key that a query sees."""
+        """Return the first key that a query sees."""
         position = max(position, 0)  # padding has a query without a token
         if self.sliding_window is not None:
             return max(0, position - self.sliding_window + 1)
@@ -79,7 +79,7 @@ class Case:
 
 @dataclass
 class Batch:
-    """A case's tensors. All that must not be read is NaN."""
+    """A case's tensors. Values that must not be read are NaN."""
 
     query: torch.Tensor
     key_cache: torch.Tensor
@@ -98,10 +98,10 @@ def _cases(
     fp8: Sequence[torch.dtype] = (),
     subnormals: bool = True,
 ) -> Case:
-    """Draws batches of sequences of at most `longest` tokens.
+    """Draw batches of sequences of at most `longest` tokens.
 
-    Half of them are short, and a third decodes: those of no tokens are padding. What
-    bounds the time is `most_rows`, a sequence's queries times the heads of a group.
+    Half of them are short and a third are decodes; sequences without tokens are padding.
+    `most_rows`, a sequence's queries times a group's heads, limits the time.
     """
     group = draw(st.sampled_from([1, 2, 3, 4, 7, 8, 20, 71]))
 
@@ -141,7 +141,7 @@ def _cases(
 
 
 def _carve(memory: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns a layer's caches in `[num_blocks, layers, elements]`: the second, so strided."""
+    """Return a layer's caches in `[num_blocks, layers, elements]`: the second layer, so strided."""
     heads, size = case.num_kv_heads, case.block_size
     of_keys = heads * size * case.head_dim
     layer = memory[:, 1]
@@ -152,13 +152,13 @@ def _carve(memory: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor
 
 
 def without_subnormals(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
-    """Rounds subnormal fp8 numbers to zero or to the smallest normal number."""
+    """Round subnormal fp8 values to zero or to the smallest normal value."""
     least = torch.finfo(dtype).smallest_normal * scale
     return torch.where(x.abs() < least, least * (x / least).round(), x)
 
 
 def _elements(case: Case) -> int:
-    """Returns the elements of a block of one layer."""
+    """Return the elements of one layer's block."""
     width = case.head_dim + (0 if case.latent else case.width_of_values)
     return case.num_kv_heads * case.block_size * width
 
@@ -183,7 +183,7 @@ def _build(case: Case, device: str = "cpu") -> Batch:
                 if cache is not None:
                     shape = (case.num_kv_heads, filled, cache.shape[3])
                     cache[table[index], :, :filled] = torch.randn(shape, generator=generator)
-        # Blocks that no query sees are free; their entries are any number.
+        # Blocks that no query sees are free; their entries may be any number.
         table[:released] = shuffled.choices([-1, 2**31 - 1, blocks[0]], k=released)
     if case.cache_dtype is not None:
         key_cache /= KEY_SCALE
@@ -196,7 +196,7 @@ def _build(case: Case, device: str = "cpu") -> Batch:
             )
     num_heads = case.num_kv_heads * case.group
     queries = [queries for queries, _ in case.lengths]
-    # A view of a wider tensor, as a fused projection gives.
+    # A view of a wider tensor, as from a fused projection.
     fused = torch.randn((sum(queries), num_heads + 2, case.head_dim), generator=generator)
     sinks = 2 * torch.randn(num_heads, generator=generator)
     options: dict[str, Any] = {
@@ -230,9 +230,9 @@ def _build(case: Case, device: str = "cpu") -> Batch:
 def _in_order_of(
     kernels: ModuleType, case: Case, batch: Batch
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns a batch's caches with blocks in the order that an implementation keeps.
+    """Return a batch's caches with blocks in an implementation's own order.
 
-    The order is its own: what is written here is what a model would have written.
+    The implementation itself writes them, as for a model.
     """
     shape = (batch.key_cache.shape[0], 2, _elements(case))
     memory = torch.full(shape, torch.nan, device=batch.query.device).to(case.kept_as)
@@ -255,16 +255,16 @@ def _in_order_of(
 
 
 def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
-    """Returns where in a block's head an implementation keeps each element.
+    """Return each element's place in a block's head, for an implementation's layout.
 
-    `[block_size, dim]` for keys and for values: found by writing each one's offset in the block,
+    `[block_size, dim]` for keys and for values, found by writing each one's offset in the block,
     then its place in the head.
     """
     dims = [case.head_dim] if case.latent else [case.head_dim, case.width_of_values]
     sizes = [case.block_size * dim for dim in dims]
     slots = torch.arange(case.block_size, device=device)
     numbers = [torch.zeros(n, dtype=torch.int64, device=device) for n in sizes]
-    for digit in range(3, -1, -1):  # to the base of 8, as any dtype holds these exactly
+    for digit in range(3, -1, -1):  # in base 8, which any dtype represents exactly
         for of_slots in (True, False):
             tokens, caches = [], []
             for dim in dims:
@@ -303,7 +303,7 @@ def _check_attention(
     case: Case,
     device: str = "cpu",
     splits: int | None = None,
-    planned: Sequence[int] | None = None,  # queries of each sequence; those there are if None
+    planned: Sequence[int] | None = None,  # queries of each sequence; None: the batch's
     plan: AttentionPlan | None = None,
 ) -> None:
     batch = _build(case, device)
@@ -319,7 +319,7 @@ def _check_attention(
     if plan is not None:
         metadata = replace(metadata, plan=plan)
     out = kernels.paged_attention(batch.query, *caches, metadata, **batch.options)
-    # In float32 from the very same inputs, so that all error is the kernel's own.
+    # In float32 from the same inputs, so that all error is the kernel's.
     expected = reference.paged_attention(
         batch.query.float(),
         batch.key_cache.float(),
@@ -337,9 +337,9 @@ def _check_attention(
 def _check_write(
     kernels: ModuleType, case: Case, device: str = "cpu", *, rounds: bool = True
 ) -> None:
-    """Writes to random slots, some skipped, from strided views, and looks at every byte.
+    """Write to random slots, some skipped, from strided views, and compare every byte.
 
-    If not `rounds`, an fp8 cache is given nothing that it would have to round.
+    If not `rounds`, an fp8 cache gets only values that it represents exactly.
     """
     generator = torch.Generator().manual_seed(case.seed)
     num_blocks, num_tokens = 5, sum(queries for queries, _ in case.lengths)
@@ -355,7 +355,7 @@ def _check_write(
         fused = torch.randn((num_tokens, 2 * case.num_kv_heads, dim), generator=generator)
         if case.cache_dtype and not rounds:
             fused = fused.to(case.cache_dtype).float()
-        fused[:: max(1, num_tokens // 3)] *= 3e4  # more than e4m3 holds
+        fused[:: max(1, num_tokens // 3)] *= 3e4  # beyond e4m3's range
         tokens.append(fused.to(case.dtype).to(device)[:, case.num_kv_heads :])
     if case.latent:
         tokens[1] = None
@@ -378,7 +378,7 @@ def _check_write(
 
 
 def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
-    """Copies blocks within a cache and to another one and back, and looks at every byte."""
+    """Copy blocks within a cache, to another one and back, and compare every byte."""
     generator = torch.Generator().manual_seed(case.seed)
     inner = (2, 2, case.num_kv_heads, case.block_size, case.head_dim)
     cache = torch.randn((9, *inner), generator=generator).to(case.dtype).to(device)
@@ -398,7 +398,7 @@ def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
 def _rows_to_draw_from(
     draw: st.DrawFn, vocab_sizes: tuple[int, ...], most_rows: int, *, ties: bool = True
 ) -> tuple[torch.Tensor, SamplingTensors]:
-    """Draws rows of logits, each with parameters of its own, the extremes among them."""
+    """Draw rows of logits, each with its own parameters, including extremes."""
     vocab_size, n = draw(st.sampled_from(vocab_sizes)), draw(st.integers(1, most_rows))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     logits = torch.randn((n, vocab_size), generator=generator) * draw(st.sampled_from([0.5, 3.0]))
@@ -427,9 +427,9 @@ ROUNDING = 1e-5
 def _check_draws(
     kernels: ModuleType, logits: torch.Tensor, draws: SamplingTensors, device: str = "cpu"
 ) -> None:
-    """Draws all rows together, and one of them alone.
+    """Sample all rows together, and one of them alone.
 
-    Right is what numbers would give that differ by no more than rounding.
+    A token is right if logits that differ only by rounding would give it.
     """
     found = kernels.draw_tokens(logits.to(device), draws).tolist()
     allowed: list[set[int]] = [set() for _ in found]
@@ -450,10 +450,10 @@ def _check_draws(
 
 
 def _check_greatest_uniform(kernels: ModuleType, vocab_size: int, device: str = "cpu") -> None:
-    """Draws with the greatest uniform number, which the running sum only exceeds at its end.
+    """Sample with the greatest uniform number, which the running sum exceeds only at its end.
 
-    The last token's weight raises a float64 sum in every other row, and is lost in the others.
-    Before it are tokens whose sum in float32 is rounded.
+    In every other row the last token's weight raises a float64 sum; in the others it is lost. The
+    tokens before it have a sum that float32 rounds.
     """
     n, heavy = 32, 20
     logits = torch.full((n, vocab_size), -torch.inf)
@@ -471,7 +471,7 @@ def _check_greatest_uniform(kernels: ModuleType, vocab_size: int, device: str = 
 
 @st.composite
 def _masked_rows(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], np.ndarray]:
-    """Draws logits, some of their rows, and a mask for each: of all tokens, too few or too many."""
+    """Draw logits, some of their rows, and a mask for each, of right, lesser or greater length."""
     columns = draw(st.integers(1, 200) | st.sampled_from([4095, 4096, 4097, 9000]))
     count = draw(st.integers(1, 4))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
@@ -501,7 +501,7 @@ def _check_masks(
 
 @dataclass(frozen=True)
 class Harness:
-    """What the tests of every implementation share."""
+    """The tests that all implementations share."""
 
     case: type[Case] = Case
     tolerances: dict[torch.dtype, float] = field(default_factory=lambda: TOLERANCES)
@@ -529,7 +529,7 @@ def harness() -> Harness:
 
 @pytest.fixture
 def two_threads():
-    """Two threads compute, whatever the machine has."""
+    """Use two compute threads on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield

@@ -1,7 +1,7 @@
-"""The linear kernels in a program for another CPU, which an emulator runs.
+"""The linear kernels in a program for another CPU, run by an emulator.
 
-`EmulatedLibrary` stands in for the library that `LinearKernels` calls: it sends what the pointers
-point to, and stores what comes back.
+`EmulatedLibrary` stands in for the library that `LinearKernels` calls: it sends the memory behind
+pointers, and stores the results.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ ARRAYS = 8
 CALL = struct.Struct(f"9q{ARRAYS}qd")
 """The same as in emulation/remote_linear.cpp."""
 WIDE = 2
-"""Elements are float32; the same as in blocks.py."""
+"""Type number of float32 elements; the same as in blocks.py."""
 
 
 def format_of(number):
@@ -23,7 +23,7 @@ def format_of(number):
 
 
 class EmulatedLibrary:
-    """What `LinearKernels` calls.
+    """The library that `LinearKernels` calls.
 
     Attributes:
         isa: The name of the program's instruction set.
@@ -145,7 +145,7 @@ class EmulatedLibrary:
 
 
 class Function:
-    """A function that may be given types, as ctypes' may."""
+    """A function with attributes for types, as in ctypes."""
 
     def __init__(self, call):
         self._call = call

@@ -25,8 +25,8 @@ def check_low_rank(
 ) -> None:
     """Compare a backend with the definition.
 
-    Rows of `x` and `out` lie apart, as those of fused layers do; a rank of 0 leaves the layer as it
-    is, and the last row has no adapter.
+    Rows of `x` and `out` are strided, as in fused layers; a rank of 0 does not adapt the layer, and
+    the last row has no adapter.
     """
     draw = torch.Generator().manual_seed(seed)
 

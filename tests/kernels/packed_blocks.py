@@ -7,7 +7,7 @@ from octavo.kernels.cpu.blocks import read_fields
 
 
 def pack(rows, own, panel):
-    """Return `[panels, units, bytes]` uint8 of `[outputs, bytes]`, with panels of `panel`."""
+    """Pack `[outputs, bytes]` to `[panels, units, bytes]` uint8, with `panel` outputs per panel."""
     rows = pad(rows, (0, 0, 0, -len(rows) % panel))
     panels = len(rows) // panel
     fields = read_fields(rows, own)
@@ -26,19 +26,19 @@ def pack(rows, own, panel):
 
 
 def of_panels(values, panels):
-    """Return `[panels, n, outputs of a panel, ...]` of `[outputs, n, ...]`."""
+    """Reshape `[outputs, n, ...]` to `[panels, n, outputs of a panel, ...]`."""
     return values.unflatten(0, (panels, -1)).transpose(1, 2)
 
 
 def words_of(codes, bits):
-    """Return `[..., bits, 4]` bytes of `[..., 8, 4]` codes, as blocks.h takes them apart."""
+    """Pack `[..., 8, 4]` codes to `[..., bits, 4]` bytes, as blocks.h unpacks them."""
     if bits == 8:
         return codes
     first, last = codes[..., :4, :], codes[..., 4:, :]
     low, high = first & 15 | last << 4, codes >> 4
     if bits == 4:
         return low
-    each = 8 if bits == 5 else 4  # that share a byte
+    each = 8 if bits == 5 else 4  # share a byte
     shifts = torch.arange(each, dtype=torch.uint8)[:, None] * (bits - 4)
     spread = high.unflatten(-2, (-1, each)) << shifts
     return torch.cat([low, spread.sum(-2, dtype=torch.uint8)], -2)

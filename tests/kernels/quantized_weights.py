@@ -1,4 +1,4 @@
-"""Random weights of few bits, in every way that kernels take them."""
+"""Random quantized weights, in every layout of the kernels."""
 
 import math
 from functools import partial
@@ -17,7 +17,7 @@ KINDS = (
 def random_weight(
     kind: str, outputs: int, inputs: int, group: int, draw: torch.Generator
 ) -> QuantizedWeight:
-    """Returns a weight whose weights are about as large as a model's."""
+    """Return a weight with values about as large as a model's."""
     group = min(inputs, group)
     groups = -(-inputs // group)
     of_groups = (outputs, groups)
@@ -35,7 +35,7 @@ def random_weight(
         return in_nibbles(scale.half(), zero_point=8)
     if kind == "e2m1":
         exponents = whole(116, 124, (outputs, -(-inputs // 32)), torch.uint8)
-        exponents[:, ::5] = 0  # the least, a subnormal number
+        exponents[:, ::5] = 0  # the least value, a subnormal number
         exponents -= exponents.clamp(max=int(math.log2(inputs) / 2))
         made = make_e2m1(nibbles, exponents)
         assert made is not None

@@ -1,4 +1,4 @@
-"""Random batches for layers that keep a state, and what any implementation must make of them."""
+"""Random batches for stateful layers, and checks for any implementation."""
 
 import math
 import random
@@ -18,19 +18,19 @@ OPERATIONS = ("causal_conv", "ssd", "gated_delta", "selective_scan")
 
 @dataclass(frozen=True)
 class StateCase:
-    """A call: everything but the numbers.
+    """A call without the tensors' values.
 
-    What of the sizes an operation has not is not read.
+    Sizes that an operation lacks are not read.
     """
 
     operation: str
     lengths: list[tuple[int, int]]  # (queries, tokens) of each sequence
     heads: int = 2
-    shared: int = 1  # heads of a group, or of a key
+    shared: int = 1  # heads of a group, or of a key head
     size: int = 16  # channels, head_dim, key_dim
     state_size: int = 16  # value_dim
     width: int = 4
-    per_row: int = 16  # channels of a row
+    per_row: int = 16  # channels per row
     rows_per_block: int = 3
     first_row: int = 1
     dtype: torch.dtype = torch.float32
@@ -40,7 +40,7 @@ class StateCase:
 
 @dataclass
 class StateCall:
-    """A case's tensors. All that must not be read is NaN."""
+    """A case's tensors. Values that must not be read are NaN."""
 
     arguments: list[Any]
     rows: StateRows
@@ -104,7 +104,7 @@ def check(kernels: Any, case: StateCase, device: str = "cpu") -> None:
 
 
 def compare(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
-    """Compare relative to the greatest number; NaN only equals itself."""
+    """Compare relative to the greatest value; NaN only equals itself."""
     assert torch.equal(found.isnan(), expected.isnan())
     found, expected = found.float().nan_to_num(), expected.float().nan_to_num()
     greatest = float(expected.abs().max()) if expected.numel() else 0.0
@@ -152,7 +152,7 @@ class _Numbers:
         heads = case.heads * case.shared
         shrunk = 1.0 if "normalize" in options else case.size**-0.5
         query, key = (shrunk * self._wide(case.heads, case.size) for _ in range(2))
-        key[1::5] = key[:1]  # what was known before
+        key[1::5] = key[:1]  # the earlier state
         elements = (case.size,) if "elements" in options else ()
         g = -self._uniform(self.tokens, heads, *elements)
         g[::7] *= 100
@@ -193,13 +193,13 @@ class _Numbers:
         return most * torch.rand(shape, generator=self.generator).to(self.device)
 
     def _wide(self, *shape: int) -> torch.Tensor:
-        """Return a part of each token, as of a fused projection."""
+        """Return a slice of each token, as from a fused projection."""
         size = math.prod(shape)
         fused = self._normal(self.tokens, size + 5)
         return fused[:, 3 : 3 + size].view(self.tokens, *shape)
 
     def _rows(self, count: int, shape: tuple[int, ...], dtype: torch.dtype) -> StateRows:
-        """Return rows in a cache of which all but the states of old sequences is NaN."""
+        """Return rows in a cache that is NaN except for old sequences' states."""
         case, shuffled = self.case, random.Random(self.case.seed)
         per_block, seqs = case.rows_per_block, len(case.lengths)
         width = -(-(case.first_row + count) // per_block)
@@ -231,7 +231,7 @@ class _Numbers:
 
 @dataclass
 class Steps:
-    """One sequence that is computed in pieces by an operation of `octavo.kernels.states`.
+    """One sequence that an operation of `octavo.kernels.states` computes in pieces.
 
     Attributes:
         operation: Its name.
@@ -252,9 +252,9 @@ class Steps:
 
         Args:
             cuts: The number of tokens of each call.
-            arguments: Those before the rows.
-            options: Those after them.
-            per_token: The indices of the arguments that have tokens.
+            arguments: The arguments before the rows.
+            options: The arguments after the rows.
+            per_token: The indices of the arguments with a token dimension.
         """
         state = torch.full((1, self.count, *self.row_shape), math.nan, dtype=self.dtype)
         table = torch.zeros((1, 1), dtype=torch.int32)

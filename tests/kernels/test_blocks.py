@@ -1,6 +1,6 @@
 """Layers of GGUF's block formats against products in double precision, for every kind of CPU.
 
-The `gguf` package says what bytes stand for. Instructions that this CPU lacks are emulated, as in
+The `gguf` package dequantizes the bytes. Instructions that this CPU lacks are emulated, as in
 test_linear.py.
 """
 
@@ -34,7 +34,7 @@ def kernels(request, tmp_path_factory):
 
 
 def random_bytes(own, outputs, units, seed):
-    """Any bytes are weights, if their scales are numbers."""
+    """Draw bytes of weights: any bytes with finite scales."""
     draw = np.random.default_rng(seed)
     rows = draw.integers(0, 256, (outputs, units, own.unit_bytes), dtype=np.uint8)
     for at in (208,) if own.bits == 6 else (0, 2) if own.has_min else (0,):
@@ -56,9 +56,9 @@ def test_bytes_stand_for_what_gguf_says(own):
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("outputs", [1, 33, None])
 def test_the_file_s_bytes(kernels, own, outputs):
-    """Widened and packed with the bits of the definitions, in order and in another one."""
+    """Weights are widened and packed as the definitions say, in order and reordered."""
     blocks, linear = kernels
-    # One row more, at an odd address: a file aligns no row. Some scales and codes are zeros.
+    # One extra row, at an odd address: files do not align rows. Some scales and codes are zeros.
     rows = random_bytes(own, 71, 9 if own.is_super else 40, 5)
     rows[3::7] = 0
     rows = torch.cat([torch.zeros(1, dtype=torch.uint8), rows.flatten()])[1:].view_as(rows)
@@ -110,7 +110,7 @@ def test_products(kernels, own, rows, units, outputs, seed):
     wide = blocks.linear_wide(x, outputs, packed, padded, own.number)
     assert (found.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
     assert found.equal(wide.bfloat16())
-    # Each group of inputs is in 255 steps, with errors of half a step.
+    # Each group of inputs is rounded to 255 steps, with errors up to half a step.
     groups = x.double().abs().unflatten(1, (-1, own.group)).amax(-1) / 254
     steps = groups.repeat_interleave(own.group, 1)
     worst = steps @ exact.double().abs().T
@@ -118,7 +118,7 @@ def test_products(kernels, own, rows, units, outputs, seed):
     assert ((wide - expected).abs() <= 1.01 * worst + 1e-5 * size + 1e-4).all()
     usual = (steps**2 @ exact.double().T ** 2).sqrt()
     assert (wide - expected).norm() <= 1.5 * usual.norm() + 1e-5 * size.norm()
-    # Rows in float32 lose nothing.
+    # Rows in float32 are not rounded.
     exactly = blocks.linear(x.float(), outputs, packed, padded, own.number)
     size = x.double().abs() @ exact.double().abs().T + bias.abs()
     assert exactly.dtype == torch.float32
@@ -128,7 +128,7 @@ def test_products(kernels, own, rows, units, outputs, seed):
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_a_row_is_the_same_alone_and_among_others(kernels, own, dtype):
-    """For every number of rows that a tile may have, and for several tiles."""
+    """The numbers of rows cover each partial tile and several tiles."""
     blocks, linear = kernels
     weight = random_bytes(own, 69, 2, 3)
     x = torch.randn(30, meaning(own, weight).shape[1], generator=torch.Generator().manual_seed(3))
@@ -169,7 +169,7 @@ def test_embeddings(request, kernels, own):
 @pytest.mark.parametrize("tail", ["residual", "gate"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_fused(kernels, own, rows, tail, dtype):
-    """Norm, residual and gate, as if they were computed before and after the product."""
+    """Fused norm, residual and gate equal separate operators before and after the product."""
     blocks, linear = kernels
     weight = random_bytes(own, 80, 2, 5)
     exact = meaning(own, weight).double()
@@ -197,12 +197,12 @@ def test_fused(kernels, own, rows, tail, dtype):
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("rows", [1, 8])
 def test_threads_share_the_outputs(kernels, monkeypatch, own, rows):
-    """One thread computes an output, whichever it is, so their number changes no result."""
+    """One thread computes each output, so the number of threads does not change results."""
     blocks, linear = kernels
     weight = random_bytes(own, outputs := 289, 1, 3)
     x = torch.randn(rows, meaning(own, weight).shape[1]).bfloat16()
     layer = (blocks.pack(weight, own), linear.pad_outputs(torch.zeros(outputs)), own.number)
     expected = blocks.linear(x, outputs, *layer)
-    for threads in (3, 70):  # 70: more than there are panels
+    for threads in (3, 70):  # 70: more threads than panels
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert blocks.linear(x, outputs, *layer).equal(expected)

@@ -56,7 +56,7 @@ def test_attention(harness, kernels, data):
 )
 @settings(fixtures_are_shared)
 def test_argmax(kernels, shape, dtype, values, seed):
-    """The first, of many that are as great; and of nothing but impossible ones."""
+    """Argmax returns the first of equal maxima, also if all tokens are impossible."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randint(-values, 1, (shape[0], shape[1] + 3), generator=draw).to(dtype)[:, 2:-1]
     rows[0] = -torch.inf
@@ -87,7 +87,7 @@ def test_write(harness, kernels, data):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kept_as", FP8)
 def test_every_number_is_rounded_to_fp8_as_pytorch_does(native, dtype, kept_as):
-    """But for subnormal ones. There are as many of each, wherever in the block they lie."""
+    """Subnormal values may differ. Each value appears equally often, at any place in the block."""
     every = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     numbers = every.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
     largest = torch.finfo(kept_as).max
@@ -112,7 +112,7 @@ def test_draws(harness, native, data):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_draws_without_a_compiler(harness, data):
-    """Without ties: which of them it keeps is torch's matter."""
+    """The logits have no ties: torch decides which of them it keeps."""
     sizes = (1, 2, 5, CANDIDATES, CANDIDATES + 1, 1000)
     rows = data.draw(harness.rows_to_draw_from(sizes, 4, ties=False))
     harness.check_draws(fallback_draws, *rows)
@@ -139,7 +139,7 @@ def test_a_top_p_that_float32_cannot_hold_without_a_compiler():
     "cut", [{}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 40_000, "top_p": 0.9}, {"min_p": 0.05}]
 )
 def test_draws_from_a_whole_vocabulary(harness, native, spread, cut):
-    """Flat or steep, cut or not: with all thousands of tokens, or a few, left."""
+    """Flat or steep distributions, cut or not: thousands of tokens remain, or a few."""
     n = 3
     logits = spread * torch.randn((n, 49_152), generator=torch.Generator().manual_seed(3))
     draws = SamplingTensors.greedy(n)._replace(
@@ -153,7 +153,7 @@ def test_draws_from_a_whole_vocabulary(harness, native, spread, cut):
 @pytest.mark.parametrize("cut", [{}, {"top_p": np.array([0.5])}, {"top_k": np.array([3])}])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
-    for vocab_size in (1000, 70):  # the smaller one last: what is kept of a row is larger
+    for vocab_size in (1000, 70):  # the smaller one last, after larger buffers
         logits = torch.full((1, vocab_size), value)
         draws = SamplingTensors.greedy(1)._replace(
             temperatures=np.ones(1), uniforms=np.full(1, 0.999), **cut
@@ -172,7 +172,7 @@ def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
 )
 @settings(fixtures_are_shared, max_examples=40)
 def test_scores(native, shape, most, spread, ties, seed):
-    """The first of equally likely tokens come first."""
+    """Equally likely tokens are in the vocabulary's order."""
     draw = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(shape, generator=draw)
     logits = logits.round() if ties else logits
@@ -198,7 +198,7 @@ def test_scores_of_no_numbers_are_no_numbers(native):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
 def test_rotate_and_write(harness, kernels, data):
-    """It equals rotating and then writing."""
+    """The fused kernel equals rotating and then writing."""
     case = data.draw(harness.cases(longest=20).filter(lambda case: not case.latent))
     tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
     generator = torch.Generator().manual_seed(case.seed)
@@ -254,7 +254,7 @@ LATENT = {"group": 16, "head_dim": 576, "value_dim": 512, "latent": True}
 
 @pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 8), (torch.bfloat16, 16)])
 def test_latent_attention(harness, kernels, dtype, block_size):
-    """Split among threads, too."""
+    """Also with work split among threads."""
     case = harness.case(
         lengths=[(1, 700), (1, 1), (7, 77)], dtype=dtype, block_size=block_size, **LATENT
     )
@@ -271,7 +271,7 @@ def test_sinks_and_chunks_split_among_threads(harness, kernels, dtype, chunk):
 
 
 def test_layers_of_several_widths(harness, kernels):
-    """They share their threads' buffers."""
+    """Calls of different sizes share their threads' buffers."""
     for head_dim, value_dim in ((64, 64), (512, 512), (40, 128), (576, 24), (64, 64)):
         sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": torch.bfloat16}
         harness.check_attention(kernels, harness.case(lengths=[(1, 99), (9, 20)], **sizes))
@@ -287,7 +287,7 @@ def test_any_number_of_threads(harness, kernels, threads):
 
 @pytest.mark.parametrize("scale", [40.0, -3.0, 0.0])
 def test_extreme_logits(harness, kernels, scale):
-    """Weights that all but vanish, or are all alike, in every tile."""
+    """Softmax weights almost vanish, or are equal, in every tile."""
     for cap in (None, 50.0):
         harness.check_attention(
             kernels,
@@ -299,7 +299,7 @@ def test_nothing_to_attend_to(harness, kernels):
     harness.check_attention(kernels, harness.case(lengths=[(0, 0)]))
     harness.check_attention(kernels, harness.case(lengths=[(0, 0), (1, 9), (0, 30)]))
     batch = harness.build(harness.case(lengths=[(1, 4), (1, 1)]))
-    batch.metadata.seq_lens[0] = 0  # as padding of a batch would have it
+    batch.metadata.seq_lens[0] = 0  # as in a batch's padding
     out = kernels.paged_attention(
         batch.query, batch.key_cache, batch.value_cache, batch.metadata, **batch.options
     )
@@ -407,7 +407,7 @@ def test_of_processes_that_race_one_compiles(tmp_path, monkeypatch):
 
 
 def test_without_a_compiler(tmp_path):
-    """It says so, once, and goes on in plain PyTorch."""
+    """The engine logs it once, and continues in plain PyTorch."""
     script = (
         "import logging; logging.basicConfig()\n"
         "import torch\n"

@@ -22,7 +22,7 @@ from tests.kernels.test_linear import SOURCES, X86, for_x86
 
 @dataclass(frozen=True)
 class Case:
-    """A layer and rows: everything but the numbers."""
+    """A layer and rows, without the tensors' values."""
 
     rows: int
     hidden: int
@@ -67,7 +67,7 @@ def kernels(request, tmp_path_factory):
 
 
 class Layer:
-    """A case's numbers. What must not be read is NaN."""
+    """A case's tensors. Values that must not be read are NaN."""
 
     def __init__(self, case, dtype):
         self.case = case
@@ -86,7 +86,7 @@ class Layer:
             randn(case.experts, projected),
             randn(case.experts, case.hidden),
         )
-        # Of a wider tensor, and some that do not exist.
+        # A view of a wider tensor, with some ids that do not exist.
         ids = torch.randint(-1, case.experts + 1, (case.rows, 5), generator=draw)
         self.ids = ids[:, : case.chosen]
         weights = torch.rand((case.rows, 5), generator=draw)
@@ -112,7 +112,7 @@ class Layer:
         return result.float()
 
     def pack(self, kernels, pack):
-        """Return both products packed, each expert's weights by a function."""
+        """Return both products, packing each expert's weights with a function."""
         products = []
         for weights, bias, gated in (
             (self.up, self.up_bias, self.case.activation.gated),
@@ -139,7 +139,7 @@ def test_bfloat16(kernels, case):
     layer = Layer(case, torch.bfloat16)
     found = layer.found(kernels, *layer.pack(kernels, kernels.pack))
     expected = layer.expected(layer.up, layer.down)
-    # What is between the products is rounded, too.
+    # The activations between the products are rounded, too.
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=4e-2)
 
 
@@ -204,7 +204,7 @@ def test_int4(kernels, case):
 
 
 def of_e2m1(weights):
-    """What `[..., groups, GROUP + 1]` stand for: codes, and then their exponent plus 127."""
+    """Dequantize `[..., groups, GROUP + 1]`: codes, then their exponent plus 127."""
     numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])
     codes, exponents = weights[..., :-1], weights[..., -1:]
     return (numbers.double()[codes] * 2.0 ** (exponents.double() - 127)).flatten(-2)
@@ -217,7 +217,7 @@ def pack_e2m1(kernels):
 @given(case=cases(GROUP), up=st.integers(20, 200), down=st.integers(20, 220))
 @settings(deadline=None, max_examples=20)
 def test_e2m1(kernels, case, up, down):
-    """With exponents from tiny to large; inputs are small where the first product's are large."""
+    """Exponents go from tiny to large; inputs are small where the first product's are large."""
     layer = Layer(case, torch.bfloat16)
     draw = torch.Generator().manual_seed(case.seed)
 
@@ -236,7 +236,7 @@ def test_e2m1(kernels, case, up, down):
 
 
 def test_every_number_of_e2m1(kernels):
-    """Times every power of two, by inputs that choose one of each output's weights."""
+    """Inputs select one weight of each output, with every power of two."""
     hidden = 8 * GROUP
     layer = Layer(Case(GROUP, hidden, GROUP, 1, 1, Activation("relu", False), 0), torch.bfloat16)
     layer.ids, layer.weights = torch.zeros(GROUP, 1, dtype=torch.int64), torch.ones(GROUP, 1)
@@ -267,7 +267,7 @@ def test_a_row_is_the_same_whatever_is_beside_it(kernels):
 
 
 def test_more_rows_than_the_buffers_hold(kernels):
-    """In slices: a pair of these takes up to 24 KiB of the 64 MiB."""
+    """The rows need slices: a pair takes up to 24 KiB of the 64 MiB."""
     case = Case(1500, 16, 4096, 2, 2, Activation(), 0)
     layer = Layer(case, torch.bfloat16)
     layer.ids = torch.zeros_like(layer.ids).index_fill(1, torch.tensor([1]), 1)

@@ -1,4 +1,4 @@
-"""What the kernels know of a GPU: by properties as PyTorch has them for NVIDIA's and for AMD's."""
+"""Properties of GPUs, derived from PyTorch's for NVIDIA and AMD."""
 
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -33,7 +33,7 @@ MI300X = {
 
 @pytest.fixture
 def there_is(monkeypatch):
-    """Has PyTorch find a GPU of the properties given."""
+    """Make PyTorch report a GPU with these properties."""
 
     def put(properties, **changes):
         found = SimpleNamespace(**(properties | changes))

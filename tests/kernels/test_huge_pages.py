@@ -1,4 +1,4 @@
-"""Hints that change no content, and that any weights may be given to."""
+"""Hints change no contents, and accept any weights."""
 
 import mmap
 
@@ -21,7 +21,7 @@ def test_weights_of_any_kind_are_as_before():
 
 
 def test_a_tensor_is_backed_by_memory_without_a_change():
-    # A mapping of its own: malloc might give a piece of its heap, which is backed already.
+    # A separate mapping: malloc might return heap memory, which is backed already.
     pages = mmap.mmap(-1, 96 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if not taken(pages, huge_pages._POPULATE_WRITE):
         pytest.skip("this Linux does not find memory on demand")

@@ -1,4 +1,4 @@
-"""A cached file is loaded only if it is what was written, and nobody else's work."""
+"""A cached file is loaded only if it is unchanged and no other user could write it."""
 
 import ctypes
 import logging
@@ -27,7 +27,7 @@ damaged = pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 
 
 def replace(path, change):
-    """Puts a changed copy in a file's place; the file itself may be loaded."""
+    """Replace a file by a changed copy; the original may be loaded."""
     contents = path.read_bytes()
     path.unlink()
     path.write_bytes(change(contents))
@@ -53,7 +53,7 @@ def test_a_seal_holds_for_the_contents_it_was_made_of(file, change):
 
 def test_what_others_can_write_is_not_trusted(file):
     integrity.check_trusted(file, file.parent)
-    file.chmod(0o664)  # of a group that this process is in
+    file.chmod(0o664)  # a group of this process
     integrity.check_trusted(file)
     file.chmod(0o646)
     with pytest.raises(UntrustedFileError, match="other users can write"):
@@ -74,7 +74,7 @@ def test_what_others_own_is_not_trusted(file):
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory):
-    """A library as `build` leaves it, compiled of a line of C."""
+    """A library as `build` leaves it, compiled from a line of C."""
     path = tmp_path_factory.mktemp("built") / "library.so"
     source = path.with_suffix(".cpp")
     source.write_text('extern "C" int octavo_answer() { return 42; }')
@@ -90,7 +90,7 @@ def test_a_sealed_library_can_be_loaded(built):
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch, built):
-    """The kernels' place in a cache of its own, and a compiler that takes no time."""
+    """The kernels' path in a new cache, and a fast fake compiler."""
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(build, "_compile", lambda _, path: shutil.copy(built, path))
     build.load_compiled()
@@ -131,7 +131,7 @@ def test_what_make_has_compiled_is_taken(tmp_path, monkeypatch, built):
     kept = build._library_path(build.find_compiler())
     build.PREBUILT.mkdir()
     shutil.copy(built, build.PREBUILT / kept.name)
-    # As make runs it, without packages: the library is there, so nothing is compiled.
+    # As make runs it, without packages: the library exists, so nothing is compiled.
     script = [sys.executable, "-I", "-S", ROOT / "kernels" / "cpu" / "prebuild.py", build.PREBUILT]
     subprocess.run(script, check=True)
     assert (build.PREBUILT / kept.name).read_bytes() == built.read_bytes()
@@ -142,7 +142,7 @@ def test_what_make_has_compiled_is_taken(tmp_path, monkeypatch, built):
 @needs_compiler
 @pytest.mark.slow
 def test_a_process_survives_damaged_kernels(tmp_path):
-    """The real ones, in a process of its own: what is cut short ends it with SIGBUS."""
+    """Load the real kernels in a new process: a truncated library would end it with SIGBUS."""
     kept = build._library_path(build.find_compiler())
     copy = tmp_path / "kernels" / kept.name
     copy.parent.mkdir(mode=0o755)

@@ -27,7 +27,7 @@ TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 class Dims:
     heads: int
     latent: int
-    key: int  # elements that are made from a latent
+    key: int  # elements computed from a latent
     rotated: int
     value: int
 
@@ -59,13 +59,13 @@ def check(
     seed=0,
     **options: Any,
 ):
-    """Compares; all that must not be read is NaN, and blocks before a window are missing."""
+    """Compare; values that must not be read are NaN, and blocks before a window are missing."""
     draw, shuffled = torch.Generator().manual_seed(seed), random.Random(seed)
     width = dims.latent + dims.rotated
     counts = [-(-tokens // block_size) for _, tokens in lengths]
     blocks = shuffled.sample(range(sum(counts) + 2), sum(counts) + 2)
     plain = torch.full((len(blocks), 1, block_size, width), torch.nan).to(kept_as or dtype)
-    scale = {"key_scale": 0.01} if kept_as else {}  # an fp8 number times it is no bfloat16
+    scale = {"key_scale": 0.01} if kept_as else {}  # an fp8 value times it is not exact in bfloat16
     cache = torch.empty_like(plain)
     tables = [[blocks.pop() for _ in range(count)] for count in counts]
     slots, rows = [], []
@@ -80,7 +80,7 @@ def check(
     missing = torch.full((len(every), 1, width), torch.nan).to(dtype)
     native.write_kv(missing, None, cache, None, every, **scale)
     latents = torch.cat(rows)
-    if kept_as:  # nothing is rounded to a subnormal number, which this cache has not
+    if kept_as:  # avoids subnormal numbers, which this cache lacks
         latents = without_subnormals(latents, kept_as, 0.01).to(dtype)
     native.write_kv(latents, None, cache, None, torch.tensor(slots), **scale)
     reference.write_kv(latents, None, plain, None, torch.tensor(slots), **scale)

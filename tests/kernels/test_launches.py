@@ -1,6 +1,6 @@
-"""How many programs the kernels are launched as, and of how many warps; nothing is launched.
+"""The numbers of programs and warps of the kernels' launches; nothing is launched.
 
-A GPU refuses grids that are too large, and the interpreter takes them all.
+A GPU refuses grids that are too large, but the interpreter does not.
 """
 
 import importlib
@@ -28,7 +28,7 @@ KERNELS = {
 
 
 class Kernel:
-    """Stands for a kernel; keeps what it is launched with."""
+    """A fake kernel that records its launches."""
 
     def __init__(self, launches):
         self.launches = launches
@@ -60,7 +60,7 @@ def grids(launches):
 
 @pytest.mark.parametrize(("words", "programs"), [(1000, 1), (5000, 5), (80_000_000, 65_535)])
 def test_a_block_of_any_size_is_copied(launches, words, programs):
-    # Memory that nobody touches is not there.
+    # Untouched memory is not allocated.
     cache = torch.empty((2, words), dtype=torch.float32)
     kernels.copy_blocks(cache, torch.tensor([[0, 1]] * 3))
     assert grids(launches) == [(3, programs)]

@@ -37,7 +37,7 @@ X86 = {
     "avx512-bf16": ("x86-64-v3", BF16),
     "amx": ("x86-64-v3", AMX),
 }
-"""What the compiler may use, and what is emulated."""
+"""Instructions that the compiler may use, and those that are emulated."""
 ARM = {level.name: level for level in LEVELS["aarch64"]}
 FAST = ("avx2",)
 KERNELS = [
@@ -45,7 +45,7 @@ KERNELS = [
     for name in ("linear", "linear_blocks", "stored_blocks", "round_weights", "isa")
 ]
 PANEL = 32
-"""The most outputs of a panel."""
+"""Maximum outputs of a panel."""
 
 shapes = st.tuples(
     st.integers(1, 60),  # rows: less than a tile, several, and ragged
@@ -61,7 +61,7 @@ CPUS = [
         for name in (*X86, *ARM)
     ),
 ]
-"""This machine's, and those that are emulated."""
+"""Kinds of CPUs: this machine's, and emulated ones."""
 
 
 @pytest.fixture(scope="module", params=CPUS)
@@ -98,7 +98,7 @@ def for_x86(march, emulated, directory, *sources):
     if emulated:
         flags.append(f"-I{EMULATION}")
         sources = (*sources, EMULATION / "allow_amx.cpp")
-    # Symbolically, as the kernels of this CPU are loaded globally.
+    # -Bsymbolic, as this CPU's kernels are loaded globally.
     return built("g++", *flags, "-shared", "-Wl,-Bsymbolic", *sources, to=directory / "library.so")
 
 
@@ -112,7 +112,7 @@ def for_arm(level, directory):
 
 
 def built(compiler, *arguments, to):
-    """Compile in half of the time; return the path."""
+    """Compile in half the time; return the path."""
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-O")]
     command = [compiler, *flags, "-O1", "-Wno-psabi", f"-I{SOURCES}", *arguments, "-o", to]
     subprocess.run(command, check=True)
@@ -120,7 +120,7 @@ def built(compiler, *arguments, to):
 
 
 def case(shape, seed, dtype=torch.bfloat16):
-    """Rows of which a view is taken, weights and a bias."""
+    """Return rows to take a view of, weights and a bias."""
     rows, inputs, outputs = shape
     draw = torch.Generator().manual_seed(seed)
     x = torch.randn(rows, inputs + 8, generator=draw).to(dtype)[:, 4 : 4 + inputs]
@@ -134,7 +134,7 @@ def case(shape, seed, dtype=torch.bfloat16):
 def test_a_panel_has_the_outputs_of_a_word_side_by_side(kernels, dtype, shape, seed):
     _, inputs, outputs = shape
     draw = torch.Generator().manual_seed(seed)
-    # Rows of a wider weight: their stride is not their size.
+    # Rows of a wider weight: their stride exceeds their size.
     weight = torch.randint(-128, 128, (outputs, inputs + 4), generator=draw).to(dtype)[:, 4:]
     word = 4 // weight.element_size()
     panels = kernels.pad_outputs(weight).reshape(-1, kernels.panel, inputs // word, word)
@@ -157,7 +157,7 @@ def test_bfloat16(kernels, shape, seed):
 
 @given(
     rows=st.integers(1, 40),
-    inputs=st.integers(1, 130) | st.just(1024),  # of which a tile of rows would share few places
+    inputs=st.integers(1, 130) | st.just(1024),  # a tile's rows would share few cache sets
     outputs=st.integers(1, 3 * PANEL),
     seed=st.integers(0, 99),
 )
@@ -178,7 +178,7 @@ def test_float32(kernels, rows, inputs, outputs, seed):
 @given(shape=shapes, seed=st.integers(0, 99), zero=st.booleans())
 @settings(deadline=None)
 def test_int8(kernels, shape, seed, zero):
-    """Exactly what its definition gives, but for the last rounding."""
+    """Results equal the definition's exactly, except for the last rounding."""
     x, weight, bias = case(shape, seed)
     if zero:
         x[0] = 0
@@ -202,7 +202,7 @@ def test_int8(kernels, shape, seed, zero):
     step = ((wide.amax(1, keepdim=True).clamp_min(0) - low) / 255).clamp_min(1e-8)
     nothing = (-low / step).round()
     inverse = 1 / step
-    # Where an element is as near to one byte as to the next, either will do.
+    # If an element is equally near to two bytes, either is right.
     tie = ((wide * inverse).frac().abs() - 0.5).abs() < 1e-4
     bytes_ = ((wide * inverse).round() + nothing).clamp(0, 255)
     expected = ((bytes_ - nothing).double() @ (whole * scale[:, None].double()).T) * step + bias
@@ -213,7 +213,7 @@ def test_int8(kernels, shape, seed, zero):
 
 
 def in_own_type(kernels, weight, bias):
-    """A layer's operator, and what it takes after rows and outputs."""
+    """A layer's operator, and its arguments after rows and outputs."""
     return kernels.linear, (kernels.pack(weight), kernels.pad_outputs(bias))
 
 
@@ -234,14 +234,14 @@ each_kind = pytest.mark.parametrize(("make", "dtype"), KINDS, ids=["bfloat16", "
 @given(
     rows=st.integers(1, 30),
     groups=st.integers(1, 5),
-    outputs=st.integers(2 * PANEL, 4 * PANEL),  # enough to be a sample of roundings
+    outputs=st.integers(2 * PANEL, 4 * PANEL),  # enough for a sample of roundings
     normed=st.booleans(),
     tail=st.sampled_from(["", "residual", "gate"]),
     seed=st.integers(0, 99),
 )
 @settings(deadline=None, max_examples=60)
 def test_fused(kernels, make, dtype, rows, groups, outputs, normed, tail, seed):
-    """Norm, residual and gate, as if they were computed before and after the product."""
+    """Fused norm, residual and gate equal separate operators before and after the product."""
     x, weight, bias = case((rows, groups * GROUP, 2 * outputs), seed, dtype)
     draw = torch.Generator().manual_seed(seed)
     norm = torch.rand(x.shape[1], generator=draw).to(dtype) + 1
@@ -258,7 +258,7 @@ def test_fused(kernels, make, dtype, rows, groups, outputs, normed, tail, seed):
         *(norm if normed else None, 1e-5, added if tail == "residual" else None),
     )
 
-    # Rounded before it is multiplied by the norm's weights, as transformers' models do.
+    # Rounded before multiplying by the norm's weights, as in transformers' models.
     rows_in = torch.nn.functional.rms_norm(x, norm.shape, eps=1e-5) * norm if normed else x
     plain, layer = make(kernels, weight, bias)
     expected = plain(rows_in, 2 * outputs, *layer).double()
@@ -274,7 +274,7 @@ def test_fused(kernels, make, dtype, rows, groups, outputs, normed, tail, seed):
 
 @each_kind
 def test_a_row_is_the_same_alone_and_among_others(kernels, make, dtype):
-    """For every number of rows that a tile may have, and for several tiles."""
+    """The numbers of rows cover each partial tile and several tiles."""
     inputs = 1024 if dtype == torch.float32 else 3 * GROUP  # 1024: many rows are copied
     x, weight, bias = case((40, inputs, 2 * PANEL + 5), seed=1, dtype=dtype)
     x = x.contiguous()
@@ -287,17 +287,17 @@ def test_a_row_is_the_same_alone_and_among_others(kernels, make, dtype):
 @pytest.mark.parametrize("rows", [1, 4, 20])
 @each_kind
 def test_threads_share_the_outputs(kernels, monkeypatch, make, dtype, rows):
-    """One thread computes an output, whichever it is, so their number changes no result."""
+    """One thread computes each output, so the number of threads does not change results."""
     x, weight, bias = case((rows, 2 * GROUP, 9 * PANEL + 1), seed=0, dtype=dtype)
     operator, layer = make(kernels, weight, bias)
     expected = operator(x, len(bias), *layer)
-    for threads in (3, 70):  # 70: more than there are panels
+    for threads in (3, 70):  # 70: more threads than panels
         monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
         assert operator(x, len(bias), *layer).equal(expected)
 
 
 def test_gates_far_from_zero(kernels):
-    """Where silu's exponential would overflow."""
+    """Gates are so negative that silu's exponential would overflow."""
     weight = torch.eye(GROUP).bfloat16()
     operator, layer = in_own_type(
         kernels, kernels.interleave(weight, weight), torch.zeros(2 * GROUP)

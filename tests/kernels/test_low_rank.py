@@ -1,4 +1,4 @@
-"""Products of low rank on a CPU, in C++ and in plain PyTorch, against their definition."""
+"""Low-rank products on a CPU, in C++ and in plain PyTorch, against their definition."""
 
 import numpy as np
 import pytest

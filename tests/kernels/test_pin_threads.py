@@ -1,4 +1,4 @@
-"""Threads of OpenMP's pool on cores of their own, as Linux says it."""
+"""Threads of OpenMP's pool run on their own cores, as Linux reports."""
 
 import os
 import threading
@@ -17,12 +17,12 @@ FIRST, SECOND = sorted(os.sched_getaffinity(0))[:2] if len(os.sched_getaffinity(
 
 
 def tasks():
-    """The threads of this process."""
+    """Return this process's threads."""
     return {int(task.name) for task in Path("/proc/self/task").iterdir()}
 
 
 def pin(kernels, places):
-    """Pin in a new thread, which has a pool of its own; return the outcome and where they run."""
+    """Pin in a new thread with its own pool; return the outcome and the threads' CPUs."""
     outcome = []
     before = tasks()
 

@@ -19,7 +19,7 @@ from octavo.kernels.sampling_tensors import SamplingTensors
 
 
 def contiguous(batch, seq):
-    """One sequence's queries, keys and values as PyTorch likes them, [heads, tokens, dim]."""
+    """Return a sequence's queries, keys and values in PyTorch's layout, [heads, tokens, dim]."""
     first, last = batch.metadata.query_starts[seq : seq + 2].tolist()
     block_size = batch.key_cache.shape[2]
     table = batch.metadata.block_tables[seq].tolist()

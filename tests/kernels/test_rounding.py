@@ -1,4 +1,4 @@
-"""The rounding kernels give what PyTorch's definition gives, on every kind of CPU."""
+"""The rounding kernels equal PyTorch's definition, on every kind of CPU."""
 
 import ctypes
 
@@ -31,7 +31,7 @@ def kernels(request, tmp_path_factory):
 
 
 def random_weight(outputs, groups, dtype, seed):
-    """Strided rows whose groups have many scales; some were in 4 bits before."""
+    """Strided rows whose groups have various scales; some weights were in 4 bits before."""
     draw = torch.Generator().manual_seed(seed)
     weight = torch.randn((outputs, groups, GROUP), generator=draw)
     weight[::2] = weight[::2].mul(4).round().clamp(-6, 6) / 4
@@ -59,8 +59,7 @@ def errors(rows, weight):
 def test_4_bits(kernels, dtype, outputs, groups, seed):
     weight = random_weight(outputs, groups, dtype, seed)
     expected, found = defined_q4_1(weight), kernels.to_q4_1(weight)
-    # Sums of squares in another order may make another number of steps the best of two that are
-    # equally good.
+    # Sums of squares in another order may prefer another of two equally good numbers of steps.
     size = FORMATS["Q4_1"].unit_bytes
     others = (found != expected).unflatten(1, (-1, size)).any(-1)
     assert others.double().mean() <= 0.01

@@ -1,4 +1,4 @@
-"""How many pieces long sequences are cut into, and the room that plans of graphs have for them."""
+"""The number of pieces of long sequences, and the room for them in CUDA graphs' plans."""
 
 import numpy as np
 import pytest
@@ -34,8 +34,7 @@ def test_enough_sequences_are_not_cut(programs):
 
 
 def test_what_fills_the_gpu_by_itself_is_not_cut():
-    # Chunks of prompts, each of which has a multiprocessor to itself: two pieces of each would
-    # run one after the other.
+    # Each prompt chunk has its own multiprocessor: two pieces of one would run in sequence.
     assert choose_splits(132, 32768, 132) == 1
     assert choose_splits(132, 32768, 264) == 2
 

@@ -1,4 +1,4 @@
-"""Layers that keep a state: the CPU's kernels against the definition, and that against models."""
+"""Stateful layers: the CPU's kernels against the definition, and the definition against models."""
 
 from dataclasses import replace
 
@@ -76,7 +76,7 @@ def test_any_number_of_threads(native, operation, threads):
 @needs_compiler
 @pytest.mark.parametrize("options", [set(), {"elements"}])
 def test_decays_to_nothing_and_of_nothing(native, options):
-    """Sums of logarithms over a chunk that no exponential could undo."""
+    """A chunk's sums of logarithms exceed the range of exponentials."""
     case = StateCase("gated_delta", [(70, 80)], size=32, state_size=32)
     case = replace(case, options=frozenset({"normalize", *options}))
     for g in (0.0, -5.0, -200.0):
@@ -251,7 +251,7 @@ def test_scans_as_transformers(cuts):
 
 
 def test_computes_lightning_attention():
-    """Linear attention with a constant decay per head, as MiniMax has it."""
+    """Linear attention with a constant decay per head, as in MiniMax."""
     heads, dim = 3, 16
     q, k, v = (scale * numbers(TOKENS, heads, dim) for scale in (1, 2, 3))
     rates = numbers(heads).exp() / 10

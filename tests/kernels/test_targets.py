@@ -1,4 +1,4 @@
-"""The kernels, built for CPUs that this machine is not: all link, and run where they can."""
+"""The kernels built for other CPUs: all link, and run if this machine can run them."""
 
 import os
 import platform
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 SOURCES = Path(compiling.__file__).parent
 DRIVER = Path(__file__).parent / "driver.cpp"
 DRIVEN = ("paged_attention", "write_kv", "argmax", "mask_logits", "draw_tokens", "score_tokens")
-"""What the driver calls."""
+"""The functions that the driver calls."""
 AVX2 = {"avx2", "bmi2", "f16c", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "clwb"}
 ICE_LAKE = AVX512 | {"avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "gfni", "vaes"}
@@ -28,7 +28,7 @@ AMX = AVX512 | {"amx_tile"}
 
 
 class Target(NamedTuple):
-    """A level of instructions, of one architecture."""
+    """A level of instructions of an architecture."""
 
     machine: str
     level: Level
@@ -39,7 +39,7 @@ class Target(NamedTuple):
 
     @property
     def runner(self):
-        """What runs its programs here: nothing, an emulator, or None if they cannot run."""
+        """Return the command prefix that runs its programs here; None if they cannot run."""
         if self.machine == platform.machine():
             return [] if self.level.needs <= machine.cpu_features() else None
         emulator = shutil.which(f"qemu-{self.machine}")
@@ -51,7 +51,7 @@ FAST = {"neon"}
 
 
 def run(*command, timeout=120.0, **environment):
-    # A test of its own must not take itself for a worker of these.
+    # A child's tests must not act as workers of these.
     kept = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     done = subprocess.run(
         list(map(str, command)),
@@ -89,7 +89,7 @@ def symbols(library, which):
     ids=lambda target: target.level.name,
 )
 def test_builds_whole_for(target, tmp_path):
-    """Nothing is left undefined."""
+    """No symbol stays undefined."""
     skip_unless(target.compiler)
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-O")]
     flags += target.level.flags
@@ -118,7 +118,7 @@ def test_builds_whole_for(target, tmp_path):
 
 
 def run_tests(march, chosen, tmp_path, **environment):
-    """Run the kernels' tests with a library for another CPU, as a process of its own."""
+    """Run the kernels' tests with a library for another CPU, in a new process."""
     if march == "haswell":
         environment |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
     return run(
@@ -133,9 +133,9 @@ def run_tests(march, chosen, tmp_path, **environment):
 
 @pytest.mark.slow
 def test_loads_and_runs_what_is_built_for_avx2(tmp_path):
-    """Through OCTAVO_MARCH, and all of PyTorch held to the same."""
+    """OCTAVO_MARCH selects it, and PyTorch is restricted to the same."""
     skip_unless("g++", AVX2)
-    compiler = tmp_path / "c++"  # which does without half of the optimisation, and of the time
+    compiler = tmp_path / "c++"  # skips half of the optimisation and of the time
     compiler.write_text('#!/bin/sh\nexec g++ "$@" -O1\n')
     compiler.chmod(0o755)
     chosen = "native and (split or any_number or test_argmax or refuses)"
@@ -153,7 +153,7 @@ def test_all_that_the_kernels_do_is_right_for(march, needs, tmp_path):
 
 
 def test_a_library_that_cannot_be_loaded_is_compiled_instead(tmp_path, monkeypatch, caplog):
-    """One in a wheel, made for another C library or PyTorch."""
+    """A library in a wheel was built for another C library or PyTorch."""
     for level in LEVELS.get(platform.machine(), ()):
         (tmp_path / f"{level.name}.so").write_bytes(b"not a library")
     monkeypatch.delenv(machine.MARCH, raising=False)
@@ -187,7 +187,7 @@ def test_a_cpu_gets_the_best_level_that_it_has(machine_name, lacking, best):
 
 @pytest.mark.parametrize("variable", machine.ISA_VARIABLES)
 def test_what_holds_code_to_a_part_of_the_cpu_tells_builds_apart(variable, monkeypatch):
-    """The identity is part of the name of the kernels' library, and of compiled models."""
+    """The CPU's identity is part of the names of the kernels' library and of compiled models."""
     monkeypatch.delenv(variable, raising=False)
     whole = machine.cpu_identity()
     monkeypatch.setenv(variable, "avx2")
@@ -203,7 +203,7 @@ def test_the_compiler_is_told_the_cpu(monkeypatch):
 
 @pytest.mark.slow
 def test_clang_is_refused_in_plain_words_where_it_cannot_serve(tmp_path):
-    """Its OpenMP code needs a runtime that PyTorch's wheels do not bring."""
+    """Clang's OpenMP code needs a runtime that PyTorch's wheels do not include."""
     skip_unless("clang++")
     loaded = run(
         *(
@@ -236,5 +236,5 @@ print(float((layer(rows) - expected).norm() / expected.norm()))
 @pytest.mark.slow
 @pytest.mark.parametrize("isa", ["AVX2", "AVX512_CORE", "DEFAULT"])
 def test_onednn_does_not_overflow_in_8_bits(isa):
-    """Without VNNI it adds pairs of products in 16 bits."""
+    """Without VNNI, oneDNN adds pairs of products in 16 bits."""
     assert float(run(sys.executable, "-c", INT8, ONEDNN_MAX_CPU_ISA=isa)) < 0.02

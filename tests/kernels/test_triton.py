@@ -22,7 +22,7 @@ OLD = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 9)
 KNOWN = [dtype for dtype in E4M3_DTYPES if not (OLD and dtype == torch.float8_e4m3fnuz)]
 E4M3 = KNOWN if INTERPRETED else [describe_gpu(torch.device(DEVICE)).e4m3] if FOUND else []
 FP8 = [dtype for dtype in (*E4M3, torch.float8_e5m2) if dtype is not None]
-# On a GPU, nearly each example is compiled first.
+# On a GPU, almost every example is compiled first.
 MAX_EXAMPLES = 10 if INTERPRETED else 20
 
 pytestmark = MARKS
@@ -52,7 +52,7 @@ def check_rotation(harness, kernels, case):
     value = numbers(tokens, case.num_kv_heads + 1, case.width_of_values)[:, 1:]
     angles = numbers(2, tokens, case.head_dim)
     if case.cache_dtype is not None:
-        # Quarter turns of what fp8 holds: nothing is rounded, which the interpreter does amiss.
+        # Quarter turns of fp8 values need no rounding, which the interpreter does wrong.
         for x in (fused, value):
             x.copy_(x.to(case.cache_dtype))
         quarters = torch.randint(4, angles.shape[1:], generator=generator).to(DEVICE)
@@ -93,7 +93,7 @@ def test_attention(harness, kernels, data):
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=10 * MAX_EXAMPLES)
 def test_sweep(harness, kernels, data):
-    """Every kernel, on sizes as the engine has them."""
+    """Every kernel works with the engine's sizes."""
     case = data.draw(harness.cases(longest=600, most_rows=1200, most_sequences=9, fp8=FP8))
     splits = data.draw(st.none() | st.integers(1, 8))
     harness.check_attention(kernels, case, DEVICE, splits)
@@ -109,7 +109,7 @@ def test_sweep(harness, kernels, data):
 @settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
 def test_write(harness, kernels, data):
     case = data.draw(harness.cases(longest=20, fp8=FP8))
-    # The interpreter's own rounding to fp8 is not to the nearest.
+    # The interpreter does not round to the nearest fp8.
     harness.check_write(kernels, case, DEVICE, rounds=not INTERPRETED)
 
 
@@ -231,7 +231,7 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
 
 @pytest.mark.parametrize("window", [None, 3, pytest.param(40, marks=pytest.mark.slow)])
 def test_fewer_queries_than_are_planned_for(harness, kernels, window):
-    """Like a CUDA graph of steps with drafts: the last sequence is the padding."""
+    """Plans have room as in CUDA graphs with drafts: the last sequence is padding."""
     lengths = [(9, 140), (1, 200), (1, 128), (3, 9), (0, 0), (31, 0)]
     case = harness.case(lengths=lengths, num_kv_heads=2, group=4, sliding_window=window)
     harness.check_attention(kernels, case, DEVICE, splits=2, planned=[9] * 5 + [45])
@@ -247,7 +247,7 @@ def uninitialized_is_nan():
 @pytest.mark.usefixtures("uninitialized_is_nan")
 @pytest.mark.parametrize("window", [40, pytest.param(None, marks=pytest.mark.slow)])
 def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, window):
-    """Like a CUDA graph of mixed steps: the fifth sequence has the rows that are left."""
+    """Plans have room as in mixed CUDA graphs: the fifth sequence has the remaining rows."""
     monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
     case = harness.case(lengths=[], group=2, sliding_window=window)
     options = harness.plan_options(case, DEVICE)

@@ -1,8 +1,7 @@
-"""Compiles the kernels for NVIDIA's GPUs, and reads what became of them.
+"""Compiles the kernels for NVIDIA's GPUs, and checks the machine code.
 
-What is read off the machine code: that keys and values come by asynchronous copies of 16
-bytes, that products run on the matrix units, that registers suffice, and that
-programs fit into shared memory, and how many instructions a tile of keys takes.
+Checks: keys and values come by asynchronous copies of 16 bytes, products run on the matrix units,
+registers suffice, programs fit into shared memory, and the number of instructions per tile of keys.
 `test_triton_compiled_amd.py` does the same for AMD's.
 """
 
@@ -55,7 +54,7 @@ B200 = Gpu("B200", "sm_100", 32, 227 * KIB, 148)
 RTX_5090 = Gpu("RTX 5090", "sm_120", 32, 99 * KIB, 170)
 OTHERS = (RTX_3090, RTX_4090, RTX_5090, B200)
 IN_PLACE = {H100: "wgmma.mma_async", B200: "tcgen05.mma"}
-SPARED = 40  # bytes of stack: Triton 3.6 puts some numbers aside, 3.9 hardly any
+SPARED = 40  # bytes of stack: Triton 3.6 spills some values, 3.9 hardly any
 
 
 @pytest.fixture(autouse=True)
@@ -64,7 +63,7 @@ def compile_anew(monkeypatch, tmp_path):
 
 
 def resources(made, path):
-    """What a compiled kernel takes: registers, and bytes of stack, where they spill to."""
+    """Return a compiled kernel's registers, and its bytes of stack, where registers spill."""
     path.write_bytes(made.asm["cubin"])
     tool = triton.knobs.nvidia.cuobjdump.path
     command = [tool, "--dump-resource-usage", str(path)]
@@ -73,7 +72,7 @@ def resources(made, path):
 
 
 def first_loop(path):
-    """The instructions of a kernel's first loop: in attention, of the tiles that all rows see."""
+    """Return the instructions of a kernel's first loop; in attention, tiles need no mask there."""
     command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
     told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     label_or_instruction = r"^(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.+?)\s*;"
@@ -89,9 +88,9 @@ def first_loop(path):
     raise AssertionError("there is no loop")
 
 
-# Instructions that a warp may take for a tile: on an H100, reading 64 keys of a bf16 cache at
-# its bandwidth takes 2,450 cycles, in which its four schedulers issue 9,800; two programs of
-# four warps each share them. (Triton 3.6 takes 300, 537, 367, 293, 345.)
+# Maximum instructions of a warp per tile: on an H100, reading 64 keys of a bf16 cache at full
+# bandwidth takes 2,450 cycles, in which four schedulers issue 9,800; two programs of four warps
+# share them. (Triton 3.6 takes 300, 537, 367, 293, 345.)
 FAST = [
     (H100, "decode", COMMON, 340),
     (H100, "decode", replace(COMMON, cache_dtype=E4M3), 600),
@@ -126,7 +125,7 @@ def check_attention(gpu, kind, case, path):
     code = made.asm["ptx"]
     widths = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^;]*?, 0x(\w+)", code))
     assert widths, "nothing is fetched ahead"
-    # fp8 values, whose rows become columns, go by 8.
+    # fp8 values, whose rows become columns, are copied by 8 bytes.
     assert widths <= ({"10", "8"} if case.cache_dtype in (E4M3, E5M2) else {"10"})
     if case.dtype != FP32:
         product = IN_PLACE.get(gpu, "mma.sync") if tiles.rows >= 64 else "mma.sync"
@@ -138,7 +137,7 @@ def check_attention(gpu, kind, case, path):
     assert resident * taken["REG"] * threads <= 64 * KIB
     if (
         kind == "decode" and case.head_dim <= 256
-    ):  # two programs side by side, for each of which a KiB is reserved
+    ):  # two concurrent programs, with a KiB reserved for each
         assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
 
 
@@ -156,10 +155,10 @@ def check_linear(gpu, kind, group, rows, path, dtype=BF16):
 
 
 def check_unpacked(gpu, made, tiles, path, dtype):
-    """All comes by asynchronous copies and is multiplied on matrix units; returns the loop."""
+    """Check for asynchronous copies and products on matrix units; return the loop."""
     taken, loop = resources(made, path), first_loop(path)
     assert taken["STACK"] <= SPARED
-    assert taken["REG"] * tiles.warps * 32 * 2 <= 64 * KIB  # two programs side by side
+    assert taken["REG"] * tiles.warps * 32 * 2 <= 64 * KIB  # two concurrent programs
     assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
     code = made.asm["ptx"]
     assert ".ftz" not in code, "numbers of e2m1 are subnormal before they are scaled"
@@ -205,8 +204,8 @@ def test_quantized_experts_widely(tmp_path, gpu, kind, rows):
         check_quantized_experts(gpu, kind, rows, tmp_path / "cubin", dtype)
 
 
-# Before the rest: up to Triton 3.6, how a process converts to fp8 is settled by the first GPU that
-# it compiles for, and what the A100 does all do.
+# Before the rest: up to Triton 3.6, the first GPU that a process compiles for fixes its conversion
+# to fp8, and all GPUs can run the A100's.
 @pytest.mark.parametrize(
     "gpu", [A100, pytest.param(H100, marks=pytest.mark.slow)], ids=lambda gpu: gpu.name
 )

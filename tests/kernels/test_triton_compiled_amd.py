@@ -1,8 +1,8 @@
-"""Compiles the kernels for AMD's GPUs, and reads what became of them.
+"""Compiles the kernels for AMD's GPUs, and checks the assembly.
 
-What is read off the assembly: that no loop spills registers to memory, that keys and values come by
-loads of 16 bytes, that products run on the matrix units, that fp8 is converted by instructions for
-it, and that as many programs as are counted on fit into registers and shared memory.
+Checks: no loop spills registers to memory, keys and values come by loads of 16 bytes, products run
+on the matrix units, instructions convert fp8, and the expected number of programs fit into
+registers and shared memory.
 """
 
 import itertools
@@ -61,13 +61,13 @@ OLD = Version(triton.__version__) < Version("3.9")
 
 @dataclass(frozen=True)
 class Code:
-    """What a compiled kernel takes, and does in its loops.
+    """A compiled kernel's registers and spills.
 
     Attributes:
-        registers: Vector registers of a thread.
-        spilled: Vector registers that lie in memory for a time.
-        spills: Instructions that load or store these.
-        spills_in_loops: Those of them that run more than once.
+        registers: Vector registers per thread.
+        spilled: Spilled vector registers.
+        spills: Instructions that load or store spilled registers.
+        spills_in_loops: Those that run more than once.
     """
 
     registers: int
@@ -133,7 +133,7 @@ def check_attention(gpu, kind, shape, record):
     record("code", f"{tiles}, {code}, {made.metadata.shared} bytes shared")
     if not may_spill(gpu, shape):
         assert not code.spills_in_loops, (tiles, code)
-    if shape.head_dim >= MIN_ROWS:  # a tile of less has fewer bytes than 16 for each thread
+    if shape.head_dim >= MIN_ROWS:  # smaller tiles have less than 16 bytes per thread
         assert re.search(FETCH, text)
     if gpu is not RX_7900 or shape.dtype != FP32:
         assert PRODUCTS[gpu] in text
@@ -144,7 +144,7 @@ def check_attention(gpu, kind, shape, record):
     dtypes = {key: getattr(shape, key) for key in ("dtype", "cache_dtype")}
     resident = count_resident(tiles, gpu, shape.heads, **dtypes)
     assert resident * made.metadata.shared <= gpu.shared_bytes
-    if "alibi" not in shape.features:  # with everything it takes a few registers more
+    if "alibi" not in shape.features:  # all options together take a few more registers
         assert resident * code.registers * threads <= gpu.registers
     if kind == "decode" and shape.head_dim <= (255 if gpu is RX_7900 else 256):
         assert 2 * made.metadata.shared <= gpu.shared_bytes
@@ -246,7 +246,7 @@ def test_quantized_linear(gpu, kind, rows, record_property):
     assert [code.spilled for code in codes] == [0] * len(codes)
     assert made.metadata.shared <= gpu.shared_bytes
     assert PRODUCTS[gpu] in made.asm["amdgcn"]
-    assert "denorm_mode_32 3" in made.asm["amdgcn"]  # e2m1's are subnormal before they are scaled
+    assert "denorm_mode_32 3" in made.asm["amdgcn"]  # e2m1 values are subnormal before scaling
 
 
 @pytest.mark.slow

@@ -58,9 +58,9 @@ def test_experts(
     wide_layer = [None if own is None else own.float() for own in layer]
 
     def between(projected):
-        """Round what is between the products, as the kernel does."""
+        """Round activations between the products, as the kernel does."""
         result = activation(projected)
-        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter cuts bits off instead
+        if INTERPRETED and dtype == torch.bfloat16:  # the interpreter truncates instead
             return (result.view(torch.int32) & -0x10000).view(torch.float32)
         return result.to(dtype).float()
 

@@ -1,4 +1,4 @@
-"""Runs what needs a GPU under Triton's interpreter, for machines without one."""
+"""Runs the GPU tests under Triton's interpreter, for machines without a GPU."""
 
 import os
 import subprocess

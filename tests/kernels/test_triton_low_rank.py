@@ -1,4 +1,4 @@
-"""Products of low rank in Triton against their definition: see `triton_device`."""
+"""Low-rank products in Triton against their definition: see `triton_device`."""
 
 import torch
 from hypothesis import given, settings

@@ -10,14 +10,14 @@ from tests.kernels.quantized_weights import KINDS, moved, random_weight, weights
 from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
 
 pytestmark = MARKS
-EXACT = {"rtol": 1e-6, "atol": 1e-6}  # zeros are differences of products with a scale
+EXACT = {"rtol": 1e-6, "atol": 1e-6}  # zeros are differences of scaled products
 MANY = 300
-"""Rows for which weights are dequantized, and PyTorch multiplies."""
+"""Number of rows for which weights are dequantized and PyTorch multiplies."""
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 
 
 def large(kind):
-    """Returns a weight of which the inputs are split."""
+    """Return a weight whose inputs are split."""
     return random_weight(kind, 70, 2900, 32, torch.Generator().manual_seed(0))
 
 
@@ -53,7 +53,7 @@ def test_quantized_linear(weight, rows, dtype, biased, wide, seed):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_input_at_a_time(kind):
-    """Each weight by itself, exactly: a sum may hide one that is in another's place."""
+    """Check each weight exactly: a sum may hide swapped weights."""
     from octavo.kernels.triton import quantized_linear
 
     weight = random_weight(kind, 66, 200, 32, torch.Generator().manual_seed(1))

@@ -1,4 +1,4 @@
-"""The Triton kernels of layers with a state: see `triton_device`."""
+"""The Triton kernels of stateful layers: see `triton_device`."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Compiles the kernels of layers with a state for GPUs that are not here: no loop spills."""
+"""Compiles the kernels of stateful layers for GPUs that this machine lacks: no loop spills."""
 
 import pytest
 

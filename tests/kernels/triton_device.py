@@ -1,7 +1,7 @@
-"""Where the tests of Triton's kernels run: on a GPU, or interpreted on the CPU.
+"""The device of the Triton kernels' tests: a GPU, or the CPU with the interpreter.
 
-Triton reads TRITON_INTERPRET when it is imported and keeps to it. So tests with these `MARKS` are
-skipped where there is no GPU, and test_triton_interpreted.py runs them in a process of their own.
+Triton reads TRITON_INTERPRET once, when imported. So tests with these `MARKS` are skipped without a
+GPU, and test_triton_interpreted.py runs them in a new process.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""A service on loopback that answers as tests tell it to, and keeps what it was asked."""
+"""A service on loopback that answers as tests set it, and records requests."""
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +16,7 @@ from octavo.v1 import sampling_pb2
 
 
 class FakeService(pb_grpc.GenerationServiceServicer):
-    """Echoes the last message, a word a delta, or sends `deltas`; fails or hangs if told so."""
+    """Echoes the last message, one word per delta, or sends `deltas`; fails or hangs on demand."""
 
     def __init__(self) -> None:
         self.requests: list[pb.GenerateRequest] = []
@@ -30,7 +30,7 @@ class FakeService(pb_grpc.GenerationServiceServicer):
         self.models: list[pb.ModelCard] = []
 
     def fail(self, code: grpc.StatusCode, message: str, *details, listing: bool = True) -> None:
-        """Makes every later call fail; without `listing`, ListModels goes on."""
+        """Make every later call fail; without `listing`, ListModels still works."""
         self.listing_fails = listing
         self.failure = status_pb2.Status(code=code.value[0], message=message)
         for detail in details:
@@ -91,7 +91,7 @@ class FakeService(pb_grpc.GenerationServiceServicer):
 
 @pytest.fixture
 def service() -> Iterator[FakeService]:
-    """The service; its `address` is where it listens."""
+    """The service; it listens at its `address`."""
     yield from serve(None)
 
 

@@ -1,4 +1,4 @@
-"""What counts as a server's address, in both clients and in the commands."""
+"""Valid server addresses, in both clients and in the commands."""
 
 import json
 import threading
@@ -90,7 +90,7 @@ def test_commands_name_what_is_wrong(monkeypatch):
 
 
 def test_a_port_of_http_is_told():
-    """The HTTP API's port, for instance."""
+    """An example is the HTTP API's port."""
     with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"

@@ -1,4 +1,4 @@
-"""`octavo bench` in this process, against a service that does as it is told."""
+"""`octavo bench` in this process, against a scripted service."""
 
 import sys
 
@@ -36,7 +36,7 @@ def test_what_is_sent(bench, service):
     )
     assert first == second  # the same work for each concurrency
     assert len(first) == 5
-    assert len({request.cache_salt for request in requests}) == 2  # but not from the cache
+    assert len({request.cache_salt for request in requests}) == 2  # but without cache hits
 
 
 def test_a_dataset_is_sent(bench, service, tmp_path):
@@ -46,7 +46,7 @@ def test_a_dataset_is_sent(bench, service, tmp_path):
     assert result.exit_code == 0
     report = from_json(result.stdout)
     assert report.runs[0].figures.requests == 2
-    assert report.runs[0].figures.output_tokens == 4  # the service says a word for a word
+    assert report.runs[0].figures.output_tokens == 4  # the service answers a word per word
     assert service.requests[0].text == "a b c"
     assert not any(request.stop.ignore_eos for request in service.requests)
 

@@ -1,4 +1,4 @@
-"""What `octavo bench` makes of the times it took: by hand on a few, by properties on many."""
+"""`octavo bench`'s statistics: examples by hand, and properties of random times."""
 
 import dataclasses
 from pathlib import Path
@@ -72,7 +72,7 @@ def test_by_hand():
     assert found.output_tokens_per_s == 1.5
     assert found.tokens_per_message == 6 / 4
     assert found.ttft.mean == pytest.approx((500 + 1000) / 2)
-    assert found.tpot.p99 == pytest.approx(1500 / 4)  # of the first: the second has one token
+    assert found.tpot.p99 == pytest.approx(1500 / 4)  # the first's: the second has one token
     assert found.itl.mean == pytest.approx((500 + 800) / 2)  # gaps of messages, not of tokens
     assert found.e2e.p50 == pytest.approx(2000)
     assert found.normalized.mean == pytest.approx((2000 / 5 + 2000 / 1) / 2)

@@ -1,4 +1,4 @@
-"""`octavo bench --url` against an HTTP server whose answers each test chooses."""
+"""`octavo bench --url` against an HTTP server with answers from each test."""
 
 import json
 import socket
@@ -126,7 +126,7 @@ def test_what_is_sent_and_reported(bench, server):
     rests = [{tuple(body["prompt"][1:]) for body in part} for part in (slow, fast)]
     assert rests[0] == rests[1]  # the same work for each rate
     firsts = [{body["prompt"][0] for body in part} for part in (slow, fast)]
-    assert len(firsts[0]) == len(firsts[1]) == 1  # but nothing of it in a prefix cache
+    assert len(firsts[0]) == len(firsts[1]) == 1  # but without prefix cache hits
     assert firsts[0] != firsts[1]
     report = from_json(result.stdout)
     assert report.target.url == server.url
@@ -179,7 +179,7 @@ def test_refusals(bench, server, status, headers, code, shown, exit_code):
 
 
 def test_some_are_refused_under_load(bench, server, monkeypatch):
-    """What an overloaded server may say ends the benchmark well, if some requests succeed."""
+    """An overloaded server's errors do not fail the benchmark if some requests succeed."""
     send = Handler.do_POST
 
     def refuse_two(handler):
@@ -224,13 +224,13 @@ def test_a_deadline(bench, server):
 
 
 def test_a_server_that_goes_away(bench, server):
-    """It lists its models, then it listens no more."""
+    """The server lists its models, then stops listening."""
     serve_models = Handler.do_GET
 
     class Leaving(Handler):
         def do_GET(self):
-            # First, or a request might come before; a socket that is only closed listens on
-            # until the server's thread is done waiting for it.
+            # Shut down first, as a request might come before; a closed socket still listens until
+            # the server's thread stops waiting for it.
             self.server.socket.shutdown(socket.SHUT_RDWR)
             self.server.socket.close()
             serve_models(self)

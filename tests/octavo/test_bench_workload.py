@@ -1,4 +1,4 @@
-"""What `octavo bench` sends, and when."""
+"""The requests of `octavo bench`, and their times."""
 
 import json
 

@@ -28,7 +28,7 @@ CONFIG = {
 
 @pytest.fixture
 def check(monkeypatch, tmp_path):
-    """Run the command for a directory with a config alone; return its result."""
+    """Run the command for a directory with only a config; return its result."""
     monkeypatch.setattr(logging, "configure", lambda *_: None)
     monkeypatch.setenv("COLUMNS", "200")
 

@@ -1,4 +1,4 @@
-"""The commands, in this process, against a service that does as it is told."""
+"""The commands, in this process, against a scripted service."""
 
 import json
 import re
@@ -115,7 +115,7 @@ def test_chat_shows_reasoning_and_keeps_it(octavo, service, tmp_path):
 def test_chat_samples_as_the_model_says_or_as_it_likes(
     octavo, service, monkeypatch, own, flags, expected
 ):
-    monkeypatch.setitem(FALLBACKS, "temperature", 0.75)  # numbers that a float of 32 bits has
+    monkeypatch.setitem(FALLBACKS, "temperature", 0.75)  # values that float32 represents exactly
     monkeypatch.setitem(FALLBACKS, "top_p", 0.5)
     service.models = [pb.ModelCard(name="m", default_sampling=own)]
     assert octavo("chat", *flags, stdin="hi\n").exit_code == 0
@@ -285,7 +285,7 @@ def test_paragraphs_of_help_are_broken_where_the_terminal_ends(monkeypatch):
 
 
 def test_help_of_serve_has_the_flags_of_its_tables(monkeypatch):
-    """docs/flags.md says in each title which commands have the flags."""
+    """Titles in docs/flags.md name the commands that have the flags."""
     monkeypatch.setenv("COLUMNS", "200")
     shown = set(re.findall(r"(?<=│ )--[\w-]+", runner.invoke(app, ["serve", "--help"]).stdout))
     tables = re.split(r"^## ", flag_table.reference(), flags=re.MULTILINE)[1:]

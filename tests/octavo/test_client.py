@@ -1,4 +1,4 @@
-"""Both clients against a service that does as it is told."""
+"""Both clients against a scripted service."""
 
 import asyncio
 import threading

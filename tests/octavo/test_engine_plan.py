@@ -1,4 +1,4 @@
-"""How many engines `octavo serve` starts, and where."""
+"""The number of engines that `octavo serve` starts, and their nodes."""
 
 import math
 
@@ -20,7 +20,7 @@ from tests.common.machines import GIB, one_node, two_sockets
 
 @pytest.fixture
 def plan(tmp_path):
-    """Plans the engines of a simulated machine."""
+    """Plan the engines of a simulated machine."""
 
     def plan(choice, machine, **changes):
         facts = {"quota": math.inf, "memory": 512 * GIB, "weights": 16 * GIB, "on_gpu": False}
@@ -74,7 +74,7 @@ def test_one_for_each_node_whatever_the_default(plan):
 
 
 def test_engines_of_a_node_divide_its_cores(plan):
-    """Its memory is not bound: there is no other."""
+    """Its memory is not bound, as there is no other node."""
     shared = {"engines": 2, "engines_on_node": 2}
     assert plan(2, one_node(5)) == [
         Placement((0, 1), 0, **shared),

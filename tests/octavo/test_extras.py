@@ -1,4 +1,4 @@
-"""What works without the extras: the client and its commands, with no package but the base's."""
+"""The client and its commands work without the extras' packages."""
 
 import re
 import subprocess
@@ -22,7 +22,7 @@ with octavo.Client({address!r}) as client:
 
 
 def closure(*requirements: str) -> set[str]:
-    """The distributions that `requirements` bring, here, by their normalized names."""
+    """Return the normalized names of the distributions that `requirements` install here."""
     names, todo = set(), [Requirement(line) for line in requirements]
     while todo:
         requirement = todo.pop()
@@ -46,7 +46,7 @@ def normalized(name: str) -> str:
 
 
 def hidden(kept: set[str]) -> str:
-    """Python that makes every installed module unimportable but those of `kept` and octavo's."""
+    """Return Python code that blocks the import of all modules but octavo's and those of `kept`."""
     shown = {*kept, "octavo"}
     modules = [
         module
@@ -58,7 +58,7 @@ def hidden(kept: set[str]) -> str:
 
 @pytest.fixture(scope="module")
 def base():
-    """Runs Python without the extras."""
+    """Run Python without the extras."""
     prelude = hidden(closure(*PROJECT["dependencies"]))
 
     def run(code: str) -> subprocess.CompletedProcess[str]:

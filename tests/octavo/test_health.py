@@ -26,7 +26,7 @@ async def listening(credentials=None):
 
 
 async def ask(address: str, *flags: str) -> tuple[int, str]:
-    """The exit code, and what was printed."""
+    """Return the exit code and the output."""
     arguments = ["health", "--address", address, *flags]
     result = await asyncio.to_thread(CliRunner().invoke, app, arguments)
     return result.exit_code, result.output.strip()

@@ -1,4 +1,4 @@
-"""What a server is started with is checked before it loads anything."""
+"""A server checks its settings before it loads anything."""
 
 import os
 import socket
@@ -31,7 +31,7 @@ CASES = [
 
 @pytest.fixture(autouse=True)
 def _nothing_is_loaded(monkeypatch):
-    """Fail if a model is looked for, or a server is made; leave the tests' own log alone."""
+    """Fail if a model is resolved or a server is created; keep the tests' own log."""
 
     def fail(*_: object) -> None:
         raise AssertionError("not checked before this")
@@ -52,7 +52,7 @@ def taken():
 
 
 def refused(*arguments: object, code: int = 1) -> str:
-    """Run a command that must fail; return what it says."""
+    """Run a command that must fail; return its message."""
     model = () if arguments[0] == "router" else ("demo",)
     own = () if "--port" in arguments else ("--port", "0")
     given = map(str, (arguments[0], *model, *own, *arguments[1:]))
@@ -166,7 +166,7 @@ def test_a_reserved_port_is_taken_for_all_but_those_who_share_it():
 
 
 def test_a_taken_port_is_all_that_the_terminal_shows(taken):
-    """No line of gRPC's C core; in a process of its own, as gRPC reads its environment once."""
+    """gRPC's C core logs nothing; in a new process, as gRPC reads its environment once."""
     code = (
         "import asyncio; from octavo.common.listening import listen; "
         "from octavo.common.rpc import create_server\n"

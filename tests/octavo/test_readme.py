@@ -1,4 +1,4 @@
-"""The programs and files that the documents show work."""
+"""The programs and files in the documents work."""
 
 import re
 from dataclasses import fields

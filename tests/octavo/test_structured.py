@@ -1,4 +1,4 @@
-"""Schemas, tools and reasoning in both clients, against a service that answers as it is told."""
+"""Schemas, tools and reasoning in both clients, against a scripted service."""
 
 import json
 

@@ -53,7 +53,7 @@ class Environment:
         (self.site_packages,) = directory.glob("lib/python*/site-packages")
 
     def run(self, program: str, *arguments: str | Path) -> str:
-        """What a program of the environment prints."""
+        """Return the output of a program in the environment."""
         environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
         command = [self.binaries / program, *arguments]
         done = subprocess.run(
@@ -69,7 +69,7 @@ class Environment:
         return {entry["name"] for entry in json.loads(self.run("pip", "list", "--format=json"))}
 
     def size(self) -> int:
-        """Bytes of what is installed besides pip and setuptools."""
+        """Return the installed bytes besides pip and setuptools."""
         tools = ("pip", "setuptools", "_distutils_hack", "pkg_resources")
         files = (f for f in self.site_packages.rglob("*") if f.is_file())
         kept = (f for f in files if not str(f.relative_to(self.site_packages)).startswith(tools))
@@ -92,7 +92,7 @@ def wheel(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(wheel, tmp_path_factory):
-    """An environment with the package and no extra."""
+    """An environment with the package and no extras."""
     environment = Environment(tmp_path_factory.mktemp("client"))
     environment.install(wheel)
     return environment
@@ -116,13 +116,13 @@ def test_the_wheel_carries_kernels_for_every_level(wheel):
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_a_machine_without_a_compiler_has_kernels(wheel, tmp_path):
-    """The wheel's own are loaded; the first start compiles none."""
+    """The wheel's kernels are loaded; the first start compiles none."""
     installed = tmp_path / "installed"
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps"]
     subprocess.run([*command, "--target", installed, wheel], check=True)
     environment = {
         "PYTHONPATH": str(installed),
-        "PATH": str(tmp_path),  # nothing is there
+        "PATH": str(tmp_path),  # nothing exists
         "OCTAVO_CACHE_DIR": str(tmp_path / "cache"),
     }
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""The contracts: buf's checks of them, and the reference that is made of them."""
+"""The contracts: buf's checks, and the generated reference."""
 
 import re
 import runpy
@@ -15,7 +15,7 @@ BUF = ROOT / "clients/node/node_modules/.bin/buf"
 
 @pytest.fixture
 def buf():
-    """Runs buf at the root."""
+    """Run buf at the root."""
     if not (BUF.exists() and shutil.which("node")):
         pytest.skip("buf is not installed: tests/install_tools.sh does that")
 
@@ -28,7 +28,7 @@ def buf():
 
 @pytest.fixture
 def changed(tmp_path):
-    """Copies the contracts with one thing in one file replaced."""
+    """Copy the contracts with one text in one file replaced."""
 
     def change(file, old, new):
         copy = shutil.copytree(PROTOS, tmp_path / "protos")

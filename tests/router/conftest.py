@@ -1,4 +1,4 @@
-"""Tiny tokenizers, and an engine whose every token is scripted, over real gRPC."""
+"""Tiny tokenizers, and an engine with scripted tokens, over real gRPC."""
 
 import asyncio
 import json
@@ -36,7 +36,7 @@ CHAT_TEMPLATE = (
 
 
 def byte_level_tokenizer() -> Tokenizer:
-    """Ids 0-255 are the bytes in the alphabet's order, 256 is </s>, then a few joined tokens."""
+    """Ids 0-255 are the bytes in the alphabet's order, 256 is </s>, then come merged tokens."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocab = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
@@ -71,7 +71,7 @@ def byte_fallback_tokenizer() -> Tokenizer:
 
 
 def metaspace_tokenizer() -> Tokenizer:
-    """Return the byte fallback one with the decoder that drops spaces of the whole first token."""
+    """Return the byte-fallback tokenizer with a decoder that drops the first token's spaces."""
     tokenizer = byte_fallback_tokenizer()
     tokenizer.decoder = decoders.Metaspace()
     return tokenizer
@@ -126,10 +126,9 @@ def encode():
 
 
 class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
-    """Follows engine.proto; its tokens are `script(submit, index)`, or sent by hand.
+    """Follows engine.proto; its tokens are `script(submit, index)`, or sent by the test.
 
-    With `interval` None nothing is sent unless `send` is called, but for a
-    heartbeat, unless it is `hung`.
+    With `interval` None it sends only what `send` sends, and heartbeats unless `hung`.
     """
 
     def __init__(self, tokenizer: str, script=None, *, interval: float | None = 0.0, **info):
@@ -267,7 +266,7 @@ class ScriptedEngine(engine_pb2_grpc.EngineServiceServicer):
 
 
 class RouterFixture:
-    """A router, its client's stub, and what tests ask of both."""
+    """A router, its client's stub, and helpers for tests."""
 
     def __init__(self, router: Router, channel: grpc.aio.Channel):
         self.router = router
@@ -284,7 +283,7 @@ class RouterFixture:
         await self.until(lambda: len(self.router.pool.up()) == engines)
 
     def leftovers(self) -> dict[str, int]:
-        """Everything that a request holds; all zero when there is none."""
+        """Return all resources that requests hold; zeros without requests."""
         engines = self.router.pool.up()
         return {
             "calls": self.router.generator.in_flight,
@@ -342,7 +341,7 @@ def serve():
 
 @pytest.fixture
 def scripted(tokenizer_dir, encode):
-    """Makes engines that say `text`, a token a byte, to everyone."""
+    """Creates engines that answer `text` to all requests, one byte per token."""
 
     def make(text: str = "hello world", *, eos: bool = False, **options) -> ScriptedEngine:
         tokens = encode(text) + [EOS] * eos

@@ -1,4 +1,4 @@
-"""A model that has several names: all are accepted, and answers have the first."""
+"""A model with several names: all are accepted, and answers have the first."""
 
 import grpc
 import grpc.aio
@@ -13,7 +13,7 @@ NAMES = ("tiny", "gpt-4o", "org/tiny")
 
 @pytest.fixture
 def named(scripted):
-    """Makes an engine whose model has several names."""
+    """Creates an engine whose model has several names."""
 
     def make(text="a", names=NAMES, **info):
         return scripted(text, model=names[0], aliases=names[1:], **info)
@@ -22,7 +22,7 @@ def named(scripted):
 
 
 async def answer(app, model, **call):
-    """Return the model and the text that an answer has."""
+    """Return an answer's model and text."""
     request = generation_pb2.GenerateRequest(text="prompt", model=model)
     accepted, *rest = [response async for response in app.stub.Generate(request, **call)]
     return accepted.accepted.model, "".join(response.delta.text for response in rest)

@@ -16,7 +16,7 @@ BOUNDARIES = {
     OUTPUT_TOKEN: "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5",
     TOKENS: "1 4 16 64 256 1024 4096 16384 65536 262144 1048576 4194304 16777216 67108864",
 }
-"""What the conventions recommend."""
+"""Histogram boundaries that the conventions recommend."""
 
 TEXT = {
     "gen_ai_operation_name": "text_completion",
@@ -40,7 +40,7 @@ def test_names_are_the_conventions():
 
 
 async def served(s, *requests: generation_pb2.GenerateRequest) -> CollectorRegistry:
-    """The metrics once a router has answered requests, or refused them."""
+    """The metrics after a router has answered and refused requests."""
     await s.up()
     calls = [s.stub.Generate(request) for request in requests]
     await asyncio.gather(*(answers(call) for call in calls), return_exceptions=True)

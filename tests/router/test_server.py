@@ -63,7 +63,7 @@ async def test_sigterm_finishes_running_requests_and_refuses_new_ones(scripted):
 
 
 async def test_grpc_clients_leave_a_draining_router(scripted):
-    """They are told to by GOAWAY, after --drain-delay; health says so from the start."""
+    """GOAWAY asks them to, after --drain-delay; the health service reports it at once."""
     engine = await scripted("a long answer " * 10, interval=0.01).start()
     async with Process(engine.address, drain_delay=0.5) as process:
         watching = health_pb2_grpc.HealthStub(process.channel).Watch(

@@ -271,7 +271,7 @@ async def test_deadline_while_queued_and_while_running(scripted, serve):
         calls = [code_of(s.stub.Generate(ask(), timeout=0.3)) for _ in range(4)]
         codes = await asyncio.wait_for(asyncio.gather(*calls), 5)
         await s.clean()
-        # Those that waited may have had the places of those that ran, for an instant.
+        # Waiting requests may have run for an instant in the others' places.
         await s.until(lambda: len(engine.aborts) == len(engine.submits))
     assert set(codes) == {grpc.StatusCode.DEADLINE_EXCEEDED}
 
@@ -301,7 +301,7 @@ async def test_a_queued_request_is_accepted_with_its_place(scripted, serve):
 
 
 async def test_a_queued_request_for_scores_is_accepted_with_them(scripted, serve):
-    """Accepted is complete: it comes with the prompt's log-probabilities, not before them."""
+    """Accepted comes complete, with the prompt's log-probabilities, not before."""
     engine = scripted(interval=None, max_num_seqs=1)
     async with serve(engine) as s:
         await s.up()
@@ -408,7 +408,7 @@ async def test_models_by_name(scripted, serve):
 
 
 def largest(prompt, n, blocks, size):
-    """The most tokens that n outputs can have, which share the prompt's full blocks."""
+    """The maximum tokens of n outputs, which share the prompt's full blocks."""
     return max(0, (blocks - prompt // size) // n * size - prompt % size + 1)
 
 
@@ -611,7 +611,7 @@ async def test_metrics_count_what_happened(scripted, serve):
 
 
 class Wire:
-    """A TCP hop to a port, which can be cut without anyone being told."""
+    """A TCP proxy of a port that can be cut silently."""
 
     def __init__(self, port: int):
         self.port = port

@@ -1,4 +1,4 @@
-"""Calls of tools over gRPC: what the model is shown, what the client gets, what is refused."""
+"""Tool calls over gRPC: the model's prompt, the client's answer, and refusals."""
 
 import asyncio
 import json
@@ -44,7 +44,7 @@ MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>"]
 
 @pytest.fixture
 def engine(scripted, directory):
-    """Makes engines that say OUTPUT."""
+    """Creates engines that answer OUTPUT."""
     backend = byte_level_tokenizer()
     backend.add_special_tokens([AddedToken(m, special=True) for m in MARKERS])
     tokens = [*backend.encode(OUTPUT, add_special_tokens=False).ids, 256]

@@ -22,13 +22,13 @@ UNAUTHENTICATED = grpc.StatusCode.UNAUTHENTICATED
 
 @pytest.fixture
 def port_files(authority):
-    """The router's settings for a port that wants certificates."""
+    """Return the router's settings for a port that requires certificates."""
     cert, key = authority.issue("router", *HERE)
     return {"tls_cert": cert, "tls_key": key, "tls_client_ca": authority.ca}
 
 
 async def outcome(fixture, metadata=(), channel=None):
-    """How a request ends: a status, or the text of its answer."""
+    """Return a request's status, or the text of its answer."""
     method = "/octavo.v1.GenerationService/Generate"
     call = (channel or fixture.channel).unary_stream(
         method,

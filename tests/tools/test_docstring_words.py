@@ -1,4 +1,4 @@
-"""The checker of words in docstrings, and the folders that it found clean once."""
+"""The checker of words in docstrings, and its list of clean folders."""
 
 import pytest
 

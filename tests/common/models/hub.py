@@ -1,4 +1,4 @@
-"""A hub on this machine, with the part of its HTTP interface that downloads use."""
+"""A fake hub on this machine, with the HTTP interface that downloads use."""
 
 import hashlib
 import json
@@ -19,9 +19,9 @@ class Hub(ThreadingHTTPServer):
     """Serve models by name.
 
     Attributes:
-        models: Each model's files, by the model's name; of another branch, with @ and its name.
-        sizes: Sizes that it states in place of the true ones, by the file's name.
-        refusals: A status and an error code in place of an answer, by the model's name.
+        models: Each model's files, by NAME, or NAME@BRANCH for another branch.
+        sizes: False sizes to report, by file name.
+        refusals: A status and an error code to answer, by model name.
         asked: The method and path of each request.
     """
 

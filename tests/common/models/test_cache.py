@@ -1,4 +1,4 @@
-"""The cache of prepared models: each once, whole or not at all."""
+"""The cache prepares each model once, completely or not at all."""
 
 import multiprocessing
 import os
@@ -38,7 +38,7 @@ def test_what_is_made_stays_and_the_rest_goes(cache):
 
 
 def _prepare(cache: str, seen: str) -> None:
-    """In a process of its own: prepares a model that is only a trace."""
+    """Prepare a fake model that leaves a trace, in its own process."""
     os.environ["OCTAVO_CACHE_DIR"] = cache
 
     def make(target, stage):

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be served are refused by their small files, without torch."""
+"""Unsupported checkpoints are refused from their small files alone, without torch."""
 
 import json
 import subprocess
@@ -95,7 +95,7 @@ def test_two_statements_must_be_of_one_method(checkpoint):
 
 
 def test_a_config_that_claims_fp8_over_bf16_weights_is_refused(checkpoint):
-    """transformers ignores some such claims and applies others."""
+    """Check it: transformers ignores some such claims and applies others."""
     config = LLAMA | {"quantization_config": {"quant_method": "fp8"}}
     refused(checkpoint(config), "contradicts itself.*quantized with FP8, but they are BF16")
 

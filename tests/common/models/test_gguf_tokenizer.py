@@ -26,9 +26,9 @@ from octavo.common.models.gguf_tokenizer import GgufTokenizer
 from tests.common.models import vocabulary_gguf
 from tests.common.models.tokenizer_texts import texts
 
-# ruff: noqa: RUF001 - signs of many scripts are what tokenizers differ in
+# ruff: noqa: RUF001 - tokenizers differ in characters of many scripts
 BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
-"""DeepSeek's: outside the alphabet that bytes are spelled in."""
+"""Markers of DeepSeek: outside the alphabet of byte-level tokens."""
 SPECIAL = [BOS, EOS, "<|im_end|>", "</think>"]
 
 LLAMA3 = (
@@ -105,11 +105,11 @@ ORIGINALS = {
     "bloom": _split(BLOOM),
     "viking": _split(BLOOM, digits=True),
 }
-"""The pre-tokenizers of families' tokenizer.json, by the names that llama.cpp gives them."""
+"""The pre-tokenizers of families' tokenizer.json, by llama.cpp's names."""
 COMPOSED = {"qwen2", "qwen35", "mpt", "command-r"}
-"""Those whose tokenizer.json brings texts to NFC."""
+"""Names whose tokenizer.json normalizes texts to NFC."""
 WHOLE_WORDS = {"llama-bpe", "tekken"}
-"""Those whose tokenizer.json ignores the merges of a word that is a token."""
+"""Names whose tokenizer.json ignores merges for a word that is a token."""
 LLAMA_CPP_NAMES = """
     default minicpm5 llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano
     deepseek-llm deepseek-coder deepseek-v3 spark2_5 youtu falcon mpt starcoder gpt-2 phi-2 jina-es
@@ -128,7 +128,7 @@ LLAMA_CPP = LLAMA_CPP_NAMES.split()
 
 @cache
 def _original(name: str) -> Tokenizer:
-    """A tokenizer of the family's kind, trained on the texts."""
+    """Return a tokenizer like the family's, trained on the texts."""
     made = Tokenizer(models.BPE(ignore_merges=name in WHOLE_WORDS))
     made.pre_tokenizer = ORIGINALS[name]
     if name in COMPOSED:
@@ -148,7 +148,7 @@ def _original(name: str) -> Tokenizer:
 
 
 def _pieces(*, prefix: bool = True) -> Tokenizer:
-    """A tokenizer of Llama 2's kind, or of Gemma's: without the space before texts."""
+    """Return a tokenizer like Llama 2's, or like Gemma's without the space before texts."""
     trained = Tokenizer(models.BPE(unk_token="<unk>"))
     spaces = normalizers.Replace(" ", "▁")
     trained.normalizer = spaces
@@ -185,7 +185,7 @@ def _read(path: Path) -> GgufTokenizer:
 
 
 def _differing(one: Tokenizer, other: Tokenizer, *special: str) -> list[str]:
-    """The texts, of 200, that are not the same tokens, or whose tokens are not the same text."""
+    """Return those of 200 texts that two tokenizers encode or decode differently."""
 
     def tokens(tokenizer: Tokenizer, text: str) -> tuple[list[int], str, str]:
         ids = tokenizer.encode(text).ids
@@ -402,7 +402,7 @@ def test_gemma_4_has_merges_and_a_bos_token(tmp_path):
         bos_token_id=1,
         eos_token_id=2,
         unknown_token_id=0,
-        add_bos_token=False,  # as in some files, wrongly
+        add_bos_token=False,  # wrong, but as in some files
     )
     assert _differing(original, _read(file).build(), "<s>", "</s>") == []
 

@@ -1,4 +1,4 @@
-"""Models of the hub: downloaded, or refused with one message that says what to do."""
+"""The hub's models are downloaded, or refused with one message that states a remedy."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from tests.common.models.hub import SHA, running_hub
 
 NAME = "owner/model"
 SECONDS = 30.0
-"""Generous: most of it imports the hub's library on a busy machine."""
+"""Generous timeout: importing the hub's library takes long on a busy machine."""
 PROGRAM = """
 import sys
 from octavo.common.models import resolve
@@ -47,7 +47,7 @@ def hub():
 
 @pytest.fixture
 def ask(hub, tmp_path):
-    """Resolve names in a process of its own, as the hub's library reads its settings once."""
+    """Resolve names in a new process, as the hub's library reads its settings once."""
     hub.models, hub.sizes, hub.refusals, hub.asked = {NAME: dict(FILES)}, {}, {}, []
 
     def run(*asked, **environment):

@@ -41,7 +41,7 @@ def tokenizer(demo_model):
 
 
 class TestDemo:
-    """The prepared model, with plain transformers and without a network."""
+    """The prepared model loads in plain transformers without a network."""
 
     @pytest.mark.parametrize(
         "text",

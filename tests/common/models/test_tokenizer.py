@@ -1,4 +1,4 @@
-"""Tokens are those of tokenizer.json, whichever class of transformers the files name."""
+"""Tokens follow tokenizer.json, whichever transformers class the files name."""
 
 import json
 import random
@@ -21,12 +21,12 @@ TYPES = (
     *("llama", "qwen2", "qwen3_5", "gpt2", "gemma", "gemma3_text", "starcoder2", "phi", "opt"),
     *("mistral", "gpt_neox", "mamba", "olmo", "cohere", "deepseek_v3", "mbart", None),
 )
-"""For the quick tests; None is a directory without config.json."""
+"""Classes for quick tests; None: no config.json."""
 SMOLLM2 = "\n\n1. a"
 
 
 def _texts() -> list[str]:
-    """Return 200 texts that the loader itself does not compare."""
+    """Return 200 texts that the loader does not compare itself."""
     rng = random.Random(0)
     return ["".join(rng.choices(sample_texts(), k=3)) for _ in range(200)]
 
@@ -93,7 +93,7 @@ def test_the_models_type_does_not_change_tokens(files, tmp_path, model_type):
     [("llama3", "GPT2Tokenizer"), ("deepseek_v3", "Qwen2Tokenizer"), ("llama2", "GemmaTokenizer")],
 )
 def test_transformers_alone_changes_tokens(files, tmp_path, family, named):
-    """Else the loader could be simpler."""
+    """The loader must handle it; otherwise it could be simpler."""
     directory = _lay_out(tmp_path / "m", files[family], tokenizer_class=named)
     texts = _texts()
     rebuilt = AutoTokenizer.from_pretrained(directory).backend_tokenizer
@@ -103,7 +103,7 @@ def test_transformers_alone_changes_tokens(files, tmp_path, family, named):
 
 @pytest.fixture
 def smollm2(demo_model, tmp_path) -> Path:
-    """The demo's tokenizer as its hub repository declares it."""
+    """The demo's tokenizer as declared in its hub repository."""
     for name in ("config.json", "tokenizer.json"):
         shutil.copy(Path(demo_model) / name, tmp_path)
     config = json.loads((Path(demo_model) / "tokenizer_config.json").read_text())
@@ -140,7 +140,7 @@ async def test_all_who_read_text_make_the_same_tokens(files, tmp_path):
 
 
 def test_special_tokens_that_the_file_does_not_have_are_left_out(files, tmp_path):
-    """Such as `<|endoftext|>`, which transformers adds beyond the model's vocabulary."""
+    """An example is `<|endoftext|>`, which transformers adds beyond the model's vocabulary."""
     added = {"5000": {"content": "<late>", "special": True, "lstrip": False, "rstrip": False}}
     directory = _lay_out(
         *(tmp_path / "m", files["smollm"]),
@@ -177,7 +177,7 @@ def test_the_file_says_which_tokens_are_added_around_a_text(files, tmp_path, nam
 
 
 def test_which_tokens_decoding_hides_is_the_files(files, tmp_path):
-    """`<think>` is an added token, and not special."""
+    """`<think>` is an added token but not special."""
     decoder = {"2": {"content": "<think>", "special": True, "normalized": False}}
     directory = _lay_out(
         *(tmp_path / "m", files["deepseek_v3"]),
@@ -256,6 +256,6 @@ def test_a_difference_is_refused_with_both_lists():
 
 
 def test_a_class_that_decodes_otherwise_is_not_used(files, tmp_path):
-    """It leaves out repeated tokens, as speech recognition needs it."""
+    """It drops repeated tokens, as in speech recognition."""
     directory = _lay_out(tmp_path / "m", files["smollm"], tokenizer_class="ParakeetTokenizer")
     assert not _differ(directory, _texts())

@@ -1,4 +1,4 @@
-"""Weights are read as their index says, or refused by name."""
+"""Weights are read as in their index, or refused by name."""
 
 import json
 import shutil
@@ -89,7 +89,7 @@ def test_weights_that_are_there_twice_are_refused(saved, shards):
     refused(shards, WHOLE, INDEX, min(index_of(shards).values()))
     for name in set(index_of(shards).values()):
         (shards / name).unlink()
-    check_checkpoint(shards)  # only the index is left of the other ones
+    check_checkpoint(shards)  # of the others only the index remains
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import LlamaConfig, LlamaForCausalLM
 
 LAYERS = 2
-WIDTH = 64  # heads of 32, the least that the kernels take
+WIDTH = 64  # head size 32, the minimum of the kernels
 HEADS = 2
 TEMPLATE = "{% for message in messages %}<|start|>{{ message['content'] }}<|end|>{% endfor %}"
 MERGES = ["Ġ 1", "h e", "he l", "l o", "hel lo"]
@@ -32,7 +32,7 @@ NAMES = {
 
 
 def make_model() -> LlamaForCausalLM:
-    """The model that `write` writes, with weights from a fixed seed."""
+    """Return the model that `write` writes, with weights from a fixed seed."""
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=WIDTH,
@@ -60,17 +60,17 @@ def write(
     fields: bool = True,
     add: Callable[[gguf.GGUFWriter], None] | None = None,
 ) -> Path:
-    """Writes the file and returns its path.
+    """Write the file and return its path.
 
     Args:
         path: Path of the file.
         kind: Type of the matrices; norms are float32.
-        architecture: Architecture that the file names.
-        parts: How many files it claims to be one of.
-        tokenizer: Whether it holds one.
-        leave_out: A tensor that is not written.
-        only: The tensors that are; default: all.
-        fields: Whether it says what model it is, as the first part does.
+        architecture: Architecture in the file.
+        parts: Number of parts that the file claims.
+        tokenizer: Whether it holds a tokenizer.
+        leave_out: A tensor to leave out.
+        only: The tensors to write; default: all.
+        fields: Whether it has the model's fields, as the first part does.
         add: Writes more fields and tensors.
     """
     writer = gguf.GGUFWriter(path, architecture)
@@ -124,7 +124,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def _interleave(weights: np.ndarray) -> np.ndarray:
-    """Rotary pairs side by side, as llama.cpp has them, for pairs half a head apart."""
+    """Reorder rotary pairs half a head apart to adjacent pairs, as in llama.cpp."""
     heads = weights.shape[0] // (WIDTH // HEADS)
     halves = weights.reshape(heads, 2, WIDTH // HEADS // 2, WIDTH)
     return np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(weights.shape)

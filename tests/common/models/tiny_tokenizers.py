@@ -1,4 +1,4 @@
-"""Small tokenizers of the families that models have, trained on a few texts."""
+"""Small tokenizers of models' families, trained on a few texts."""
 
 from collections.abc import Callable, Iterator
 

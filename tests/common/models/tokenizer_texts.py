@@ -1,8 +1,8 @@
-"""Texts on which two tokenizers are compared: scripts, code, digits, spaces, emoji."""
+"""Texts for comparing two tokenizers: scripts, code, digits, spaces, emoji."""
 
 import random
 
-# ruff: noqa: RUF001 - signs of many scripts are what tokenizers differ in
+# ruff: noqa: RUF001 - tokenizers differ in characters of many scripts
 WRITTEN = (
     "Hello, world!",
     " Hello world",
@@ -52,7 +52,7 @@ WRITTEN = (
 
 
 def texts(*special: str, count: int = 200) -> list[str]:
-    """Returns different texts, the same in each run, some of which hold the special tokens."""
+    """Return various texts, the same in each run; some contain the special tokens."""
     chosen = [*WRITTEN, *(f"a {token} b{token}\n{token}c" for token in special), *special]
     draw = random.Random(0)
     parts = [part for text in WRITTEN for part in (*text.split(" "), text[:7], text[-5:])]

@@ -1,4 +1,4 @@
-"""GGUF files of a tokenizer alone, as llama.cpp's converter writes them."""
+"""GGUF files with a tokenizer alone, as from llama.cpp's converter."""
 
 import json
 import re
@@ -23,17 +23,17 @@ def write(
     fill_up_to: int = 0,
     **fields: Any,
 ) -> Path:
-    """Writes the file and returns its path.
+    """Write the file and return its path.
 
     Args:
         path: Path of the file.
         tokenizer: Tokenizer with the tokens and merges.
-        model: The kind of tokenizer; with `llama`, tokens have scores by their merges' ranks.
+        model: The tokenizer's type; with `llama`, tokens have scores by their merges' ranks.
         pre: The pre-tokenizer's name, if it has one.
         architecture: Architecture that the file names.
         name: Name of the model.
-        fill_up_to: How many tokens there are with unused ones.
-        fields: More of `tokenizer.ggml`, each a token's id, a flag or a text.
+        fill_up_to: Number of tokens including unused ones.
+        fields: More fields of `tokenizer.ggml`: token ids, flags or texts.
     """
     content = json.loads(tokenizer.to_str())
     texts = {token: text for text, token in content["model"]["vocab"].items()}

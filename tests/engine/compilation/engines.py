@@ -1,4 +1,4 @@
-"""Engines whose steps are traced or eager, and what they say."""
+"""Engines with traced or eager steps, and their outputs."""
 
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
@@ -31,7 +31,7 @@ def outputs(stepper, **sampling):
 
 
 def check_equal(model, *settings, tolerance, **more):
-    """Assert that a traced engine says what an eager one does.
+    """Assert that a traced and an eager engine give the same outputs.
 
     Args:
         model: Its directory or file.
@@ -45,6 +45,6 @@ def check_equal(model, *settings, tolerance, **more):
     for drawn, wanted in zip(found, expected, strict=True):
         for one, other in zip(drawn, wanted, strict=True):
             assert abs(one.logprob.logprob - other.logprob.logprob) < tolerance
-            if one.token_id != other.token_id:  # a tie within the tolerance: what follows differs
+            if one.token_id != other.token_id:  # a tie within the tolerance: later tokens differ
                 assert tolerance > 1e-3
                 break

@@ -1,4 +1,4 @@
-"""Traced steps with LoRA adapters: they say what the eager step says."""
+"""Traced steps with LoRA adapters give the eager step's outputs."""
 
 import dataclasses
 
@@ -30,7 +30,7 @@ LENGTHS = (1, 3, 17, 40)
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A model whose fused layers have parts that begin inside of a panel."""
+    """A model whose fused layers have parts that begin inside a panel."""
     path = tmp_path_factory.mktemp("model")
     sizes = {"hidden_size": 160, "intermediate_size": 200, "num_key_value_heads": 1}
     save_random_model(LlamaConfig(**TINY | sizes), path, std=0.1)
@@ -53,7 +53,7 @@ def engine(model, lora, mode, dtype, quantization):
 
 
 def outputs(stepper):
-    """Prompts of many lengths with each adapter and none: alone, and all of them together."""
+    """Prompts of many lengths with each adapter and without: alone, and all together."""
     names = [*ADAPTERS, None]
     groups = []
     for length in LENGTHS:
@@ -79,7 +79,7 @@ def check(found, expected, tolerance):
     for drawn, wanted in zip(found[0], expected[0], strict=True):
         for (token, logprob), (wanted_token, wanted_logprob) in zip(drawn, wanted, strict=True):
             assert abs(logprob - wanted_logprob) < tolerance
-            if token != wanted_token:  # a tie within the tolerance: what follows differs
+            if token != wanted_token:  # a tie within the tolerance: later tokens differ
                 assert tolerance > 1e-3
                 break
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts: traced they are what they are eager."""
+"""Traced mixtures of experts equal eager ones."""
 
 import pytest
 from transformers import GptOssConfig, Qwen3MoeConfig
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def unknown(tmp_path_factory):
-    """Experts that the kernels do not compute."""
+    """Experts that the kernels do not support."""
     return saved(tmp_path_factory.mktemp("experts"), hidden_act="mish")
 
 
@@ -51,7 +51,7 @@ def test_experts_are_traced(model, dtype, quantization, tolerance):
 
 
 def test_mxfp4_is_traced(tmp_path):
-    """The kernel tells it from other 4-bit weights."""
+    """The kernel distinguishes it from other 4-bit weights."""
     experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": None}
     save_random_model(GptOssConfig(**TINY | HEADS | experts), tmp_path, std=0.1)
     quantize(tmp_path, {"quant_method": "mxfp4"}, packers.mxfp4)

@@ -1,6 +1,6 @@
 """Families of models with each kind of layer group and of attention, traced in bfloat16.
 
-A traced step that fails the self-check is not used, so being traced is having passed it.
+A traced step that fails the self-check is not used, so a traced model has passed it.
 """
 
 import pytest

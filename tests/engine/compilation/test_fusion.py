@@ -1,4 +1,4 @@
-"""What is moved into the kernels computes what it did, and most models have it."""
+"""Operators fused into the kernels compute the same, and most models have them."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ OPERATORS = {
     "residuals": torch.ops.aten.add.Tensor,
 }
 LAST_NORM = {"norms": 1}
-"""It is not before a linear layer: only some tokens' rows go on."""
+"""The norm is not before a linear layer: only some tokens' rows go on."""
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ LAST_NORM = {"norms": 1}
     [
         pytest.param(LlamaConfig(**SHAPE), LAST_NORM, id="llama"),
         pytest.param(Qwen2Config(**SHAPE), LAST_NORM, id="biases"),
-        # Of the heads' norms, two a layer, the results are rotated.
+        # The results of the heads' norms, two per layer, are rotated.
         pytest.param(Qwen3Config(**SHAPE), {"norms": 1 + 2 * LAYERS}, id="query and key norms"),
         pytest.param(Gemma2Config(**SHAPE), None, id="norms of another kind"),
         pytest.param(GPTNeoXConfig(**{**SHAPE, "hidden_size": 128}), None, id="partial rotary"),

@@ -1,4 +1,4 @@
-"""The step that is compiled in the engine's process, as on a GPU, says what the model says."""
+"""The step compiled in the engine's process, as on a GPU, gives the model's outputs."""
 
 import weakref
 from types import SimpleNamespace
@@ -31,7 +31,7 @@ PROMPTS = ([7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14])
 
 @pytest.fixture
 def never_again(monkeypatch):
-    """Has a step fail that does not fit what was compiled, where else it would run uncompiled."""
+    """Make a step fail, instead of running uncompiled, if it does not match what was compiled."""
     set_stance = torch.compiler.set_stance
 
     def fail_on_recompile(stance):
@@ -43,13 +43,13 @@ def never_again(monkeypatch):
 
 @pytest.fixture
 def unpacked(monkeypatch):
-    """Leaves linear layers as they are on a GPU."""
+    """Leave linear layers as on a GPU."""
     monkeypatch.setattr(packed_linear, "pack_linears", lambda _: None)
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch, never_again, unpacked):
-    """Has an engine on CPU compile as one on a GPU does."""
+    """Make a CPU engine compile as on a GPU."""
 
     def load_forward(settings, model, _world):
         loaded = load(model, dtype="float32", device="cpu", block_size=settings.block_size)
@@ -60,7 +60,7 @@ def as_on_a_gpu(monkeypatch, never_again, unpacked):
         )
 
     monkeypatch.setattr("octavo.engine.startup.load.load_forward", load_forward)
-    # It has one token run alone, which is what runs uncompiled.
+    # One token runs alone, uncompiled.
     monkeypatch.setattr("octavo.engine.running.executor.Executor.warm_up", lambda *_: None)
 
 
@@ -117,7 +117,7 @@ def test_its_logits_are_the_models_but_in_float32(config, tmp_path):
         assert (found - expected).norm() <= 0.02 * expected.norm()
 
 
-@pytest.mark.slow  # compiles for one size after another until it is refused
+@pytest.mark.slow  # compiles one size after another until refused
 def test_what_is_compiled_for_one_size_alone_is_not_used(tiny_model, monkeypatch):
     loaded = load(str(tiny_model), dtype="float32", device="cpu", block_size=BLOCK_SIZE)
     step, given = EagerForward(loaded.model), torch.compile
@@ -180,7 +180,7 @@ class Small(torch.nn.Module):
 
 
 def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
-    """Which these are is decided as the step is captured, so nothing need be compiled further."""
+    """Capture decides which rows these are, so nothing else is compiled."""
     given, other = torch.compile, {"dynamic": False, "backend": "eager"}
     monkeypatch.setattr(torch, "compile", lambda step, **options: given(step, **options | other))
     monkeypatch.setattr("octavo.engine.compilation.jit.OTHER_SIZES", ())
@@ -205,7 +205,7 @@ def test_steps_that_run_uncompiled_are_counted_and_logged(monkeypatch):
 
 
 class Capricious(torch.nn.Module):
-    """A model that looks at numbers to decide what to do."""
+    """A model whose control flow depends on tensors' values."""
 
     def forward(self, input_ids, **_):
         return input_ids if input_ids.sum() > 0 else -input_ids

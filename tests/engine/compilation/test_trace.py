@@ -1,4 +1,4 @@
-"""What a trace records is right for any number of tokens and rows, or is refused."""
+"""A trace is right for any number of tokens and rows, or refused."""
 
 import random
 from types import SimpleNamespace
@@ -24,7 +24,7 @@ class Model(nn.Module):
 
     Args:
         compute: Takes the model, embeddings `[1, tokens, WIDTH]`, positions `[1, tokens]` and rows.
-        weights: Others than the embedding.
+        weights: Weights besides the embedding.
     """
 
     def __init__(self, compute, **weights):
@@ -50,13 +50,13 @@ def calls(of):
 
 
 def inputs(tokens, rows):
-    """Return inputs as the engine's: rows of one array."""
+    """Return inputs like the engine's: rows of one array."""
     laid = torch.stack([torch.arange(tokens) * 3 % VOCABULARY, torch.arange(tokens) + 100])
     return laid[:1], laid[1:], torch.arange(-1, rows)[1:] * 5 % tokens
 
 
 def check(compute, **weights):
-    """Assert that what is traced computes what the model does; return the trace."""
+    """Assert that the trace computes the model's results; return the trace."""
     step = EagerForward(Model(compute, **weights))
     found = trace(step, VOCABULARY)
     module = Script(found)
@@ -64,7 +64,7 @@ def check(compute, **weights):
         given = inputs(*size)
         with torch.inference_mode():
             expected = step(*given)
-            for _ in range(2):  # nothing that it keeps has changed
+            for _ in range(2):  # its constants have not changed
                 torch.testing.assert_close(module(*given), expected, atol=1e-5, rtol=1e-5)
     return found
 
@@ -88,7 +88,7 @@ def offsets(_, x, positions, rows):
 
 
 def views(_, x, positions, rows):
-    """Views of views, expanded ones and those with gaps."""
+    """Views of views, expanded views and views with gaps work."""
     heads = x.view(1, -1, 2, WIDTH // 2).transpose(1, 2)[..., 1:]
     first, second = heads.chunk(2, 1)
     wide = first.unsqueeze(-1).expand(-1, -1, -1, -1, 4)[:, 0]
@@ -96,7 +96,7 @@ def views(_, x, positions, rows):
 
 
 def in_place(_, x, positions, rows):
-    """What is changed in place through a view is read through others before and after."""
+    """Other views see in-place changes through a view, before and after."""
     y = x.clone()
     before = y[..., :4] * 1
     half = y[..., :4]
@@ -108,19 +108,19 @@ def in_place(_, x, positions, rows):
 
 
 def parts(_, x, positions, rows):
-    """An operator has several results."""
+    """An operator may have several results."""
     greatest, index = x.max(-1, keepdim=True)
     values, indices = x.topk(2)
     return picked(torch.cat([greatest, index, values, indices, *x.split(3, -1)], -1), rows)
 
 
 def indexed(model, x, positions, rows):
-    """Indexing by numbers is no choice by data."""
+    """Indexing by tensors is not control flow that depends on data."""
     return picked(model.other[positions % 5] + x, rows)
 
 
 def lists(_, x, positions, rows):
-    """Arguments are infinite, lists, types or None."""
+    """Arguments may be infinite, lists, types or None."""
     filled = x.masked_fill(x > 0, float("-inf")).clamp(min=None, max=0.5)
     return picked(filled.softmax(-1, dtype=torch.float32).to(torch.float64).mean([-1], True), rows)
 
@@ -139,7 +139,7 @@ def test_views_are_strides_of_their_owner():
 
 @pytest.mark.parametrize("seed", range(12))
 def test_operators_of_octavo_are_called_in_order(seed):
-    """They take views, their results are used within a program and after it, or not at all."""
+    """Operators take views; results are used within a program, after it, or not at all."""
     choices = random.Random(seed)
     kinds = [
         choices.choice(["norm", "norm", "norm", "part", "turn", "add", "change"]) for _ in range(14)
@@ -178,7 +178,7 @@ def test_what_depends_on_weights_alone_is_computed_once():
 
 
 def test_large_results_are_not_kept():
-    """They would take memory beside the weights."""
+    """Precomputed constants would take memory besides the weights."""
     weight = torch.rand(FOLDED_BYTES // 4 // WIDTH + 1, WIDTH)
 
     def compute(model, x, positions, rows):
@@ -324,7 +324,7 @@ def test_an_operator_in_python_is_refused():
 
 
 def test_octavos_operators_are_not_run():
-    """Their weights are most of a model's."""
+    """A dry run skips Octavo's operators, whose weights are most of a model's."""
     attention = torch.ops.octavo.paged_attention
 
     def compute(_, x, positions, rows):
@@ -341,7 +341,7 @@ def test_octavos_operators_are_not_run():
 
 
 def test_another_step_is_another_module():
-    """TorchScript keeps what it has compiled by class."""
+    """TorchScript caches compiled code by class."""
     one, other = (
         Script(traced(lambda _, x, positions, rows, n=n: picked(x * n, rows))) for n in (2, 3)
     )

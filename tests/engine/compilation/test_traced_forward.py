@@ -1,4 +1,4 @@
-"""The step of a CPU: it says what the eager step says, for any number of tokens."""
+"""A CPU's traced step gives the eager step's outputs, for any number of tokens."""
 
 import threading
 import time
@@ -37,7 +37,7 @@ CONFIGS = {
         eos_token_id=None,
     ),
 }  # fmt: skip
-"""Most layers of llama fit 4 bits; the others then have 8."""
+"""Schemes; most layers of llama fit 4 bits, and the others then have 8."""
 WAYS = [
     ("llama", "bfloat16", "none", 0.1),
     ("llama", "bfloat16", "int8", 0.1),
@@ -46,15 +46,15 @@ WAYS = [
     ("mixtral", "bfloat16", "int8", 0.1),
 ]
 FAMILIES = ("falcon_h1", "gpt_oss", "deepseek_v3", "bloom")
-"""With states of Mamba-2 and convolutions, with sinks, with latent attention, and with ALiBi."""
+"""Models with Mamba-2's states and convolutions, sinks, latent attention, and ALiBi."""
 SLOW = ("gemma3n_text", "llama4_text, chunks", "qwen3_next", "jamba")
-"""Layers that share keys and values, chunks and temperatures by position, the gated delta rule,
+"""Models with shared keys and values, chunks and temperatures by position, the gated delta rule,
 and Mamba."""
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Returns a model's directory; each model is made once."""
+    """Return a model's directory; each model is created once."""
     folder = tmp_path_factory.mktemp("models")
 
     def make(name):
@@ -86,7 +86,7 @@ def test_traced_is_eager_with_an_fp8_cache(saved, name):
 
 
 def test_a_greedy_step_gives_the_logits_greatest(saved):
-    """Whoever asks for no more is told tokens, which nobody sees logits of."""
+    """The step itself returns tokens, without logits, if requests need no more."""
     drawn = [
         [token.token_id for tokens in outputs(stepper, **reported) for token in tokens]
         for reported in ({}, {"logprobs": 0})
@@ -129,7 +129,7 @@ def test_any_number_of_tokens_and_of_rows(loaded, tokens, rows):
 
 
 def test_it_runs_without_the_interpreters_lock(loaded):
-    """Or no other thread could receive requests or send tokens meanwhile."""
+    """Otherwise no other thread could receive requests or send tokens meanwhile."""
     step = TracedForward(EagerForward(loaded.model), loaded.shape.vocab_size, loaded.dtype)
     tokens = torch.arange(20_000)[None]
     ticks, done = [], threading.Event()
@@ -176,7 +176,7 @@ def test_a_traced_step_that_computes_something_else_is_not_used(saved, quantizat
 
 
 def test_a_model_that_computes_something_else_is_refused(saved, monkeypatch):
-    """Its trace is as wrong as it is."""
+    """Its trace is as wrong as the model."""
     given = EagerForward.forward
     monkeypatch.setattr(EagerForward, "forward", lambda *inputs: given(*inputs).flip(0))
     with pytest.raises(SelfCheckError, match="alone"):

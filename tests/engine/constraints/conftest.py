@@ -14,7 +14,7 @@ def byte_model(tmp_path_factory) -> str:
 
 @pytest.fixture(scope="module")
 def engine(byte_model):
-    """An engine with memory for all, which a module's tests share."""
+    """An engine with enough memory, which a module's tests share."""
     runner = Runner(byte_model)
     yield runner
     runner.close()
@@ -22,7 +22,7 @@ def engine(byte_model):
 
 @pytest.fixture
 def crowded(byte_model):
-    """Make engines with so few blocks that they preempt."""
+    """Creates engines with so few blocks that they preempt."""
     runners = []
 
     def make(**settings) -> Runner:

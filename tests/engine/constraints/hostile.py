@@ -1,6 +1,6 @@
-"""Constraints that take too much of something.
+"""Hostile constraints that exceed limits.
 
-Deep nesting, huge alternatives, exponential expressions, endless repetition.
+They have deep nesting, huge alternatives, exponential expressions, endless repetition.
 """
 
 import json

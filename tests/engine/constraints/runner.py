@@ -27,7 +27,7 @@ SMALL = {"dtype": "float32", "num_blocks": 512, "max_model_len": 1024, "swap_spa
 
 @dataclass
 class Ended:
-    """What came of a request.
+    """The result of a request.
 
     Attributes:
         tokens: Token ids by output.
@@ -45,9 +45,9 @@ class Ended:
 
 
 class Runner:
-    """An engine of the model of `benchmarks.fixture.make_model`, whose tokens are bytes.
+    """An engine of `benchmarks.fixture.make_model`'s model, whose tokens are bytes.
 
-    Requests are submitted from any thread.
+    Any thread may submit requests.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Runner:
             async_scheduling: Whether steps overlap, as on a GPU.
             **settings: More of EngineSettings.
         """
-        # One thread builds and computes, as OpenMP keeps threads for each that ever computed.
+        # One thread builds and computes, as OpenMP keeps a pool for each thread that ever computed.
         built: Future[Parts] = Future()
         self._ready = threading.Event()
         self._thread = threading.Thread(
@@ -166,14 +166,14 @@ class Runner:
         return bool(self._left[request_id])
 
     def abort(self, request_id: str) -> None:
-        """Abort a request; nobody may wait for it."""
+        """Abort a request that nobody waits for."""
         self.core.abort(0, request_id)
 
     def settle(self, seconds: float = 60) -> None:
-        """Wait until nothing is left, and check that no block is.
+        """Wait until the engine is idle, and check that no block is in use.
 
         Raises:
-            TimeoutError: Something is left after `seconds`.
+            TimeoutError: The engine is not idle after `seconds`.
         """
         deadline = time.monotonic() + seconds
         while not self.core.idle:
@@ -228,5 +228,5 @@ def encode(text: str) -> list[int]:
 
 
 def decode(token_ids) -> str:
-    """Return the text of tokens, without the end."""
+    """Return the text of tokens, without the end token."""
     return bytes(BYTES[token] for token in token_ids if token != EOS).decode()

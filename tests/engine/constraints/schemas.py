@@ -1,4 +1,4 @@
-"""Random JSON Schemas of what is supported, and the check of an output."""
+"""Random JSON Schemas within what is supported, and the check of an output."""
 
 import json
 import random
@@ -31,7 +31,7 @@ def check(text: str, schema: object) -> object:
 
 
 def _number(text: str) -> Decimal | float:
-    """Return a number as it is written, or infinity if its exponent is beyond all decimals."""
+    """Return a number exactly as written, or infinity if its exponent exceeds decimals' range."""
     try:
         return Decimal(text)
     except InvalidOperation:

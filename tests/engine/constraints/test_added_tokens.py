@@ -19,7 +19,7 @@ from octavo.router.text.lark import escaped
 
 DEMO_ENDS = ("<|im_end|>", "<|endoftext|>")
 MARKERS = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>"]
-"""Those of Qwen 3, which are not special."""
+"""Added tokens of Qwen 3, which are not special."""
 
 
 class Vocabulary:
@@ -36,13 +36,13 @@ class Vocabulary:
     def write(
         self, constraint: Constraint, seed: int = 0, most: int = 400, likes: tuple = ()
     ) -> tuple[str, list]:
-        """Draw an output, drafts included; return its text as clients get it, and its tokens.
+        """Sample an output with drafts; return its text as clients get it, and its tokens.
 
         Args:
-            constraint: What it keeps to.
+            constraint: The output's constraint.
             seed: Seed of the random numbers.
             most: Maximum tokens.
-            likes: Sets of tokens that come first, the first set above all.
+            likes: Sets of preferred tokens, the most preferred first.
         """
         try_constraint(constraint, self.tokens)
         matcher = Matcher(compile_grammar(constraint, self.tokens), self._words, EndRule())
@@ -120,7 +120,7 @@ def unigram() -> Vocabulary:
 
 
 def _constraints(text: str) -> dict[str, tuple[Constraint, str]]:
-    """Return constraints that force a text, and the only document of each."""
+    """Return constraints that force a text, and the only valid document of each."""
     named = {"type": "object", "properties": {text: {"const": 1}}, "required": [text]}
     closed = {**named, "additionalProperties": False}
     const, sentence = json.dumps({"const": text}), f"stop at {text} please"
@@ -154,7 +154,7 @@ def test_the_text_of_every_added_token_can_be_forced(request, name, kind):
     reference = vocabulary.added[marker]
     for text in dict.fromkeys([*vocabulary.added.values(), "<tool_call>", "<|im_end|>"]):
         if "▁" in text or (name == "unigram" and text == "<0x0A>"):
-            continue  # a space or a byte to such tokenizers, whatever is added
+            continue  # such tokenizers read it as a space or a byte
         constraint, document = _constraints(text)[kind]
         texts = tuple(one.replace("MARKER", reference) for one in constraint.texts)
         written, output = vocabulary.write(Constraint(constraint.kind, texts))
@@ -192,7 +192,7 @@ def test_any_text_may_hold_a_marker_but_no_control_token(thinking):
     state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
     allowed = set(np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist())
     texts = {thinking.added[one] for one in allowed & set(thinking.added)}
-    assert texts == {"    ", " strip"}  # what is added, but is no marker, is text
+    assert texts == {"    ", " strip"}  # an added token that is no marker is text
 
 
 @pytest.mark.parametrize("name", ["demo", "thinking"])
@@ -221,7 +221,7 @@ NESTED = {"a": [{"b": {"c": [1, {"d": "x"}]}}, {}], "e": {"f": [[]]}}
 )
 def test_a_model_that_likes_white_space_ends(demo, constraint, seed):
     pieces = {i: demo.tokenizer.decode([i]) for i in range(demo.size)}
-    blank = {i for i, piece in pieces.items() if piece[-1:] in set("\n\r\t")}  # none is in strings
+    blank = {i for i, piece in pieces.items() if piece[-1:] in set("\n\r\t")}  # not in strings
     closing = {i for i, piece in pieces.items() if piece in {"}", "]", '"'}}
     likes = (blank, {*closing, *demo.ends})
     written, _ = demo.write(constraint, seed, most=200, likes=likes)

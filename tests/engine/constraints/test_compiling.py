@@ -26,7 +26,7 @@ SLOW = json.dumps({"allOf": [{"type": "integer", "multipleOf": p} for p in (1000
 
 @pytest.fixture(scope="module")
 def hasty(byte_model):
-    """An engine that refuses what takes longer than a second to compile."""
+    """An engine that refuses constraints that take longer than a second to compile."""
     runner = Runner(byte_model, seconds=1)
     yield runner
     runner.close()
@@ -121,7 +121,7 @@ def test_nobody_waits_for_a_constraint_that_compiles(hasty):
     assert hasty.run(None, max_tokens=50).reasons == {0: "LENGTH"}
     assert time.monotonic() - began < 5
     assert any(map(hasty.runs, slow))
-    for request_id in slow[:4]:  # cancelled while it compiles, or waits for that
+    for request_id in slow[:4]:  # cancelled while compiling or waiting for it
         hasty.abort(request_id)
     late = hasty.submit("regex", "x" * 3, deadline=time.monotonic() + 0.05)
     assert hasty.wait(late).failure.code is FailureCode.DEADLINE_EXCEEDED
@@ -168,7 +168,7 @@ def test_hostile_constraints_are_refused_or_served(hasty):
 
 
 class SlowMatcher:
-    """A matcher whose mask takes as long as it is told."""
+    """A matcher whose mask takes a set time."""
 
     def __init__(self, seconds, waits=0.0):
         self.seconds, self.quick = seconds, seconds < 1

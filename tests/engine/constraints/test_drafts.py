@@ -1,4 +1,4 @@
-"""Drafts change no token of a constrained output, and save the steps of what is forced."""
+"""Drafts change no token of a constrained output, and save the steps of forced tokens."""
 
 import json
 import random
@@ -57,7 +57,7 @@ def asked():
 
 
 class Nothing(Method):
-    """Drafts nothing: all that is drafted, a grammar forces."""
+    """Drafts nothing: all drafted tokens come from grammars."""
 
     def draft(self, history, most):
         return []
@@ -67,7 +67,7 @@ class Nothing(Method):
 
 
 class Oracle(Method):
-    """Drafts what was sampled without drafts, the end too, with mistakes at random."""
+    """Drafts the tokens of a run without drafts, including the end, with random mistakes."""
 
     def __init__(self, outputs):
         self.outputs = [list(tokens) for tokens in outputs]
@@ -84,11 +84,11 @@ class Oracle(Method):
         return []
 
     def learn(self, history):
-        """It knows them all."""
+        """Its drafts cover all sequences."""
 
 
 def compile_all(runner):
-    """Compile all constraints, so that requests need not wait for them, one after another."""
+    """Compile all constraints, so that requests do not wait for them one after another."""
     for texts, _ in asked():
         runner.run(*texts, max_tokens=1)
 

@@ -1,4 +1,4 @@
-"""A token is drawn under the mask of its own position, whenever that mask is ready."""
+"""A token is sampled under its own position's mask, whenever that mask is ready."""
 
 import json
 import re
@@ -39,7 +39,7 @@ WAYS = (
 
 
 class GreedyForward(TracedForward):
-    """A step that takes its tokens itself, as a traced one does, from a model that is not."""
+    """A step that samples its tokens itself, as a traced step does, from an untraced model."""
 
     def __init__(self, step, seconds):
         self._step, self._seconds = step, seconds
@@ -86,7 +86,7 @@ def expected(engine):
 
 @contextmanager
 def delayed(model, monkeypatch, seconds, *, steps=0.012, **settings):
-    """Run an engine whose masks take some time more; unless async, its step takes the tokens."""
+    """Run an engine with slow masks; unless async, its step samples the tokens itself."""
     runner, advance = Runner(model, **settings), Matcher.advance
 
     def late(matcher, *arguments):
@@ -129,7 +129,7 @@ def test_outputs_do_not_depend_on_when_masks_are_ready(
 def test_tokens_that_the_model_takes_are_drawn_under_their_own_masks(
     byte_model, monkeypatch, seconds, count
 ):
-    """All rows are greedy here. Some masks are ready while the model runs: after it read them."""
+    """All rows are greedy. Some masks become ready while the model runs, after it read them."""
     with delayed(byte_model, monkeypatch, seconds) as runner:
         asked = [
             runner.submit("regex", CALL_PATTERN, prompt=range(1, 3 + i % 3), temperature=0.0)

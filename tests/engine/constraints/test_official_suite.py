@@ -18,16 +18,16 @@ from tests.engine.constraints.schemas import check
 pytestmark = pytest.mark.slow
 
 LEAST_SERVED = 120
-"""Schemas of the suite that are served; the others are refused."""
+"""Number of the suite's schemas that are served; the others are refused."""
 
 
 PACKAGE = "jsonschema==4.26.0"
-"""Its source package has the suite."""
+"""A package whose source contains the suite."""
 
 
 @pytest.fixture(scope="module")
 def suite(tmp_path_factory) -> list[dict]:
-    """Groups of draft 2020-12: a schema each, and documents that keep to it or do not."""
+    """Return groups of draft 2020-12: a schema each, with valid and invalid documents."""
     folder = tmp_path_factory.mktemp("suite")
     download = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-binary", ":all:"]
     if subprocess.run([*download, "-d", folder, PACKAGE], check=False).returncode:

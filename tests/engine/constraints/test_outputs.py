@@ -1,4 +1,4 @@
-"""What is finished keeps to its constraint, however tokens are sampled and memory is short."""
+"""Finished outputs satisfy their constraints, for any sampling and any lack of memory."""
 
 import itertools
 import json
@@ -213,11 +213,11 @@ def test_a_mask_that_takes_too_long_ends_its_request_alone(
 
 @pytest.mark.parametrize(("way", "every"), [("swap", 1), ("recompute", 4)])
 def test_preempting_all_the_time_changes_nothing(byte_model, engine, way, every):
-    """Recomputing outputs that share a prompt takes up to three steps before one has a new token.
+    """Recomputing outputs that share a prompt takes up to three steps before a new token.
 
-    First the prompt, then each output, and then the beams' last tokens together. So a group that is
-    recomputed in every step never goes on. The scheduler never does that: it preempts the last
-    group in order, so the first one goes on (`test_every_request_that_fits_is_finished`).
+    First the prompt, then each output, then the beams' last tokens together. So a group that is
+    preempted in every step would never progress. The scheduler never does that: it preempts the
+    last group in order, so the first one progresses (`test_every_request_that_fits_is_finished`).
     """
     runner = Runner(byte_model, preemption=way)
     scheduler, schedule = runner.parts.scheduler, runner.parts.scheduler.schedule

@@ -1,4 +1,4 @@
-"""The KV cache's books against a plain model of what every block holds."""
+"""The KV cache's block accounting against a simple model of every block's contents."""
 
 import itertools
 from collections import Counter
@@ -27,13 +27,13 @@ def manager(num_blocks=8, num_swap_blocks=8, prefix_caching=True):
 
 
 def table(cache, sequence_id):
-    """The blocks of the only layer group."""
+    """Return the blocks of the only layer group."""
     (blocks,) = cache.table(sequence_id)
     return blocks
 
 
 def found(cache, tokens, salt=""):
-    """The blocks of the only layer group that the front of a prompt is found in."""
+    """Return the only layer group's blocks that hold a prompt's prefix."""
     (hits,) = cache.find_prefix(tokens, salt).groups
     return hits
 
@@ -80,7 +80,7 @@ def test_unlike_salts_share_nothing():
     assert table(cache, 3)[:2] == table(cache, 0)[:2]
     assert not set(table(cache, 2)) & set(table(cache, 0))
     cache.free(2)
-    cache.swap_out([3])  # and so in swap space
+    cache.swap_out([3])  # the same in swap space
     assert [len(found(cache, tokens, salt)) for salt in ("a", "b", "")] == [2, 0, 0]
 
 
@@ -90,7 +90,7 @@ def test_cached_blocks_are_evicted_from_the_end_of_the_oldest_prefix():
     cache.admit(0, tokens)
     cache.publish(0, tokens, 12)
     cache.free(0)
-    cache.admit(1, [99] * 8)  # takes the free block and evicts one
+    cache.admit(1, [99] * 8)  # uses the free block and evicts one
     assert len(found(cache, [*tokens, 0])) == 2
 
 
@@ -120,7 +120,7 @@ def test_a_gang_is_extended_whole_or_not_at_all():
     assert not cache.take_transfers()
     assert cache.device.num_in_use == 2
     cache.free(3)
-    cache.extend(spans[:3])  # exactly fits: the last writer keeps the original
+    cache.extend(spans[:3])  # fits exactly: the last writer keeps the original
     assert cache.device.num_free == 0
     cache.check()
 
@@ -130,11 +130,11 @@ def test_blocks_are_appended_to_all_tables_or_to_none():
     for id_ in (0, 1):
         cache.admit(id_, [id_] * 4)
     tables = [cache.own_table(id_) for id_ in (0, 1)]
-    assert not cache.append_blocks(tables, [4, 4], spare=3)  # of the 4 that are free
+    assert not cache.append_blocks(tables, [4, 4], spare=3)  # 4 are free
     assert cache.device.num_in_use == 2
     assert cache.append_blocks(tables, [4, 4], spare=2)
     assert len({block for own in tables for block in own.groups[0]}) == 4
-    # It is not for a block that the table has already.
+    # The reserve is not for a block that the table has already.
     assert not cache.append_blocks(tables, [8, 4], spare=0)
     for own in tables:
         own.num_tokens = 5
@@ -195,7 +195,7 @@ def test_a_swapped_gang_still_shares_its_blocks():
     assert (cache.device.num_in_use, cache.swap.num_in_use) == (0, 2)
     cache.take_transfers()
     cache.swap_in([0, 1])
-    assert cache.swap.num_in_use == 2  # not to be overwritten before it is read
+    assert cache.swap.num_in_use == 2  # must not be overwritten before it is read
     assert len(cache.take_transfers().swap_in) == 2
     assert table(cache, 0) == table(cache, 1)
     assert (cache.device.num_in_use, cache.swap.num_in_use) == (2, 0)
@@ -219,7 +219,7 @@ def test_what_is_shared_and_what_is_wasted_is_counted():
     for child in (1, 2):
         cache.fork(0, child, 6)
     assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (2, 2)
-    cache.extend([Span(i, 6, 7) for i in range(3)])  # each its own last block of 3 tokens
+    cache.extend([Span(i, 6, 7) for i in range(3)])  # each has its own last block of 3 tokens
     assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (1, 3)
     cache.swap_out([1])
     assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (1, 2)
@@ -229,9 +229,9 @@ def test_what_is_shared_and_what_is_wasted_is_counted():
 
 
 def cached_prefix(cache, tokens, *, hit=True):
-    """Leaves a prompt's full blocks in the prefix cache of the device.
+    """Leave a prompt's full blocks in the device's prefix cache.
 
-    With `hit`, each has been found by another prompt: that takes a block more.
+    With `hit`, another prompt has hit each: that takes one more block.
     """
     cache.admit(99, tokens)
     cache.publish(99, tokens, len(tokens))
@@ -244,7 +244,7 @@ def cached_prefix(cache, tokens, *, hit=True):
 def test_an_evicted_prefix_that_nobody_hit_is_gone():
     cache = manager(num_blocks=4)
     cached_prefix(cache, list(range(12)), hit=False)
-    cache.admit(1, list(range(5)))  # the first block is found, and the last two are not
+    cache.admit(1, list(range(5)))  # the first block is found, but not the last two
     cache.free(1)
     cache.admit(2, [99] * 13)
     assert len(cache.take_transfers().swap_out) == 1
@@ -280,7 +280,7 @@ def test_a_prefix_that_was_hit_stays_so_until_it_is_nowhere():
     cached_prefix(cache, tokens)
     cache.admit(1, [*tokens, 0])
     cache.swap_out([1])
-    assert len(fill_device()) == 3  # the sequence's, and nothing else: swap space has it now
+    assert len(fill_device()) == 3  # only the sequence's: it is in swap space now
     cache.swap_in([1])
     cache.take_transfers()
     cache.free(1)
@@ -288,7 +288,7 @@ def test_a_prefix_that_was_hit_stays_so_until_it_is_nowhere():
     assert len(fill_device()) == 2
     fill_swap_space()
     assert found(cache, [*tokens, 0]) == []
-    cached_prefix(cache, tokens, hit=False)  # computed anew, it is like any other
+    cached_prefix(cache, tokens, hit=False)  # computed again, it is an ordinary block
     assert not fill_device()
     cache.check()
 
@@ -312,7 +312,7 @@ def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
     assert (cache.counters.offloaded_blocks, cache.counters.restored_blocks) == (3, 3)
     cache.free(2)
     cache.admit(3, [98] * 13)
-    assert not cache.take_transfers().swap_out  # swap space has them still
+    assert not cache.take_transfers().swap_out  # swap space still has them
     cache.check()
 
 
@@ -322,7 +322,7 @@ def test_preempted_sequences_evict_prefixes_from_swap_space_and_never_the_revers
     cached_prefix(cache, list(range(12)))
     cache.admit(1, [99] * 16)
     assert cache.stats.cached_swap_blocks == 3
-    cache.swap_out([0])  # in the same step: two of the blocks no longer fall
+    cache.swap_out([0])  # in the same step: two of the blocks are no longer offloaded
     moves = cache.take_transfers()
     assert len(moves.swap_out) == len({kept for _, kept in moves.swap_out}) == 3
     assert (cache.stats.used_swap_blocks, cache.stats.cached_swap_blocks) == (2, 1)
@@ -339,8 +339,8 @@ def test_a_swap_block_is_not_written_in_the_step_that_reads_it():
     cache.swap_out([0])
     cache.take_transfers()
     cached_prefix(cache, list(range(12)))
-    cache.swap_in([0])  # evicts a block, which has no place to fall to
-    cache.admit(1, [6] * 8)  # nor have these two
+    cache.swap_in([0])  # evicts a block, which swap space has no room for
+    cache.admit(1, [6] * 8)  # nor for these two
     moves = cache.take_transfers()
     assert (len(moves.swap_in), moves.swap_out) == (2, [])
 
@@ -353,7 +353,7 @@ def test_nor_is_one_that_a_prefix_returns_from():
     cache.free(1)
     cached_prefix(cache, list(range(40, 48)))
     assert cache.admit(2, list(range(5))) == 4
-    cache.admit(3, [6] * 8)  # evicts two blocks, which have no place to fall to
+    cache.admit(3, [6] * 8)  # evicts two blocks, which swap space has no room for
     moves = cache.take_transfers()
     assert (len(moves.swap_in), moves.swap_out) == (1, [])
 
@@ -368,7 +368,7 @@ def test_what_a_pool_has_already_is_not_copied_again():
     cache.swap_in([0])
     assert len(cache.take_transfers().swap_in) == 1  # the device kept the full blocks
     cache.swap_out([0])
-    assert len(cache.take_transfers().swap_out) == 1  # and so did swap space
+    assert len(cache.take_transfers().swap_out) == 1  # swap space did, too
     cache.check()
 
 
@@ -377,7 +377,7 @@ class FaultError(Exception):
 
 
 def break_call(obj, name, count):
-    """Makes the `count`-th call of a method from now on fail, before it does anything."""
+    """Make the `count`-th next call of a method fail before it does anything."""
     method, calls = getattr(obj, name), itertools.count()
 
     def call(*arguments):
@@ -393,32 +393,31 @@ PROMPTS = st.builds(
     st.lists(st.sampled_from([[0] * BLOCK_SIZE, [1] * BLOCK_SIZE]), max_size=4),
     st.lists(st.integers(0, 1), min_size=1, max_size=5),
 )
-"""Made so that many begin alike."""
+"""Prompts, many with common prefixes."""
 
 
 def on(place):
-    """A rule's precondition: some sequence is there, on the `device` or `swapped`."""
+    """Return a rule's precondition: some sequence exists, on the `device` or `swapped`."""
     if place == "swapped":
         return precondition(lambda self: self.swapped)
     return precondition(lambda self: len(self.tokens) > len(self.swapped))
 
 
 class Contents(RuleBasedStateMachine):
-    """Follows what each physical block holds, and reads it back through the tables.
+    """Tracks each physical block's contents, and reads them back through the block tables.
 
-    A block's contents are a list of token ids by slot; the model writes them
-    only where the manager says a sequence may, and does the copies it orders:
-    as late as the scheduler would, so that one step's copies must not spoil
-    each other.
+    A block's contents are a list of token ids by slot. The model writes them only where the manager
+    allows it, and does the manager's copies as late as the scheduler would, so that copies of one
+    step must not conflict.
     """
 
     def __init__(self):
         super().__init__()
         self.tokens: dict[int, list[int]] = {}
         self.computed: dict[int, int] = {}
-        self.family: dict[int, int] = {}  # forks are swapped and cancelled with their first parent
+        self.family: dict[int, int] = {}  # forks are swapped and cancelled with their root parent
         self.swapped: set[int] = set()
-        self.fresh: set[int] = set()  # those that got blocks since copies were last done
+        self.fresh: set[int] = set()  # sequences that got blocks since the last copies
         self.named: dict[bytes, list[int]] = {}  # what must be found under a key
         self.hit: set[bytes] = set()  # of these, those that a sequence was admitted with
         self.next_id = 0
@@ -437,7 +436,7 @@ class Contents(RuleBasedStateMachine):
             self.submit(prompt)
             self.run(list(self.tokens), len(prompt))
 
-    # What the executor does.
+    # The executor's part.
 
     def transfer(self):
         self.forget_what_is_gone()
@@ -456,18 +455,18 @@ class Contents(RuleBasedStateMachine):
         self.fresh.clear()
         for pool, contents in ((self.cache.device, self.device), (self.cache.swap, self.swap)):
             for block in pool._free:
-                contents[block] = [None] * BLOCK_SIZE  # whoever has it next may write anything
+                contents[block] = [None] * BLOCK_SIZE  # its next owner may write anything
             for key, tokens in self.named.items():
                 if (block := pool.find(key)) is not None:
                     assert contents[block] == tokens, "a published block holds something else"
 
     def forget_what_is_gone(self):
-        """What neither memory holds must be hit again to count."""
+        """A prefix that neither memory holds must be hit again to count."""
         pools = self.cache.device, self.cache.swap
         self.hit = {key for key in self.hit if any(pool.find(key) is not None for pool in pools)}
 
     def idle_hits(self):
-        """Prefixes that were hit, on the device, and that `evict` takes."""
+        """Return the prefixes on the device that were hit and that `evict` offloads."""
         device = self.cache.device
         return [
             key
@@ -486,7 +485,7 @@ class Contents(RuleBasedStateMachine):
 
     @staticmethod
     def keys(tokens):
-        """The key of each full block, with its tokens."""
+        """Return each full block's key and tokens."""
         key, named = ROOT_KEY, {}
         for start in range(0, len(tokens) - BLOCK_SIZE + 1, BLOCK_SIZE):
             block = tokens[start : start + BLOCK_SIZE]
@@ -501,7 +500,7 @@ class Contents(RuleBasedStateMachine):
         return data.draw(st.sampled_from(sorted(ids))) if ids else None
 
     def gang(self, data, *, swapped=False):
-        """A sequence and all its forks that are in the same place."""
+        """Return a sequence and all its forks in the same place."""
         if (one := self.pick(data, swapped=swapped)) is None:
             return []
         return [
@@ -511,7 +510,7 @@ class Contents(RuleBasedStateMachine):
         ]
 
     def settle(self, ids):
-        """Does the copies first if some of `ids` have just got blocks."""
+        """Do the copies first if some of `ids` have just got blocks."""
         if self.fresh & set(ids):
             self.transfer()
 
@@ -538,7 +537,7 @@ class Contents(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 9), token=st.none() | st.integers(0, 1))
     @on("device")
     def compute(self, data, count, token):
-        """Runs a step with a gang; perhaps it has just drawn a token."""
+        """Run a step with a gang, perhaps after sampling a token."""
         ids = self.gang(data)
         for id_ in ids if token is not None else ():
             self.tokens[id_].append(token)
@@ -596,7 +595,7 @@ class Contents(RuleBasedStateMachine):
 
     @rule()
     def evict(self):
-        """Takes every idle block of the device, and lets go of them: what was hit falls."""
+        """Allocate and free every idle device block: prefixes that were hit are offloaded."""
         number, self.next_id = self.next_id, self.next_id + 1
         falling, room = self.idle_hits(), self.cache.swap.num_available
         before = set(self.found(self.cache.swap))
@@ -655,7 +654,7 @@ class Contents(RuleBasedStateMachine):
     )
     @precondition(lambda self: self.tokens)
     def fault_in_a_swap(self, data, call, of_device, count):
-        """A call inside a swap fails: the swap is as if it had not been tried."""
+        """A call inside a swap fails: the swap leaves no trace."""
         ids = self.gang(data, swapped=data.draw(st.booleans())) or list(self.tokens)
         swapped = ids[0] in self.swapped
         ids = [i for i in ids if (i in self.swapped) is swapped]
@@ -677,7 +676,7 @@ class Contents(RuleBasedStateMachine):
     @rule(data=st.data())
     @precondition(lambda self: len(self.tokens) > 2)
     def fault_in_the_copies(self, data):
-        """The step fails, with any part of its copies done: nothing old is trusted after it."""
+        """The step fails, with some of its copies done: old contents are not trusted afterwards."""
         (self.swap_in if self.swapped else self.swap_out)(data)
         for source, target in self.cache.take_transfers().swap_out[::2]:
             self.swap[target] = list(self.device[source])
@@ -689,7 +688,7 @@ class Contents(RuleBasedStateMachine):
         for pool in (self.cache.device, self.cache.swap):
             assert pool.num_free == pool.num_blocks
 
-    # What always holds.
+    # Invariants.
 
     @invariant()
     def books_balance(self):

@@ -1,4 +1,4 @@
-"""Windows, chunks and states beside full attention: the books against what tokens need."""
+"""Windows, chunks and states beside full attention: block accounting against tokens' needs."""
 
 import pytest
 from hypothesis import HealthCheck, event, settings
@@ -38,7 +38,7 @@ def manager(groups, blocks=64, swap=64, *, prefix=True):
 
 
 def run(cache, id_, tokens, start=0, step=STEP):
-    """Computes a sequence's tokens from `start` on; returns the ends of its steps."""
+    """Compute a sequence's tokens from `start` on; return the ends of its steps."""
     ends = []
     while start < len(tokens):
         end = cache.pause_before(id_, start, min(start + step, len(tokens)))
@@ -97,7 +97,7 @@ def test_the_end_of_a_prompt_keeps_its_state():
     kept = list(cache.table(1)[1])
     cache.extend([Span(1, 96, 100)])
     copies = cache.take_transfers().copies
-    assert [source for source, _ in copies] == kept  # the cache keeps the state as it was
+    assert [source for source, _ in copies] == kept  # the cache keeps the old state
     assert not set(cache.table(1)[1]) & set(kept)
     cache.check()
 
@@ -169,7 +169,7 @@ def test_what_swapping_in_takes_is_known_before(groups):
 
 
 class Contents(RuleBasedStateMachine):
-    """Follows what each block holds: tokens by slot, or a piece of the state of some tokens."""
+    """Tracks each block's contents: tokens by slot, or a piece of the state after some tokens."""
 
     def __init__(self):
         super().__init__()
@@ -200,7 +200,7 @@ class Contents(RuleBasedStateMachine):
                 contents[block] = {}
 
     def pick(self, data, *, swapped=False):
-        """A sequence and its forks that are in the same place."""
+        """Return a sequence and its forks in the same place."""
         ids = sorted(i for i in self.tokens if (i in self.swapped) is swapped)
         if not ids:
             return []
@@ -257,7 +257,7 @@ class Contents(RuleBasedStateMachine):
     )
     @precondition(lambda self: len(self.tokens) > len(self.swapped))
     def verify(self, data, draft, right):
-        """A step computes drafted tokens; those from the first wrong one on are rolled back."""
+        """A step computes drafted tokens, and rolls back from the first wrong one on."""
         id_ = self.pick(data)[0]
         tokens, start = self.tokens[id_], self.computed[id_]
         if len(tokens) > start + 1 or any(layers.state_blocks for layers in self.groups):
@@ -280,7 +280,7 @@ class Contents(RuleBasedStateMachine):
         event(f"drafted tokens are rolled back: {kept < span.end}")
 
     def check_reads(self, span):
-        """What the span's first token attends to, and its state, are as they were written."""
+        """Check that the span's first token sees its keys and its state as written."""
         tokens = self.tokens[span.sequence_id]
         for group, layers in enumerate(self.groups):
             blocks = self.cache.table(span.sequence_id)[group]

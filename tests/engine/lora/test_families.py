@@ -1,4 +1,4 @@
-"""Adapters of all layers that may be adapted, in families whose layers are unlike Llama's."""
+"""Adapters of all adaptable layers, in families whose layers differ from Llama's."""
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ SLOW = {
 }
 MLP = {"gate_proj", "up_proj", "down_proj"}
 NOT_BY_PEFT = {"deepseek_v3": MLP, "falcon_h1": {"out_proj"}, "qwen3_next": MLP}
-"""Layers that peft does not adapt: it takes names of an MLP for the experts."""
+"""Layers that peft does not adapt: it mistakes an MLP's names for the experts."""
 FAMILIES = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
 LENGTH = 40
 

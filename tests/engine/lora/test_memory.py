@@ -1,4 +1,4 @@
-"""Adapters on a device with little memory, and what loading and unloading leaves behind."""
+"""Adapters on a device with little memory, and leaks after loading and unloading."""
 
 import gc
 import weakref
@@ -26,7 +26,7 @@ def engine(decided_model, adapter_paths):
 
 
 def test_adapters_take_turns_on_a_small_device(engine, adapter_paths):
-    """On a device with room for some, the others wait, and the least recently used leave."""
+    """With room for some adapters, the others wait, and the least recently used are evicted."""
     adapters = [engine.adapter(name) for name in adapter_paths]
     limit = max(adapter.nbytes for adapter in adapters) + min(a.nbytes for a in adapters)
     requests = [(prompt_of(i, 20), adapter) for i, adapter in enumerate(adapters * 2)]
@@ -47,7 +47,7 @@ def test_adapters_take_turns_on_a_small_device(engine, adapter_paths):
     for _ in range(2):
         engine.submit(prompt_of(1, 20), 2, adapter=adapters[2])
         engine.run()
-    assert held.copies <= before + 1  # it stays while nobody else needs room
+    assert held.copies <= before + 1  # it stays until others need room
 
 
 def test_an_adapter_too_large_for_the_device_is_refused(engine, adapter_paths):
@@ -66,7 +66,7 @@ def test_loads_and_unloads_leak_nothing(engine, adapter_paths, count):
         registry.add(adapter)
         engine.submit(prompt_of(1, 9), 2, adapter=registry.find("again"))
         engine.run()
-        engine.batches.clear()  # which hold requests, and these their adapter
+        engine.batches.clear()  # these hold requests, which hold their adapter
         engine.sampled.clear()
         registry.remove("again")
         return weakref.ref(adapter)

@@ -1,4 +1,4 @@
-"""What adapters compute, against peft's merged models in float32."""
+"""Adapters' outputs against peft's merged models in float32."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def references(decided_model, adapter_paths):
 
 @pytest.fixture(scope="module")
 def expected(decided_model, references):
-    """Return a function that gives what transformers generates with a merged model, or the base."""
+    """Return a function that generates with transformers' merged model, or with the base."""
     models = references | {None: AutoModelForCausalLM.from_pretrained(decided_model).eval()}
     known = {}
 
@@ -59,7 +59,7 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
     names = [*CONFIGS, None] * 4
     groups = []
     for seed, name in enumerate(names[:32]):
-        prompt = prompt_of(seed % 7, 20 + seed % 11)  # several adapters have each prompt
+        prompt = prompt_of(seed % 7, 20 + seed % 11)  # each prompt uses several adapters
         groups.append((name, engine.submit(prompt, 10, adapter=engine.adapter(name))))
     engine.run()
     counters = engine.scheduler.counters
@@ -142,7 +142,7 @@ def test_adapters_share_no_cached_prefixes(make_engine):
 
 @pytest.mark.parametrize("name", ["all", "mlp"])
 def test_packed_layers_take_adapters(decided_model, make_engine, references, name):
-    """In bfloat16 layers are fused and packed, and a SwiGLU's projections are one kernel."""
+    """In bfloat16, layers are fused and packed, and one kernel computes a SwiGLU's projections."""
     engine = make_engine(num_blocks=400, dtype="bfloat16")
     prompt = prompt_of(8, 60)
     group, base = (

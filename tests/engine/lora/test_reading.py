@@ -1,4 +1,4 @@
-"""Adapters that are malicious, damaged or of another model are refused with a precise message."""
+"""Malicious, damaged or incompatible adapters are refused with a precise message."""
 
 import json
 import os
@@ -31,7 +31,7 @@ Q = "base_model.model.model.layers.0.self_attn.q_proj"
 
 @pytest.fixture
 def adapter(adapter_paths, tmp_path):
-    """A copy of an adapter of all attention layers, to damage."""
+    """A copy of an adapter of all attention layers, for damaging."""
     return shutil.copytree(adapter_paths["attention"], tmp_path / "adapter")
 
 

@@ -1,4 +1,4 @@
-"""Freed memory goes back to the system, and what is in use stays as it is."""
+"""Freed memory returns to the system, and memory in use does not change."""
 
 import subprocess
 import sys
@@ -37,7 +37,7 @@ print([tensor.unique().tolist() for tensor in kept])
 
 @pytest.mark.skipif(sys.platform != "linux", reason="glibc's")
 def test_what_is_mapped_by_itself_goes_back_at_once():
-    """In a process that has no freed memory to take instead."""
+    """It runs in a new process, which has no freed memory to reuse."""
     done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
     freed, kept = done.stdout.splitlines()
     assert int(freed) > 100, "of 108 MiB"

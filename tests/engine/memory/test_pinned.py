@@ -1,4 +1,4 @@
-"""Swap space is pinned as it is, without rounding, until its cache is gone."""
+"""Swap space is pinned without rounding its size, until its cache is freed."""
 
 import gc
 
@@ -13,24 +13,24 @@ BLOCK_BYTES = 2 * 2 * 2 * 16 * 32 * 2  # layers, K and V, heads, tokens, head_di
 
 
 class Runtime:
-    """Stands for CUDA's runtime; calls in order."""
+    """A fake CUDA runtime that records calls in order."""
 
     def __init__(self):
         self.calls = []
         self.code = 0
 
-    def cudaHostRegister(self, address, size, flags):  # noqa: N802 - its name
+    def cudaHostRegister(self, address, size, flags):  # noqa: N802 - CUDA's name
         self.calls.append(("register", address, size))
         return self.code
 
-    def cudaHostUnregister(self, address):  # noqa: N802 - its name
+    def cudaHostUnregister(self, address):  # noqa: N802 - CUDA's name
         self.calls.append(("unregister", address))
         return 0
 
 
 @pytest.fixture
 def runtime(monkeypatch):
-    """A GPU whose memory is the host's."""
+    """A fake GPU in the host's memory."""
     runtime, empty = Runtime(), torch.empty
 
     def empty_here(*shape, device=None, pin_memory=False, **given):

@@ -1,4 +1,4 @@
-"""Swaps: that they arrive, and that streams may be as slow as they like."""
+"""Swaps deliver their blocks, however slow the streams are."""
 
 import itertools
 import random
@@ -42,7 +42,7 @@ def tensors(device, *, num_blocks=40, num_swap_blocks=24, block_size=16):
 def test_blocks_come_back_elsewhere_though_their_own_are_overwritten_at_once(device):
     draw = random.Random(0)
     cache = tensors(device)
-    # Work that keeps a GPU's compute stream busy for long after it was given.
+    # Work that keeps a GPU's compute stream busy long after its launch.
     busy = torch.ones(2000, 2000, device=device) if device == "cuda" else None
     for number in range(100 if busy is not None else 12):
         leaving, arriving = draw.sample(range(40), 8), draw.sample(range(40), 8)
@@ -77,7 +77,7 @@ def test_copies_are_timed_once(device):
 
 
 class LazyMoment:
-    """Stands for a CUDA event; over when its stream has come to it."""
+    """A fake CUDA event, done when its stream reaches it."""
 
     def __init__(self):
         self.over = False
@@ -92,7 +92,7 @@ class LazyMoment:
 
 
 class LazyStream:
-    """Stands for a CUDA stream: does nothing before it is made to, and then in order."""
+    """A fake CUDA stream: runs work only on demand, in order."""
 
     def __init__(self):
         self._given = deque()
@@ -137,7 +137,7 @@ def test_whatever_the_streams_are_late_with_the_copies_are_as_if_done_in_order(s
             draw.choice(ready).advance()
 
     def step(value):
-        """The model writes a block and reads another."""
+        """The model writes one block and reads another."""
         written, read = draw.sample(range(8), 2)
         compute.run(partial(device[written].fill_, value))
         in_order[0][written] = value

@@ -1,4 +1,4 @@
-"""A hybrid's states come back from swap space as they left, and its outputs do not change."""
+"""A hybrid's states return unchanged from swap space, and its outputs do not change."""
 
 import random
 
@@ -20,7 +20,7 @@ class StateWatch:
     """Reads states before their blocks are swapped out, and after they are swapped in.
 
     Attributes:
-        returned: How many came back, each as it left.
+        returned: Number of states that returned unchanged.
     """
 
     def __init__(self, engine):

@@ -1,4 +1,4 @@
-"""A model with windows holds what its windows show, however long its sequences are."""
+"""A model with windows holds only the windows' blocks, however long its sequences are."""
 
 import random
 
@@ -14,9 +14,9 @@ from tests.engine.stepper import Stepper
 LAYERS, WINDOW, BLOCK_SIZE, STEP_TOKENS = 2, 64, 16, 256
 CONTEXT, OUTPUT_TOKENS = 8192, 24
 MOST_HELD = (WINDOW + STEP_TOKENS) // BLOCK_SIZE + 2
-"""Blocks: of a step's tokens and a window before it, with one begun at either end."""
+"""Blocks for a step's tokens and the window before it, with a partial one at either end."""
 SHOWN = LAYERS * (WINDOW - 1) + 1
-"""Tokens that decide what follows them: each layer looks a window further back."""
+"""Number of tokens that determine the next: each layer sees one more window back."""
 
 
 @pytest.fixture(scope="module")
@@ -30,9 +30,9 @@ def window_model(tmp_path_factory):
 
 @torch.inference_mode()
 def most_likely(path, tokens, count):
-    """Returns eager transformers' most likely tokens at the last `count` places of a sequence.
+    """Return eager transformers' most likely tokens at the last `count` positions of a sequence.
 
-    It is given the tokens that decide these, at their own positions: all 8,192 would take
+    It gets only the tokens that determine these, at their positions: all 8,192 would take
     gigabytes.
     """
     model = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")

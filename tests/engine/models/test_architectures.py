@@ -1,6 +1,6 @@
-"""Every decoder family that transformers knows runs without code of ours.
+"""Every decoder family of transformers runs without code of our own.
 
-Tiny random models, each with something the others lack, against generate().
+Tiny random models, each with a unique feature, match generate().
 """
 
 import pytest
@@ -65,7 +65,7 @@ CONFIGS = {
 
 def save(config, path):
     model = save_random_model(config, path, std=0.15, dtype=torch.float32)
-    model.set_attn_implementation("eager")  # before 5.23 the default one leaves the soft cap out
+    model.set_attn_implementation("eager")  # before 5.23 the default ignores the soft cap
     return model.eval()
 
 

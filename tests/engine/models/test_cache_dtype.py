@@ -1,4 +1,4 @@
-"""The KV cache's data type, and the scales that fit keys and values into its range."""
+"""The KV cache's dtype, and the scales that fit keys and values into its range."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Caches belong to calls of attention, of which a module may make several or share another's."""
+"""Caches belong to attention calls; a module may make several, or share another's cache."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Weights that are cut short, pointers or pickles are refused before any is loaded."""
+"""Truncated weights, LFS pointers and pickles are refused before any is loaded."""
 
 import json
 import os
@@ -99,7 +99,7 @@ def with_tensors(model, **tensors):
 
 @pytest.mark.parametrize("name", ["bias", "weight_scale", "lora_A"])
 def test_tensors_of_a_layer_that_its_code_does_not_use_are_refused(model, name):
-    """transformers ignores them, and the model would answer nonsense."""
+    """transformers ignores them, and the model would produce nonsense."""
     with_tensors(model, **{f"{LAYER}.{name}": torch.ones(64)})
     refused(model, f"has 1 tensors that its model's code does not use, such as {LAYER}.{name}")
 

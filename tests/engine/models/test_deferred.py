@@ -1,4 +1,4 @@
-"""Weights that stay in their files compute what the same weights in memory do."""
+"""Weights that stay in their files give the same results as in memory."""
 
 import copy
 from itertools import chain
@@ -23,7 +23,7 @@ TOKENS = torch.arange(3, 40)[None]
 
 
 class Weight:
-    """Numbers that are counted each time they are read."""
+    """A deferred tensor that counts its reads."""
 
     def __init__(self, *shape):
         self.numbers, self.reads = torch.randn(shape), 0
@@ -134,7 +134,7 @@ def test_models_compute_the_same(name, tmp_path, monkeypatch):
         assert torch.equal(model(TOKENS).logits, kept(TOKENS).logits)
         with widened.widened(model):
             wide = model(TOKENS).logits
-        with widened.widened(kept):  # whose weights are not deferred
+        with widened.widened(kept):  # its weights are not deferred
             assert any(isinstance(own, DeferredTensor) for own in kept.parameters())
             assert torch.equal(kept(TOKENS).logits, wide)
         assert torch.allclose(wide, kept.float()(TOKENS).logits, atol=1e-5)

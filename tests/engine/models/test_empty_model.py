@@ -1,4 +1,4 @@
-"""Models without weights show what loaded ones do."""
+"""Models without weights have the properties of loaded ones."""
 
 import json
 import resource
@@ -41,7 +41,7 @@ def test_it_has_the_shape_of_the_loaded_model(name, tmp_path):
     save(BY_NAME[name], tmp_path)
     loaded = load(str(tmp_path), dtype="float32", **OPTIONS)
     empty = load_empty(str(tmp_path), dtype="float32", **OPTIONS)
-    # Tokens that end an output may be told by generation_config.json, which has no weights either.
+    # generation_config.json may name end tokens; it needs no weights either.
     assert empty.shape.layers == loaded.shape.layers
     assert empty.shape.states == loaded.shape.states
     assert empty.shape.max_position == loaded.shape.max_position

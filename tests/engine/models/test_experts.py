@@ -1,4 +1,4 @@
-"""Layers of experts: which are recognized, and that models compute what they did before."""
+"""Layers of experts: which are recognized, and that models' outputs do not change."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ MODELS = {
     "olmoe": {},
     "granitemoe": {},
 }
-"""Types of models, and what their tiny configs have besides."""
+"""Model types, with extra settings of their tiny configs."""
 SHRUNK = 0.4
 ROUNDINGS = [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "int8"), ("bfloat16", "int4")]
 SIZES = {"hidden_size": 64, "num_local_experts": 6}
@@ -102,7 +102,7 @@ def test_an_unknown_activation_is_not_recognized():
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """Save a tiny model of a type once, and return its directory."""
+    """Save a tiny model of a type once; return its directory."""
     paths = {}
 
     def save(model_type):
@@ -110,7 +110,7 @@ def saved(tmp_path_factory):
             paths[model_type] = path = tmp_path_factory.mktemp(model_type)
             model = make_model(tiny_config(model_type, MODELS[model_type]))
             for name, weights in model.named_parameters():
-                # Otherwise a small rounding error sends many tokens to other experts.
+                # Otherwise small rounding errors route many tokens to other experts.
                 weights.data *= SHRUNK if weights.dim() > 1 and "embed" not in name else 1
             model.save_pretrained(path)
         return str(paths[model_type])

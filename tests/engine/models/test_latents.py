@@ -1,4 +1,4 @@
-"""Latent attention: what is kept, and which modules are recognized."""
+"""Latent attention: what the cache keeps, and which modules are recognized."""
 
 import json
 
@@ -106,7 +106,7 @@ def test_the_cache_has_no_values_and_nothing_beside_keys(minicpm3):
 
 
 def test_a_loaded_model_is_without_what_was_absorbed(minicpm3, monkeypatch):
-    monkeypatch.setattr(packed_linear, "pack_linears", lambda _: None)  # whose are not parameters
+    monkeypatch.setattr(packed_linear, "pack_linears", lambda _: None)  # not parameters there
     loaded = load_tiny(minicpm3)
     attention = loaded.model.model.layers[0].self_attn
     assert attention.kv_b_proj is None
@@ -120,7 +120,7 @@ def test_a_loaded_model_is_without_what_was_absorbed(minicpm3, monkeypatch):
 
 def test_without_a_kernel_products_are_pytorchs(minicpm3, monkeypatch):
     monkeypatch.setattr(cpu, "latents", None)
-    loaded = load_tiny(minicpm3)  # and the self-check found it right
+    loaded = load_tiny(minicpm3)  # the self-check passed
     attention = loaded.model.model.layers[0].self_attn
     assert isinstance(attention.octavo_products, AbsorbedProducts)
 
@@ -176,7 +176,7 @@ EXPAND = MiniCPM3Attention.expand_kv
 @pytest.mark.parametrize("expand", [_scaled, _rotated_first, _of_its_layer])
 def test_what_expands_otherwise_keeps_keys_and_values(expand, minicpm3, monkeypatch):
     monkeypatch.setattr(MiniCPM3Attention, "expand_kv", expand)
-    for layer in load_tiny(minicpm3).shape.layers:  # and the self-check found it right
+    for layer in load_tiny(minicpm3).shape.layers:  # the self-check passed
         assert not layer.latent
         assert (layer.num_kv_heads, layer.value_dim) == (HEADS, VALUE)
 

@@ -1,4 +1,4 @@
-"""Models that transformers has no text-generating class for are refused with what they are."""
+"""Models without a text-generating class in transformers are refused by their type."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Compilers know that attention writes the cache: they keep each call of it."""
+"""Compilers know that attention writes the cache, and keep each call."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ attention = torch.ops.octavo.paged_attention
 
 
 class Twice(torch.nn.Module):
-    """Calls attention twice alike, and once for what it writes alone."""
+    """Calls attention twice with equal arguments, and once only for its writes."""
 
     def forward(self, x):
         same = [attention(x, x, x, 0, 1.0, *[None] * 5) for _ in range(2)]

@@ -76,7 +76,7 @@ CONFIGS = {
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves a tiny model of a kind, without a tokenizer, and returns where."""
+    """Save a tiny model of a kind, without a tokenizer; return its directory."""
 
     def save(name):
         save_random_model(CONFIGS[name](), tmp_path / name, std=0.1)
@@ -151,7 +151,7 @@ def test_gpt2_in_8_bits_says_nearly_what_it_says_in_32(saved):
     tokens = torch.arange(3, 67)
     exact, rounded = (hidden_states(path, kind, tokens) for kind in ("none", "int8"))
     error = float((rounded - exact).norm() / exact.norm())
-    assert 1e-4 < error < 0.05  # not nothing: that would be no 8 bits
+    assert 1e-4 < error < 0.05  # above 0, since 8 bits round
 
 
 def test_a_conv1d_is_the_linear_layer_it_becomes():
@@ -169,7 +169,7 @@ def test_a_model_that_is_quantized_already_is_refused(saved):
     path = saved("bitnet")
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {"quantization_config": QUANTIZED}))
-    with torch.compiler.set_stance("force_eager"):  # its layers are compiled as they are called
+    with torch.compiler.set_stance("force_eager"):  # its layers compile when called
         with pytest.raises(ModelError, match=r"quantized \(bitnet\): --quantization int8 is"):
             quantized(path, "int8")
         model = quantized(path, "none")
@@ -185,7 +185,7 @@ class Rounding(nn.Linear):
 
 
 class Same(nn.Linear):
-    """Computes the same in another way, as Falcon's layers do."""
+    """Computes the same differently, as Falcon's layers do."""
 
     def forward(self, x):
         return x @ self.weight.T + self.bias

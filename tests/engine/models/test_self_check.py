@@ -1,8 +1,7 @@
-"""A model that reads its mask, positions or state otherwise than assumed is not served.
+"""A model that uses its mask, positions or state differently than assumed is not served.
 
-Each model here is refused by name, or served right. With the recognition turned off
-that does so, the self-check must refuse it: it is what stands between a new kind of
-model and a wrong answer.
+Each model here is refused by name, or served right. With that recognition turned off, the
+self-check must refuse it: it protects new kinds of models from wrong answers.
 """
 
 import json
@@ -256,7 +255,7 @@ def refused_mutants():
 
 
 def mutate_after_reference(patch, mutate):
-    """Change a model once transformers' pass has run, as a fault of Octavo would."""
+    """Change a model after transformers' pass has run, as a fault of Octavo would."""
     reference = model_module.reference
 
     def reference_of_another(model, *arguments):
@@ -289,7 +288,7 @@ def test_other_positions_are_refused_in_fewer_bits(name, quantization, tmp_path,
 
 
 def test_rounding_is_that_of_several_passes(tmp_path):
-    """A row that one pass rounds well by luck may not refuse a model that is right."""
+    """A row that one pass rounds well by luck must not make a right model fail."""
     save(BY_NAME["llama"], tmp_path)
     expected = load_tiny(tmp_path, dtype="bfloat16").check.expected
     passes = expected.rounding.reshape(PASSES, -1)
@@ -300,7 +299,7 @@ def test_rounding_is_that_of_several_passes(tmp_path):
 
 
 def test_a_fault_of_packed_weights_is_refused(tmp_path, monkeypatch):
-    """What the model computes is right in float32, but its packed experts are not."""
+    """The model is right in float32, but its packed experts are not."""
     save(BY_NAME["mixtral"], tmp_path)
     pack = packed_experts.pack_experts
 
@@ -316,7 +315,7 @@ def test_a_fault_of_packed_weights_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_step_that_does_not_compute_the_forced_experts_is_refused(tmp_path):
-    """The kernel forces experts on compiled steps; here it does on the model's own."""
+    """The kernel forces the routing of compiled steps; here, of the model's own steps."""
     save(BY_NAME["mixtral"], tmp_path)
     loaded = load_tiny(tmp_path, dtype="bfloat16")
     check = copy(loaded.check)

@@ -1,4 +1,4 @@
-"""A large model's structure is checked by a small one of its kind."""
+"""A small model of the same type checks a large model's structure."""
 
 import os
 from unittest.mock import Mock

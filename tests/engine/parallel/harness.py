@@ -45,7 +45,7 @@ MODELS = {
 
 
 def save_models(names, folder):
-    """Write tiny random models, whose choices are clear; return their paths."""
+    """Save tiny random models with clear choices; return their paths."""
     paths = []
     for name in names:
         path = folder / name.replace(" ", "_")
@@ -58,9 +58,9 @@ def run_ranks(size, cases, folder):
     """Run the workload on `size` ranks; return what rank 0 printed.
 
     Args:
-        size: How many ranks.
-        cases: By name; see `workload.py`.
-        folder: For the ranks to find each other.
+        size: Number of ranks.
+        cases: Cases by name; see `workload.py`.
+        folder: Folder in which the ranks find each other.
     """
     places = [RankPlace(rank, size, rank, size) for rank in range(size)]
     run = uuid.uuid4()

@@ -1,4 +1,4 @@
-"""Several ranks give the tokens of one, whatever memory does."""
+"""Several ranks give the tokens of one rank, even when memory is short."""
 
 import pytest
 
@@ -56,7 +56,7 @@ def test_all_families_give_the_same_on_two_and_four_ranks(tmp_path):
 
 @pytest.mark.slow
 def test_the_demo_model_gives_the_same_on_three_ranks(demo_model, tmp_path):
-    """It has 9 heads, and 3 of keys and values."""
+    """The model has 9 heads, and 3 KV heads."""
     given = cases([str(demo_model)])
     one, three = (run_ranks(size, given, tmp_path) for size in (1, 3))
     assert_same_tokens(three, one)

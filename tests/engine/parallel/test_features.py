@@ -1,4 +1,4 @@
-"""What requests and settings may ask for gives the same on two ranks as on one."""
+"""Features of requests and settings give the same results on two ranks as on one."""
 
 import numpy as np
 import pytest
@@ -33,7 +33,7 @@ def test_features_give_the_same_in_float32(tmp_path):
 
 @pytest.mark.slow
 def test_rounding_is_as_small_as_on_one_rank(tmp_path):
-    """Each rank rounds its part by itself, so outputs differ; but not by more than on one.
+    """Each rank rounds its own part, so outputs differ, but not by more than on one rank.
 
     The checkpoint is in float32, so its weights are rounded too.
     """

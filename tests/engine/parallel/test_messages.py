@@ -1,4 +1,4 @@
-"""Places of ranks, and messages from rank 0."""
+"""Ranks' positions, and messages from rank 0."""
 
 import numpy as np
 import pytest

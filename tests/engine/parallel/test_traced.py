@@ -1,4 +1,4 @@
-"""Ranks run traced: they say what they say eagerly, and alone."""
+"""Traced ranks give the outputs of eager ranks and of one rank."""
 
 import pytest
 

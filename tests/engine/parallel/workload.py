@@ -1,9 +1,9 @@
-"""Runs requests on models, as one rank of several or alone; rank 0 prints what came out as JSON.
+"""Runs requests on models, as one of several ranks or alone; rank 0 prints the results as JSON.
 
 python -m tests.engine.parallel.workload SIZE CASES
 
-CASES is JSON: each has the functions that submit requests, a model, further settings, and the ranks
-whose step cannot be traced.
+CASES is JSON: each case has the functions that submit requests, a model, more settings, and the
+ranks whose step cannot be traced.
 """
 
 import json
@@ -39,7 +39,7 @@ def prompts(count, length=9, seed=3):
 
 
 def mixed(engine):
-    """32 requests: greedy and seeded ones, some with several outputs, and beam searches."""
+    """Submit 32 requests: greedy and seeded, some with several outputs, and beam searches."""
     numbers = random.Random(3)
     shared = [numbers.randrange(1, VOCABULARY) for _ in range(20)]
 
@@ -58,13 +58,13 @@ def mixed(engine):
 
 
 def scored(engine):
-    """Prompts whose own tokens are scored."""
+    """Submit prompts with prompt log-probabilities."""
     for prompt in prompts(6, length=24):
         yield engine.submit(prompt, 4, prompt_logprobs=1)
 
 
 def masked(engine):
-    """Greedy and seeded requests beside some that may have even tokens only."""
+    """Submit greedy and seeded requests beside some that allow only even tokens."""
     for i, prompt in enumerate(prompts(8)):
         group = engine.submit(prompt, 16, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
         if i % 4 < 2:
@@ -73,13 +73,13 @@ def masked(engine):
 
 
 def repetitive(engine):
-    """Prompts that repeat themselves, so that tokens are drafted."""
+    """Submit repetitive prompts, so that tokens are drafted."""
     for i, prompt in enumerate(prompts(6, length=4)):
         yield engine.submit(prompt * 4, 24, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
 
 
 def again(engine):
-    """Prompts twice, one after the other, so that the second is cached."""
+    """Submit prompts twice in sequence, so that the second is cached."""
     for _ in range(2):
         for prompt in prompts(4, length=40):
             yield engine.submit(prompt, 12)
@@ -133,7 +133,7 @@ def settings_of(case, place):
 
 
 def refuse(*_):
-    """Stand in for `trace`."""
+    """Replace `trace`: report a failure."""
     raise UntraceableError("it is refused")
 
 

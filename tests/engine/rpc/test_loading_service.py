@@ -1,4 +1,4 @@
-"""What an engine answers while its model is being loaded, and that it passes calls on then."""
+"""An engine's answers while its model loads, and how it forwards calls afterwards."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ SERVICE = "octavo.v1.EngineService"
 
 
 class Engine(engine_pb2_grpc.EngineServiceServicer):
-    """Answers with what it is asked."""
+    """Echoes requests."""
 
     def __init__(self):
         self.sessions = 0

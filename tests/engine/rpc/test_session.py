@@ -1,4 +1,4 @@
-"""A session's messages, from a real core, to a router that is slow to read them."""
+"""A session's messages from a real core to a router that reads slowly."""
 
 import asyncio
 import threading
@@ -21,7 +21,7 @@ from octavo.v1.sampling_pb2 import FinishReason
 
 @pytest.fixture
 async def open_session(tiny_model):
-    """Opens session 0 of a core at work on a tiny model, with messages put in a queue."""
+    """Open session 0 of a core that runs a tiny model; its messages go to a queue."""
     parts = build(EngineSettings(model=str(tiny_model), num_blocks=64, swap_space=0))
     loop = asyncio.get_running_loop()
     messages: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
@@ -73,11 +73,11 @@ async def test_what_is_read_late_has_one_entry_for_each_output(open_session):
     async with asyncio.timeout(30):
         while not core.idle:
             await asyncio.sleep(0.01)
-        # The core publishes the last outputs before it takes another call.
+        # The core publishes the last outputs before it handles another call.
         core.drain()
         while not core.load.draining:
             await asyncio.sleep(0.01)
-        await asyncio.sleep(0)  # the session adds what was published
+        await asyncio.sleep(0)  # the session adds the published events
     second = await anext(stream)
     outputs = {0: engine_pb2.SequenceOutput(), 1: engine_pb2.SequenceOutput()}
     for response in (first, second):

@@ -1,4 +1,4 @@
-"""An event loop that is behind is told of many steps at once."""
+"""An event loop that lags behind gets many steps at once."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ async def test_a_loop_that_is_behind_gets_all_in_one_go():
 
     core = threading.Thread(target=step)
     core.start()
-    core.join()  # which blocks the loop
+    core.join()  # blocks the loop
     await asyncio.sleep(0)
     *spread, (events, newest) = told
     assert spread == changes

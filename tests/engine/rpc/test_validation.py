@@ -1,4 +1,4 @@
-"""A Submit becomes a request, whatever is in it that a router would never send."""
+"""A Submit becomes a request or is refused, even with values that a router never sends."""
 
 import time
 from dataclasses import replace
@@ -81,7 +81,7 @@ def test_a_constraint_of_each_kind(constraint, texts):
     (kind,) = constraint
     request = constrain(**constraint)
     assert request.constraint == Constraint(ConstraintKind(kind), texts)
-    assert request.eos_token_ids == {2}  # it may end so where nothing else can follow
+    assert request.eos_token_ids == {2}  # an end is allowed where nothing else can follow
     assert request.end_rule.never == {2}
 
 

@@ -1,4 +1,4 @@
-"""A model for tests of steps that are recorded."""
+"""A model for tests of recorded steps."""
 
 import pytest
 from transformers import MistralConfig

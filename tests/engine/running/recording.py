@@ -1,4 +1,4 @@
-"""What tests of recorded steps share: recorders, graphs of a stand-in for a model, and inputs."""
+"""Shared parts of tests of recorded steps: recorders, graphs of a fake model, and inputs."""
 
 import weakref
 
@@ -14,7 +14,7 @@ VOCAB_SIZE = 16
 
 
 class Again:
-    """Stands for a GPU's recorder: a replay runs the work again, on inputs that stay in place.
+    """A fake of a GPU's recorder: a replay runs the work again, on inputs at fixed addresses.
 
     Attributes:
         recorded: Rows of logits of each graph.
@@ -37,7 +37,7 @@ class Again:
 
 
 class AsOnAGpu:
-    """Records as CUDA does: a replay has the graph and its output, and nothing of the work."""
+    """Records as CUDA does: a replay has only the graph and its output, not the work."""
 
     def __init__(self):
         self.storages = []
@@ -74,7 +74,7 @@ def graphs_of(step, record, *, sizes, planner):
 
 
 def step_inputs(*lengths, wanted=None, planner=None):
-    """Lay out sequences of (rows, tokens); each row's token is its number."""
+    """Build inputs of sequences of (rows, tokens); each row's token is its index."""
     query_lens, seq_lens = np.array(lengths, np.int32).T
     rows = torch.arange(query_lens.sum())
     metadata = AttentionMetadata(

@@ -1,4 +1,4 @@
-"""Penalties of a step that is launched before the tokens of the step before it are known."""
+"""Penalties of a step launched before the previous step's tokens are known."""
 
 import pytest
 
@@ -21,7 +21,7 @@ REQUESTS = {
 
 
 def outputs(model, *, async_scheduling, requests=REQUESTS, **settings):
-    """Return each request's tokens by output, and how many steps were launched ahead."""
+    """Return each request's tokens by output, and the number of steps launched ahead."""
     engine = Running(model, begin=False, async_scheduling=async_scheduling, **settings)
     ahead = 0
     prepare = engine.parts.executor.prepare
@@ -65,7 +65,7 @@ def test_are_those_of_a_step_that_waits(tiny_model, expected, settings):
 
 
 def test_change_the_outputs(tiny_model, expected):
-    """Else the test above would pass without them."""
+    """Otherwise the test above would pass without penalties."""
     plain = {name: {**sampling} for name, sampling in REQUESTS.items()}
     for sampling in plain.values():
         for penalty in ("repetition_penalty", "presence_penalty", "frequency_penalty"):

@@ -1,4 +1,4 @@
-"""Which sizes are recorded, that padding to them changes nothing, and what they keep."""
+"""CUDA graphs: recorded sizes, exact results with padding, and their memory."""
 
 import contextlib
 import gc
@@ -60,7 +60,7 @@ def test_drafts_add_few_sizes_and_none_above_the_bound(most, num_drafted):
 
 
 def run(tiny_model, record=None):
-    """Decodes of unlike lengths: the batch shrinks from rung to rung."""
+    """Decodes of different lengths: the batch shrinks from size to size."""
     settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01, "max_num_seqs": 6}
     stepper = Stepper(build(EngineSettings(model=str(tiny_model), **settings)))
     if record:
@@ -86,7 +86,7 @@ ROWS = DRAFTED + 1
 
 
 def run_to_the_end(model, outputs=None):
-    """Run prompts to the longest sequence there may be, with drafts if their outputs are known.
+    """Run prompts up to the maximum length, with drafts if `outputs` are given.
 
     Returns:
         The engine, the tokens of each sequence, and the rows of the graphs that were replayed.
@@ -99,14 +99,14 @@ def run_to_the_end(model, outputs=None):
         parts.executor.record_graphs(
             max_num_seqs=6, max_model_len=LONGEST, record=again.record, num_drafted=DRAFTED
         )
-    parts.executor.cache.device.fill_(torch.nan)  # what nobody wrote, nobody may read
+    parts.executor.cache.device.fill_(torch.nan)  # unwritten memory must not be read
     lengths = 3, 40, 1, 20, 9
     prompts = [[(7 * i + 11 * j) % 400 + 5 for j in range(n)] for i, n in enumerate(lengths)]
     groups = [engine.submit(prompt, LONGEST - len(prompt)) for prompt in prompts]
     groups.append(engine.submit([9, 8, 7], 3, prompt_logprobs=1))
     for _ in range(4):
         engine.step()
-    # These prompts are as short as a draft, but only the logits of their last rows are wanted.
+    # These prompts are as short as a draft, but need only the logits of their last rows.
     groups += [engine.submit(range(100, 103 + i), 4, prompt_logprobs=[None, 1][i]) for i in (0, 1)]
     engine.run()
     return engine, [group.sequences[0].token_ids for group in groups], again.replayed
@@ -238,7 +238,7 @@ LLAMA_3 = shape(32, 32, 8, 128, 128_256, 8192)
 
 
 class Probe:
-    """Stands for the executor of the start's largest step, with 8 GiB of cache."""
+    """A fake executor of the startup's largest step, with 8 GiB of cache."""
 
     class Cache:
         device = torch.empty((), dtype=torch.uint8).expand(8 * GIB)
@@ -259,7 +259,7 @@ class Probe:
 
 
 class Loaded:
-    """Stands for a loaded model on a GPU of 80 GiB."""
+    """A fake loaded model on a GPU of 80 GiB."""
 
     device = torch.device("cuda")
     shape = LLAMA_3
@@ -268,7 +268,7 @@ class Loaded:
 
 @pytest.fixture
 def gpu(monkeypatch):
-    """A GPU of 80 GiB: 1 is others', 16 are weights, 2 activations, 8 the probe's cache."""
+    """A GPU of 80 GiB: others use 1, weights 16, activations 2, the probe's cache 8."""
 
     class Properties:
         total_memory = 80 * GIB

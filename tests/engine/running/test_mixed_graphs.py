@@ -1,4 +1,4 @@
-"""Steps with chunks of prompts, decodes and drafts, as graphs that take any mix of them."""
+"""Graphs that run any mix of prompt chunks, decodes and drafts."""
 
 import gc
 import itertools
@@ -58,7 +58,7 @@ DRAFTED, BLOCK_SIZE, BATCHED = 4, 8, 24
 
 
 def run(model, outputs=None, *, again=None):
-    """Run prompts to the longest sequence there may be, with drafts if their outputs are known.
+    """Run prompts up to the maximum length, with drafts if `outputs` are given.
 
     Returns:
         The engine, and the tokens of each sequence.
@@ -78,7 +78,7 @@ def run(model, outputs=None, *, again=None):
             num_drafted=num_drafted,
             max_num_batched_tokens=BATCHED,
         )
-    parts.executor.cache.device.fill_(torch.nan)  # what nobody wrote, nobody may read
+    parts.executor.cache.device.fill_(torch.nan)  # unwritten memory must not be read
     lengths = 3, 40, 1, 20, 9, 63, 33, 2
     prompts = [[(7 * i + 11 * j) % 100 + 5 for j in range(n)] for i, n in enumerate(lengths)]
     groups = []
@@ -92,7 +92,7 @@ def run(model, outputs=None, *, again=None):
 
 
 def kinds(batch):
-    """Which kinds of work a batch has."""
+    """Return the kinds of work in a batch."""
     found = set()
     for each in parts_of(batch):
         several = each.end - each.start - len(each.draft) > 1
@@ -111,7 +111,7 @@ def test_steps_that_are_replayed_are_as_others(model, drafted, request):
     assert [len(output) for output in outputs] == [*[LONGEST] * 8, 6]
     assert max(batch.ends.max(initial=0) for batch in engine.batches) == 63
     batches = [batch for batch in engine.batches if batch.num_sequences]
-    assert len(again.replayed) == len(batches) - 1  # but that with prompt log-probabilities
+    assert len(again.replayed) == len(batches) - 1  # except the one with prompt log-probabilities
     mixes = {frozenset({"chunk"}), frozenset({"chunk", "decode", *["draft"] * drafted})}
     assert mixes <= set(map(kinds, batches))
 
@@ -134,7 +134,7 @@ def test_so_are_those_of_layers_with_states_experts_or_latents(name, tmp_path):
 
 
 class Planner:
-    """Plans one item for each sequence, and has room for few."""
+    """Plan one item per sequence, with room for few."""
 
     def __call__(self, query_lens, _):
         decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
@@ -190,7 +190,7 @@ def test_a_graph_gets_a_step_and_one_more_sequence_of_the_rows_that_are_left():
     graphs = step_graphs(step, Again().record)
     starts, seq_lens, items = given([0, 1, 15], (1, 30), (1, 20), (12, 12), (2, 9))
     assert (starts, seq_lens) == ([0, 1, 2, 14, 16, 16], [30, 20, 12, 9, 0])
-    assert items == [0, 1, -1, -2, 2, 3, -5]  # decodes, then chunks, each before idle ones
+    assert items == [0, 1, -1, -2, 2, 3, -5]  # decodes, then chunks, each before idle items
     starts, seq_lens, items = given([0, 1, 4], (1, 31), (1, 21), (3, 15))
     assert (starts, seq_lens) == ([0, 1, 2, 5, 5, 8], [31, 21, 15, 0, 0])
     assert items == [0, 1, -1, -2, 2, -5, -6]
@@ -216,7 +216,7 @@ def test_other_steps_are_not_replayed(inputs):
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations that are not mere views: each launches one kernel or more."""
+    """Counts operations except views: each launches at least one kernel."""
 
     def __init__(self):
         super().__init__()

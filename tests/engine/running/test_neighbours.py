@@ -1,4 +1,4 @@
-"""An output is the same alone and among others, in every type whose products are Octavo's own."""
+"""An output is the same alone and among others, in every dtype of Octavo's own products."""
 
 import random
 
@@ -27,8 +27,8 @@ def test_an_output_is_the_same_alone_and_among_others(tiny_model, settings):
                 compile="off",
                 num_blocks=256,
                 swap_space=0.1,
-                max_num_batched_tokens=40,  # chunks of prompts too
-                enable_prefix_caching=False,  # which would compute a prompt once for both
+                max_num_batched_tokens=40,  # also chunks of prompts
+                enable_prefix_caching=False,  # it would compute a prompt once for both
                 **({"dtype": "bfloat16"} | settings),
             )
         )
@@ -43,7 +43,7 @@ def test_an_output_is_the_same_alone_and_among_others(tiny_model, settings):
         return stepper.submit(prompt, OUTPUT_TOKENS, logprobs=1, **way)
 
     def output(group):
-        """Return its tokens and their log-probabilities, in which any other rounding would show."""
+        """Return its tokens and log-probabilities, which would show any different rounding."""
         own = [token for token in stepper.sampled if token.group is group]
         return [(token.token_id, token.logprob.logprob) for token in own]
 

@@ -1,4 +1,4 @@
-"""An engine on the GPU's kernels: see tests/kernels/triton_device.py."""
+"""An engine with the GPU's kernels; see tests/kernels/triton_device.py."""
 
 import gc
 from functools import partial
@@ -31,7 +31,7 @@ pytestmark = MARKS
 
 @pytest.fixture
 def engine(tiny_model, request):
-    """Makes an engine that runs a prompt of each length, some tokens of it a step."""
+    """Create an engine that runs a prompt of each length in chunks."""
     if INTERPRETED:
         request.getfixturevalue("on_triton")
 
@@ -66,7 +66,7 @@ def expected(tiny_model):
 
 
 def greedy(model):
-    """Returns transformers' own outputs for the prompts."""
+    """Return transformers' own outputs for the prompts."""
     outputs = []
     for prompt in prompts():
         ids = torch.tensor([prompt])
@@ -80,7 +80,7 @@ ROUNDED = {"int8": round_to_int8, "int4": round_to_int4, "fp8": round_to_fp8}
 
 
 def dequantized(model, scheme):
-    """Returns transformers' model with a scheme's dequantized weights."""
+    """Return transformers' model with a scheme's dequantized weights."""
     for path, layer in model.named_modules():
         if isinstance(layer, torch.nn.Linear) and (path != "lm_head" or scheme == "int4"):
             kind = "int8" if path == "lm_head" else scheme
@@ -151,7 +151,7 @@ def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypa
     recorded = engine()
     assert recorded.parts.executor._graphs is not None
     gc.collect()
-    torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # where freed memory was
+    torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # in freed memory
     assert run(recorded) == expected
 
 
@@ -165,7 +165,7 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
     monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine(speculation="ngram", num_speculative_tokens=3)
     executor = recorded.parts.executor
-    if INTERPRETED:  # the kernels of a graph, launched one by one
+    if INTERPRETED:  # a graph's kernels, launched one by one
         executor.record_graphs(max_num_seqs=4, max_model_len=512, record=again, num_drafted=3)
     known = [prompt + output for prompt, output in zip(prompts(), expected, strict=True)]
     recorded.scheduler.speculation = Speculation(Oracle(known), 3)
@@ -186,7 +186,7 @@ def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
     recorded = engine()
     executor = recorded.parts.executor
     if INTERPRETED:
-        # A program for each item takes long.
+        # One program per item takes long.
         monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
         executor.record_graphs(
             max_num_seqs=4, max_model_len=512, record=again, max_num_batched_tokens=24
@@ -206,7 +206,7 @@ def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
 
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_blocks_that_were_swapped_are_as_they_were(engine, expected, async_scheduling):
-    # Of 8 tokens each: too few for all at once.
+    # Blocks of 8 tokens: too few for all requests at once.
     short = {"num_blocks": 11, "block_size": 8, "preemption": "swap"}
     assert run(engine(async_scheduling=async_scheduling, **short)) == expected
 

@@ -38,7 +38,7 @@ def own_tokens(group, index=0):
 
 @pytest.fixture
 def true_logprobs(reference):
-    """Log-probabilities of every token but the first, given those before it."""
+    """Return the log-probabilities of all tokens but the first, given those before."""
 
     def score(tokens):
         with torch.inference_mode():
@@ -70,7 +70,7 @@ def test_logprobs_agree_with_transformers(stepper, prompt, true_logprobs):
 def test_prompt_logprobs_agree_with_transformers(stepper, prompt, true_logprobs, batched):
     engine = stepper(num_blocks=64, max_num_batched_tokens=batched, max_num_seqs=8)
     engine.submit(prompt, 1)
-    engine.run()  # leaves the prompt in the prefix cache, which must not be read
+    engine.run()  # leaves the prompt in the prefix cache; it must not be used
     group = engine.submit(prompt, 2, prompt_logprobs=2)
     engine.run()
     assert len(group.prompt_logprobs) == len(prompt) - 1
@@ -135,7 +135,7 @@ def test_the_second_request_with_a_long_prefix_computes_only_the_rest(stepper, p
             engine.run()
         outputs.append([own_tokens(group) for group in groups])
     assert outputs[0] == outputs[1]
-    shared = 1000 // 16 * 16  # a part of a block is not shared
+    shared = 1000 // 16 * 16  # partial blocks are not shared
     assert groups[1].cached_tokens == shared
     assert first.num_tokens == 1000 - shared + len(tails[1])
     assert sum(batch.num_tokens for batch in caching.batches[-8:]) == first.num_tokens + 7
@@ -145,7 +145,7 @@ def test_a_prefix_that_was_evicted_comes_back_from_swap_space(stepper, prompt):
     engine = stepper(num_blocks=16)
     first = engine.submit(prompt[:100], 10)
     engine.run()
-    engine.submit(prompt[:100], 10)  # a hit: only those fall to swap space
+    engine.submit(prompt[:100], 10)  # a hit: only hit blocks are offloaded to swap space
     engine.run()
     engine.submit(prompt[::-1][:120], 10)
     engine.run()

@@ -1,7 +1,7 @@
-"""An engine that is ready has launched each variant of each kernel that requests may need.
+"""An engine that is ready has launched every kernel variant that requests may need.
 
-Triton compiles a variant when it is launched for the first time, for seconds. Which
-variant a launch is, Triton tells without a device; so here nothing is computed.
+Triton compiles a variant at its first launch, for seconds. Triton can name a launch's variant
+without a device, so this test computes nothing.
 """
 
 import pytest
@@ -34,7 +34,7 @@ KERNELS = {
 
 @pytest.fixture
 def launched(monkeypatch):
-    """The (kernel, variant) pairs that were launched, as on an H100; attention gives zeros."""
+    """The launched (kernel, variant) pairs, as on an H100; attention returns zeros."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
     found = set()
 
@@ -46,15 +46,15 @@ def launched(monkeypatch):
             kwargs["out"].zero_()
 
     monkeypatch.setattr(JITFunction, "run", launch)
-    monkeypatch.setattr(SelfCheck, "__call__", lambda *_, **__: None)  # all would be zeros
+    monkeypatch.setattr(SelfCheck, "__call__", lambda *_, **__: None)  # otherwise all are zeros
     return found
 
 
 @pytest.fixture(scope="module")
 def long_model(tiny_model, tmp_path_factory):
-    """A model of so much context that keys are shared out among programs.
+    """A model with so long a context that several programs share a sequence's keys.
 
-    Its heads are such that where a lone token's lie looks to Triton unlike others'.
+    Its number of heads gives a lone token's heads another alignment in Triton's view.
     """
     path = tmp_path_factory.mktemp("long")
     config = AutoConfig.from_pretrained(tiny_model, max_position_embeddings=2048, head_dim=40)
@@ -73,15 +73,15 @@ def test_no_request_is_the_first_to_need_a_kernel(launched, long_model, kv_cache
         max_num_seqs=8,
         swap_space=0.1,
         preemption="swap",
-        compile="off",  # on a CPU, traced steps call none of Triton's kernels
+        compile="off",  # a CPU's traced steps call no Triton kernels
     )
     engine = Stepper(build(settings))
     executor = engine.parts.executor
-    executor.execute(largest_batch(32, 1, executor.cache.layout))  # as a start on a GPU does
+    executor.execute(largest_batch(32, 1, executor.cache.layout))  # as at startup on a GPU
     ready = launched.copy()
     assert {kernel for kernel, _ in ready} == KERNELS
 
-    # Alone, among others, too many for the cache, and with siblings that copy blocks.
+    # Sequences alone, among others, too many for the cache, and with siblings that copy blocks.
     for count in (1, 3, 8):
         for i in range(count):
             engine.submit([3 + i] * (1 + 151 * i), 3 + i, n=1 + i % 3, temperature=i % 3)

@@ -1,4 +1,4 @@
-"""The sampler draws from exactly the distribution that the contract names."""
+"""The sampler samples exactly from the distribution in the contract."""
 
 import itertools
 from typing import NamedTuple
@@ -65,7 +65,7 @@ def logits_of(seed, vocab=VOCAB, scale=2.0):
 
 
 def draw_many(logits, count=DRAWS, **params):
-    """Draws `count` times with as many seeds, in batches of mixed company."""
+    """Sample `count` times with different seeds, in batches of mixed parameters."""
     tokens = []
     for seeds in (range(at, min(at + 500, count)) for at in range(0, count, 500)):
         rows = [sampling_row(seed=seed, **params) for seed in seeds]
@@ -74,13 +74,13 @@ def draw_many(logits, count=DRAWS, **params):
 
 
 def warped(logits, *warpers):
-    """The distribution that transformers' own warpers leave."""
+    """Return the distribution after transformers' own warpers."""
     scores = LogitsProcessorList(warpers)(torch.tensor([[0]]), logits[None].clone())
     return torch.softmax(scores[0].double(), -1).numpy()
 
 
 def assert_follows(counts, expected):
-    """Chi-square at 0.001, tokens of small expectation taken together."""
+    """Test chi-square at 0.001, with tokens of small expectation pooled."""
     assert counts[expected == 0].sum() == 0, "a token that was cut off was drawn"
     frequent = expected * counts.sum() >= 5
     observed = np.append(counts[frequent], counts[~frequent].sum())

@@ -16,7 +16,7 @@ CASES = [
     *((2, 0.6, False), (2, 1.0, True), (4, 0.6, True), (4, 2.0, False)),
     *((8, 1.0, False), (8, 2.0, True)),
 ]
-"""Every width, length penalty and early stopping, and every pair of the last two once."""
+"""Every width, length penalty and early stopping; the last two in every combination."""
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def prompts():
 
 
 def search_with(model, prompts, search, eos, max_new_tokens=OUTPUT_TOKENS):
-    """What generate() returns: every prompt's hypotheses and their scores."""
+    """Return generate()'s hypotheses and scores for every prompt."""
     width = max(map(len, prompts))
     output = model.generate(
         torch.tensor([[0] * (width - len(p)) + p for p in prompts]),
@@ -93,7 +93,7 @@ def test_hypotheses_and_scores_are_transformers(
     ids=["8 samples", "8 beams", "2 beams"],
 )
 def test_outputs_share_the_prompt(engine, outputs):
-    """500 tokens of prompt are held once; each output has but its own blocks beside them."""
+    """The prompt's 500 tokens are stored once; each output adds only its own blocks."""
     one = engine(enable_prefix_caching=False)
     prompt = torch.randint(3, 500, (490,)).tolist()
     group = one.submit(prompt, 20, **outputs)

@@ -1,4 +1,4 @@
-"""Steps built from columns that are kept are those built from the sequences alone."""
+"""Steps built from cached columns equal steps built from the sequences."""
 
 import time
 
@@ -27,13 +27,13 @@ EOS = 9
 
 
 class Layout:
-    """All that inputs ask of a cache's layout."""
+    """The part of a cache's layout that inputs use."""
 
     groups = (LayerGroup(BLOCK_SIZE), LayerGroup(2 * BLOCK_SIZE))
 
 
 class Guesses(Method):
-    """Drafts for some sequences at some lengths, sometimes rightly."""
+    """Drafts for some sequences at some lengths, sometimes correctly."""
 
     def __init__(self, every):
         self.every = every
@@ -47,12 +47,12 @@ class Guesses(Method):
 
 
 def token_at(position):
-    """The token that every output has at a position; drafts are wrong at some."""
+    """Return every output's token at a position; drafts are wrong at some positions."""
     return 100 + position % 7
 
 
 class Machine(StandIn):
-    """Makes the inputs of each step in both ways."""
+    """Builds each step's inputs in both ways."""
 
     def __init__(self, cache, ends):
         self.cache = cache
@@ -61,7 +61,7 @@ class Machine(StandIn):
 
     def prepare(self, batch, previous):
         if not batch.num_sequences:
-            return None  # it only copies blocks
+            return None  # the step only copies blocks
         kept, from_scratch = (
             make_inputs(each, layout=Layout, device=torch.device("cpu"), planners=[no_plan] * 2)
             for each in (batch, self.from_scratch(batch))
@@ -82,7 +82,7 @@ class Machine(StandIn):
         return kept[1]
 
     def from_scratch(self, batch):
-        """The same step, with nothing kept: positions, tables and tokens by the sequences."""
+        """Build the same step from the sequences alone, without cached columns."""
         plain = [
             part._replace(
                 start=part.sequence.num_computed,
@@ -120,9 +120,9 @@ requests = st.lists(
         st.integers(1, 30),  # prompt tokens
         st.integers(1, 30),  # output tokens
         st.sampled_from([{}, {}, {}, {"n": 2}, {"logprobs": 0}, {"presence_penalty": 0.5}]),
-        st.integers(0, 9),  # tokens before which it does not end
+        st.integers(0, 9),  # minimum output tokens
         st.integers(-1, 1),  # priority
-        st.integers(0, 2),  # steps before the next one comes
+        st.integers(0, 2),  # steps before the next request
     ),
     min_size=4,
     max_size=12,

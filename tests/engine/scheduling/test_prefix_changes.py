@@ -1,4 +1,4 @@
-"""What routers are told of the prefix cache is what it holds."""
+"""The prefix changes reported to routers match the prefix cache."""
 
 import random
 
@@ -65,7 +65,7 @@ def test_reusable_keys_are_those_of_the_cache():
 
 
 def said(session):
-    """What the session's next message says of prefixes, as keys."""
+    """Return the prefix keys in the session's next message."""
     response = engine_pb2.SessionResponse()
     session._put_prefixes(response)
     return set(response.prefixes.stored), set(response.prefixes.evicted)

@@ -1,4 +1,4 @@
-"""Outputs that another engine began go on as if they had never moved."""
+"""Outputs that another engine began continue as if they had never moved."""
 
 import threading
 
@@ -19,7 +19,7 @@ LENGTH = 30
 
 
 class Engine:
-    """A core that takes Submits and returns what it made of each."""
+    """A core that takes Submits and returns the resulting groups."""
 
     def __init__(self, model):
         settings = EngineSettings(
@@ -41,7 +41,7 @@ class Engine:
             self.changed.notify_all()
 
     def generate(self, request_id, **fields):
-        """Runs a request to its end; returns its outputs' events by index."""
+        """Run a request to its end; return its outputs' events by index."""
         submit = engine_pb2.Submit(request_id=request_id, prompt_token_ids=range(10, 33), **fields)
         request = to_request(submit, session=0, limits=self.limits, eos_token_ids=[EOS])
         unfinished = set(range(request.num_outputs))

@@ -1,4 +1,4 @@
-"""The scheduler's rules, over any mix of requests and any shortage of blocks."""
+"""The scheduler's rules hold for any mix of requests and any shortage of blocks."""
 
 import time
 
@@ -66,7 +66,7 @@ def group(id_, prompt, *args, n=1, **others):
 
 
 class Memory:
-    """What blocks hold, token by token, as the executor would copy and write them."""
+    """Blocks' contents, token by token, copied and written as by the executor."""
 
     def __init__(self, engine):
         self.pool = engine.cache.device
@@ -99,7 +99,7 @@ class Memory:
 
 
 class Machine(StandIn):
-    """Samples by `choose`, continues beams by their tokens; log-probabilities are positions."""
+    """Samples with `choose`, continues beams by their tokens; scores are positions."""
 
     def __init__(self, choose=lambda sequence: 7, memory=None):
         self.choose = choose
@@ -130,7 +130,7 @@ class Machine(StandIn):
 
 
 class Scores:
-    """Positions in place of log-probabilities."""
+    """Return positions as log-probabilities."""
 
     def __init__(self, positions):
         self.positions = positions
@@ -140,7 +140,7 @@ class Scores:
 
 
 def continuations_of(beams):
-    """What may follow each beam, which depends on its tokens alone; sometimes it may end."""
+    """Return each beam's candidates, which depend only on its tokens; sometimes it may end."""
     counts = [row.group.beam.candidates_for(len(row.group.request.stopping)) for row in beams]
     most = max(counts)
     token_ids = torch.zeros(len(beams), most, dtype=torch.int64)
@@ -157,7 +157,7 @@ def continuations_of(beams):
 
 
 def tokens_of(pending):
-    """The token that a launched step samples for each sequence, by id."""
+    """Return the token that a launched step samples for each sequence, by id."""
     if pending is None:
         return {}
     ids = [sequence.id for sequence in pending.samples.sequences]
@@ -165,13 +165,13 @@ def tokens_of(pending):
 
 
 def core_of(engine, machine, *, async_scheduling):
-    """A core that runs in this thread, and a list of the batches that it computes."""
+    """A core that runs in this thread, and a list of its batches."""
     batches = record_batches(engine)
     return make_core(engine, machine, async_scheduling=async_scheduling), batches
 
 
 def step(engine, choose=lambda sequence: 7, memory=None):
-    """A step by itself."""
+    """A single step."""
     batch = engine.schedule()
     if batch:
         pending = Machine(choose, memory).compute(batch, None)
@@ -187,10 +187,10 @@ requests = st.lists(
         st.integers(1, 20),  # output tokens
         st.integers(1, 4),  # outputs
         st.integers(-2, 2),  # priority
-        st.integers(0, 1),  # prompts' common token, so that prefixes are shared
-        st.integers(0, 3),  # steps before the next request comes
+        st.integers(0, 1),  # common token of prompts, for shared prefixes
+        st.integers(0, 3),  # steps before the next request
         st.booleans(),  # the prompt is scored
-        st.sampled_from([False, False, True]),  # the outputs are those of a beam search
+        st.sampled_from([False, False, True]),  # the outputs are a beam search's
     ),
     min_size=1,
     max_size=12,
@@ -282,7 +282,7 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     for prompt, tokens, n, priority, token, _, score, beams in requests:
         if tokens <= blocks.fitting_output(prompt, n, 500):
             number = len(coming)
-            # Tokens that tell places and, behind a common front, requests apart.
+            # Tokens that identify positions and, after a common prefix, requests.
             tail = [token, *range(10, 14), *range(20 + token, 20 + token + prompt)][:prompt]
             kind = {"n": n, "beams": beams, "priority": priority, "scored": score}
             coming.append(request(number, tail, tokens, eos={9}, **kind))
@@ -323,7 +323,7 @@ def test_outputs_that_end_at_any_moment_leave_the_others_whole(
 
 
 def searched(request):
-    """What a beam search finds without a scheduler."""
+    """Return a beam search's result without a scheduler."""
     search, count = BeamState(request.beam), len(request.prompt)
     beams = [Sequence(0, 0, list(request.prompt), count)]
     while beams:
@@ -361,7 +361,7 @@ def checked_step(engine, core, batches):
 
 
 def advances(search):
-    """Whether each beam has at most its last token left to compute."""
+    """Return whether each beam has at most its last token left to compute."""
     return all(beam.num_output and beam.num_uncomputed <= 1 for beam in search.live)
 
 
@@ -463,7 +463,7 @@ def test_auto_takes_the_cheaper_way(blocks, tokens, swaps):
 
 
 def crowd(count=40):
-    """Groups of several outputs whose prompts take more than a step, all there at once."""
+    """Groups of several outputs whose prompts take more than a step, all submitted at once."""
     return [
         group(i, [100 + i, *range(200, 211 + 7 * (i % 4))], 12 + 5 * (i % 3), n=2 + i % 3)
         for i in range(count)
@@ -471,7 +471,7 @@ def crowd(count=40):
 
 
 def serve(engine, groups):
-    """Serves all to the end; returns steps, tokens computed and tokens drawn."""
+    """Serve all to the end; return the numbers of steps, computed tokens and sampled tokens."""
     steps = computed = drawn = 0
     memory = Memory(engine)
     for each in groups:
@@ -491,7 +491,7 @@ def serve(engine, groups):
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("swap", [1, 6, 12, 24])
 def test_a_full_swap_space_neither_stalls_nor_slows(swap, prefix_caching):
-    """Others stalled or gave up where groups of n >= 2 filled it: vLLM #546, #787, #5578."""
+    """Groups of n >= 2 that fill the cache stalled other engines: vLLM #546, #787, #5578."""
 
     def busy(mode, swap):
         return scheduler(

@@ -1,4 +1,4 @@
-"""A model that drafts for another: it changes no token, and where it agrees all are right."""
+"""A draft model changes no token, and an identical one drafts no wrong token."""
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ DRAFTED = 3
 
 @pytest.fixture(scope="module")
 def nearly(tmp_path_factory, decided_model):
-    """The decided model with some noise: it is often right."""
+    """The decided model with some noise; its drafts are often right."""
     path = tmp_path_factory.mktemp("nearly")
     model = AutoModelForCausalLM.from_pretrained(decided_model, dtype=torch.float32)
     torch.manual_seed(1)
@@ -29,7 +29,7 @@ def nearly(tmp_path_factory, decided_model):
 
 @pytest.fixture(scope="module")
 def run(decided_model):
-    """Runs requests, a few new ones in each step; returns the engine and what each was given."""
+    """Run requests, a few new ones in each step; return the engine and each request's outputs."""
 
     def run(asked, draft_model=None, *, async_scheduling=False, **settings):
         settings = {"num_blocks": AMPLE, "max_num_batched_tokens": 96} | settings

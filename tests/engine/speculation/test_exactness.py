@@ -1,4 +1,4 @@
-"""Drafts change no token, whatever drafts them, and whatever memory does meanwhile."""
+"""Drafts change no token, for every draft method and any shortage of memory."""
 
 import random
 
@@ -63,7 +63,7 @@ def requests(count):
 
 
 class Echo(Method):
-    """Drafts what was sampled without drafts, but for mistakes at random."""
+    """Drafts the tokens of a run without drafts, with random mistakes."""
 
     def __init__(self, expected):
         self.expected = expected  # outputs by prompt
@@ -81,12 +81,12 @@ class Echo(Method):
         return []
 
     def learn(self, history):
-        """It knows them all."""
+        """It can draft for all sequences."""
 
 
 @pytest.fixture(scope="module")
 def run(decided_model):
-    """Runs requests, a few new ones in each step; returns the engine and what each was given."""
+    """Run requests, a few new ones in each step; return the engine and each request's outputs."""
 
     def run(asked, speculation=None, *, async_scheduling=False, **settings):
         settings = {"num_blocks": AMPLE, "max_num_batched_tokens": 96} | settings

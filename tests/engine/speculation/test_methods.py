@@ -1,4 +1,4 @@
-"""What is drafted: by looking tokens up, and where it pays."""
+"""Draft methods that look tokens up, and the policy that drafts where it pays."""
 
 import numpy as np
 import pytest
@@ -47,14 +47,14 @@ def test_a_history_is_its_sequence(parts):
 
 
 def test_each_method_has_its_name():
-    assert METHODS.keys() | {"draft"} == METHOD_TEXTS.keys()  # which a model does
+    assert METHODS.keys() | {"draft"} == METHOD_TEXTS.keys()  # as a model does
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_what_followed_before_is_drafted(name):
     method = METHODS[name]()
     assert method.draft(history([5, 6, 7, 8, 9, 1, 5, 6]), 3) == [7, 8, 9]
-    longer = [4, 5, 6, 7, 8, 3, 5, 6, 9, 9, 4, 5, 6]  # three tokens say more than two
+    longer = [4, 5, 6, 7, 8, 3, 5, 6, 9, 9, 4, 5, 6]  # a match of three tokens wins over two
     assert method.draft(history(longer), 2) == [7, 8]
     assert method.draft(history([1, 2, 3, 4]), 3) == []
     assert method.draft(history([5, 6, 7, 8, 9, 1, 9, 6]), 3) == []  # one token is too few
@@ -78,7 +78,7 @@ def test_the_most_frequent_continuation_is_drafted():
     for last in (20, 21, 21, 21, 22):
         method.learn(history([10, 11, 12, last, 30 + last], salt="a"))
     assert method.draft(history([10, 11, 12], salt="a"), 2) == [21, 51]
-    for last in range(60, 70):  # none of them is likely now
+    for last in range(60, 70):  # none is likely now
         method.learn(history([10, 11, 12, last], salt="a"))
     assert method.draft(history([10, 11, 12], salt="a"), 2) == []
 
@@ -86,11 +86,11 @@ def test_the_most_frequent_continuation_is_drafted():
 @pytest.mark.parametrize(
     ("departed", "following"),
     [
-        ([99], [14, 15, 16, 17]),  # in place of 13, as far as can be told
+        ([99], [14, 15, 16, 17]),  # apparently replaces 13
         ([99, 14], [15, 16, 17, 18, 19, 20]),
         ([99, 13], [14, 15, 16, 17, 18, 19]),  # 99 was added
-        ([17], [18, 19, 20, 21, 22, 23]),  # 13 to 16 were left out
-        ([99, *range(70, 86)], []),  # no copy any more
+        ([17], [18, 19, 20, 21, 22, 23]),  # 13 to 16 are missing
+        ([99, *range(70, 86)], []),  # no longer a copy
     ],
 )
 def test_a_copy_that_departs_from_its_source_goes_on_near_by(departed, following):
@@ -135,7 +135,7 @@ def policy(seconds, longest=8):
 
 
 def drafts_of(made, decodes, right, steps=400):
-    """Drafts for a sequence of which each drafted token is right if `right` says so."""
+    """Draft for a sequence whose drafted tokens are right if `right` returns True."""
     speculation = make_speculation("auto", 8)
     speculation._policy = made
     state, drafted = speculation.begin(0, ""), []

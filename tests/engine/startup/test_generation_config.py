@@ -25,7 +25,7 @@ QWEN = {
 
 @pytest.fixture
 def model(tmp_path):
-    """Writes a generation_config.json; returns its directory."""
+    """Write a generation_config.json; return its directory."""
 
     def write(content) -> Path:
         text = content if isinstance(content, str) else json.dumps(content)

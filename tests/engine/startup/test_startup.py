@@ -1,4 +1,4 @@
-"""What cannot work is refused at the start, with what to change."""
+"""Settings that cannot work are refused at startup, with a remedy."""
 
 import pytest
 import structlog.testing

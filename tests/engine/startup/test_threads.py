@@ -1,4 +1,4 @@
-"""How many threads compute, and where."""
+"""The number of compute threads, and their CPUs."""
 
 import math
 
@@ -11,7 +11,7 @@ from tests.common.machines import Machine, one_node, two_sockets
 
 @pytest.fixture
 def choose(tmp_path):
-    """Chooses for a machine."""
+    """A function that chooses threads for a machine."""
 
     def choose(machine, quota=math.inf, given=None, **environment):
         variables = environment | ({"OMP_NUM_THREADS": str(given)} if given else {})

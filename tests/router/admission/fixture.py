@@ -1,4 +1,4 @@
-"""Admission to engines that are not there, by a clock that the test moves."""
+"""Admission to fake engines, with a clock that the test moves."""
 
 import asyncio
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from tests.plain import budget
 BLOCK = 16
 PLENTY = QueueLimits(requests=100, tokens=1 << 20, seconds=600.0)
 BLOCKS = 1 << 20
-"""More than anything here needs."""
+"""Number of blocks: more than any test here needs."""
 
 
 @dataclass(eq=False)
@@ -46,7 +46,7 @@ class Replica:
 
 
 class ManualAdmission(Admission[Replica]):
-    """Admission to some replicas, by a clock that the test moves; none is up while `down`."""
+    """Admission to some replicas, with a clock that the test moves; none is up while `down`."""
 
     def __init__(self, *replicas: Replica, limits: QueueLimits = PLENTY, outage: float = 600.0):
         self.replicas = replicas
@@ -62,7 +62,7 @@ class ManualAdmission(Admission[Replica]):
         return [r for r in self.replicas if model in {"m", str(r.max_num_seqs)}]
 
     def fill(self, replica: Replica, sequences: int | None = None) -> list[Claim]:
-        """Gives a replica all the sequences that it takes, or so many."""
+        """Give a replica as many sequences as it takes, or `sequences`."""
         most = replica.max_num_seqs + max(1, replica.max_num_seqs // 8)
         count = most - replica.sequences if sequences is None else sequences
         return [self.grant(request(), replica) for _ in range(count)]

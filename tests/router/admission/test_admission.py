@@ -169,7 +169,7 @@ async def test_the_queue_time_is_limited():
 def learn(
     admission, replica, *, first: float, token: float, tokens: int = 11, times: int = 20
 ) -> None:
-    """Has requests end that took so long."""
+    """End requests that took a given time."""
     for _ in range(times):
         state = request(max_tokens=tokens)
         claim = admission.grant(state, replica)
@@ -250,7 +250,7 @@ async def test_a_request_that_cannot_meet_its_deadline_leaves_the_queue():
     await cancel(patient)
 
 
-# Engines that are up, or not.
+# Engines that are up or down.
 
 
 async def test_requests_wait_in_an_outage_and_are_then_refused():
@@ -331,9 +331,9 @@ EVENTS = st.tuples(st.sampled_from("aaaccrrrludt "), st.integers(0, 11))
 
 @given(st.lists(EVENTS, max_size=80))
 def test_every_request_ends_in_exactly_one_way(steps):
-    """Whatever arrives, ends, is cancelled or breaks: nothing is lost or counted twice.
+    """When requests arrive, end, are cancelled or fail, nothing is lost or counted twice.
 
-    Nobody waits while there is room, and never more wait than may.
+    No request waits while there is room, and the queue never exceeds its limit.
     """
 
     async def run():
@@ -396,7 +396,7 @@ def test_every_request_ends_in_exactly_one_way(steps):
                 bounded = [c for c in admission._queues["m"].waiters if not c.migrated]
                 assert len(bounded) <= LIMITS.requests
                 assert sum(c.tokens for c in bounded) <= LIMITS.tokens
-                # Room is never left to somebody who could have it.
+                # No room stays unused while a waiting request fits.
                 if not admission.down and any(not replica.sequences for replica in replicas):
                     assert not tasks
         for task in tasks:

@@ -114,7 +114,7 @@ def test_what_the_report_does_not_know_yet_counts():
 
 
 def test_those_that_end_before_make_room():
-    """Three blocks are free; two more are when the one that is nearly done ends."""
+    """Three blocks are free; two more will be when the nearly finished request ends."""
     load = engine_pb2.Load(free_blocks=3)
     claims = Claims(budget(1 << 20, BLOCK))
     ending = claim(prompt=BLOCK, output=2 * BLOCK)
@@ -134,7 +134,7 @@ RUNNING = st.lists(
 
 @given(RUNNING)
 def test_the_peak_is_that_of_playing_it_through(running):
-    """Stepping through the future, token by token, needs what was foreseen, but for rounding."""
+    """A simulation token by token needs the predicted blocks, except for rounding."""
     claims = Claims(budget(1 << 20, 1))
     held, left = [], []
     for prompt, output, sequences, done in running:
@@ -219,7 +219,7 @@ def test_pace_is_learned_from_whole_requests():
         state.first_time, state.last_time = now[0] + first, now[0] + last
         pace.add(c)
 
-    end(9.0, 9.0, 50)  # a search's, which comes whole
+    end(9.0, 9.0, 50)  # a beam search's, which comes at once
     end(9.0, 10.0, 50, migrated=True)
     for _ in range(10):
         assert pace.seconds(11) is None or _ >= MIN_SAMPLES

@@ -14,12 +14,12 @@ from octavo.router.tenants.tenant import Tenant
 from tests.router.admission.fixture import request
 
 MOST = 40
-"""Tokens of the longest prompts and outputs here."""
+"""Maximum tokens of prompts and of outputs here."""
 
 
 @dataclass
 class Line:
-    """A queue whose engine takes one after the other, as often as it is asked."""
+    """A queue whose engine takes one request at a time, on demand."""
 
     queue: FairQueue
     counters: TenantCounters
@@ -40,7 +40,7 @@ class Line:
         return claim
 
     def serve(self, now: float = 0.0, sampled: int | None = None) -> Claim:
-        """Serves the next one; it ends with all of its tokens, or with as many as said."""
+        """Serve the next request; it ends with all of its tokens, or after `sampled`."""
         claim = self.queue.first(now)
         self.queue.remove(claim)
         self.counters.admit(claim)
@@ -92,7 +92,7 @@ def test_weights_are_shares(line):
 
 
 LARGE = {"prompt": 1024, "output": 512}
-"""Two such requests are all that is kept of idle time."""
+"""A tenant's idle time earns at most two such requests."""
 
 
 def test_credit_for_idle_time_is_limited(line):
@@ -111,7 +111,7 @@ def test_credit_for_time_without_a_queue_is_limited(line):
     for _ in range(10):
         line.ask(A, **LARGE)
         line.serve()
-    for _ in range(10):  # the queue is empty when b comes, and a has been served much
+    for _ in range(10):  # the queue is empty when b comes, and a was served a lot
         line.ask(B, **LARGE)
     for _ in range(10):
         line.ask(A, **LARGE)
@@ -214,7 +214,7 @@ SIZES = st.tuples(st.integers(1, MOST), st.integers(1, MOST))
     others=st.lists(st.booleans(), min_size=40, max_size=40),
 )
 def test_backlogged_tenants_are_never_far_apart(weights, sizes, others):
-    """The bound of the paper, for charges at admission: one request's, by the lesser weight."""
+    """The paper's bound, for charges at admission: one request, divided by the lesser weight."""
     line = make_line()
     pair = [Tenant(name, weight) for name, weight in zip("ab", weights, strict=True)]
     for tenant, requests in zip(pair, sizes, strict=True):
@@ -231,7 +231,7 @@ def test_backlogged_tenants_are_never_far_apart(weights, sizes, others):
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=40))
 def test_nobody_starves(requests):
-    """Whoever waits is served, though more urgent ones keep coming."""
+    """Every waiting request is served, even if more urgent ones keep coming."""
     line = make_line()
     victim = line.ask(Tenant("v"), priority=-2)
     now = 0.0

@@ -1,4 +1,4 @@
-"""Tenants at one engine, played through step by step: no clock, no chance but the seed's."""
+"""Tenants at one engine, simulated step by step: no clock, and no randomness but the seed's."""
 
 import asyncio
 import random
@@ -19,10 +19,10 @@ CAPACITY = PLACES / STEP / OUTPUT
 
 @dataclass
 class Play:
-    """An engine of so many places whose every sequence has a token each step."""
+    """An engine with `PLACES` slots, in which every sequence gets one token per step."""
 
     admission: ManualAdmission = field(default_factory=lambda: ManualAdmission(Replica(PLACES)))
-    running: list = field(default_factory=list)  # in the order of coming, as the engine has them
+    running: list = field(default_factory=list)  # in order of arrival, as in the engine
     waits: dict[str, list[float]] = field(default_factory=dict)
     tokens: dict[str, float] = field(default_factory=dict)
     tasks: set[asyncio.Task] = field(default_factory=set)
@@ -72,10 +72,9 @@ class Play:
 
 
 async def flooded(times: float, seconds: float = 60.0) -> list[float]:
-    """Returns a modest tenant's times to first token beside one that sends so much more.
+    """Return a modest tenant's times to first token beside one that sends `times` as much.
 
-    Those of the first seconds do not count: an engine is filled before anybody
-    knows that there is another tenant.
+    The first seconds do not count: the engine fills before the second tenant is known.
     """
     draw = random.Random(1)
     rates = {Tenant("modest"): CAPACITY / 4, Tenant("flood"): times * CAPACITY / 4}
@@ -94,7 +93,7 @@ async def flooded(times: float, seconds: float = 60.0) -> list[float]:
 
 
 async def contended(weights, seconds: float = 40.0):
-    """Returns the weighted tokens of two tenants that keep the engine busy."""
+    """Return the weighted tokens of two tenants that keep the engine busy."""
     play = Play()
     sizes = dict(zip(weights, [(16, 40), (64, 24)], strict=True))
 

@@ -1,4 +1,4 @@
-"""How many slots are reserved for the least served tenant."""
+"""The number of slots reserved for the least served tenant."""
 
 from hypothesis import given
 from hypothesis import strategies as st

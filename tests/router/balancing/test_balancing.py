@@ -127,7 +127,7 @@ def test_what_engines_report_is_believed():
     assert b.cached_tokens(prompt) == 4 * BLOCK
     assert b.cached_tokens(Prompt(range(100))) == 0
     assert choose(PrefixAware(), a, b, prompt=prompt) is b
-    assert b.cached_tokens(prompt) == 6 * BLOCK  # it is about to have the rest
+    assert b.cached_tokens(prompt) == 6 * BLOCK  # it will soon have the rest
     b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[4:], evicted=keys[1:2]))
     assert b.cached_tokens(prompt) == BLOCK
 

@@ -1,4 +1,4 @@
-"""One engine that a router reaches by two addresses."""
+"""One engine that a router reaches at two addresses."""
 
 from contextlib import asynccontextmanager
 
@@ -9,7 +9,7 @@ from octavo.v1 import generation_pb2
 
 @pytest.fixture
 def twice(serve):
-    """Start a router of one engine under two addresses, both connected; yield it and them."""
+    """Start a router with one engine at two connected addresses; yield the router and addresses."""
 
     @asynccontextmanager
     async def start(engine):

@@ -1,4 +1,4 @@
-"""What AdminService changed, as a router that starts later has it."""
+"""AdminService's changes persist for a router that starts later."""
 
 import grpc
 import pytest
@@ -21,7 +21,7 @@ def test_changes_hold_for_the_engines_of_the_settings():
     assert again.drained == {"b:1"}
     changes.remove("c:1")
     changes.add("a:1")
-    changes.add("b:1")  # it takes requests again
+    changes.add("b:1")  # it accepts requests again
     assert sorted(changes.known(SETTINGS)) == ["a:1", "b:1"]
     assert not changes.drained
 

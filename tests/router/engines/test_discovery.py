@@ -1,4 +1,4 @@
-"""Engines come and go while a router runs: by DNS, and by what operators ask."""
+"""Engines come and go while a router runs, by DNS and by operators."""
 
 import asyncio
 from contextlib import asynccontextmanager

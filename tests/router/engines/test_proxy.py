@@ -1,4 +1,4 @@
-"""A proxy of the environment is not asked for engines."""
+"""Connections to engines ignore the environment's proxy."""
 
 
 async def test_engines_are_reached_without_the_proxy_of_the_environment(

@@ -1,4 +1,4 @@
-"""An engine whose tokenizer the router cannot load: told once, in the log and to operators."""
+"""An engine whose tokenizer the router cannot load is reported once, in the log and status."""
 
 import json
 import shutil

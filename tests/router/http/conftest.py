@@ -1,4 +1,4 @@
-"""The HTTP frontend as OpenAI's own client finds it; the engine behind the router is scripted."""
+"""The HTTP frontend for OpenAI's own client, with a scripted engine."""
 
 import asyncio
 import urllib.error
@@ -32,13 +32,13 @@ def frontend(serve):
 
 @pytest.fixture
 def hello():
-    """The least that a chat request says."""
+    """A minimal chat request."""
     return {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
 
 @pytest.fixture
 def fill(hello):
-    """Has a scripted engine with room for one sequence so busy that no more is sent to it."""
+    """Keep a scripted engine with room for one sequence busy, so that it gets no more requests."""
 
     async def make_busy(app, client, engine) -> list[asyncio.Task]:
         tasks = [asyncio.create_task(client.chat.completions.create(**hello)) for _ in range(2)]
@@ -57,7 +57,7 @@ class Response:
 
 @pytest.fixture
 def get():
-    """Sends a request by urllib, which adds nothing of its own."""
+    """Send a request with urllib, which adds no retries."""
 
     def wait(request: urllib.request.Request) -> Response:
         try:

@@ -23,7 +23,7 @@ def connected(path):
 async def test_a_unix_socket(scripted, serve, hello, tmp_path):
     path = tmp_path / "http.sock"
     with socket.socket(socket.AF_UNIX) as gone:
-        gone.bind(str(path))  # and left behind, as by a server that was killed
+        gone.bind(str(path))  # left behind, as by a killed server
     async with serve(scripted(), http_uds=path, **PER_PEER) as app:
         await app.up()
         assert stat.S_IMODE(path.stat().st_mode) == 0o660
@@ -50,7 +50,7 @@ def test_the_file_of_another_server_stays(tmp_path):
         with unix_socket.listen(path, 0):
             unix_socket.remove(path, number)
             assert path.exists()
-            for _ in range(2):  # also when it has as many as may wait
+            for _ in range(2):  # also when its queue is full
                 with pytest.raises(OSError, match="another server listens there"):
                     unix_socket.listen(path, 1)
             unix_socket.remove(path, path.stat().st_ino)

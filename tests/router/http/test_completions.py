@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def count(scripted):
-    """An engine that says each prompt's last token, then the output's number."""
+    """An engine that answers each prompt's last token, then the output's index."""
     return scripted(script=lambda submit, i: [submit.prompt_token_ids[-1], 15 + i])
 
 
@@ -67,7 +67,7 @@ async def test_logprobs_are_columns(frontend, scripted, encode):
 
 @pytest.fixture
 def scored(scripted, encode):
-    """Starts a scripted engine that scores the prompts' tokens and says "a" and the end."""
+    """Start a scripted engine that scores the prompts' tokens and answers "a" and the end."""
 
     async def play(app, engine, number: int) -> None:
         await app.until(lambda: len(engine.submits) > number)
@@ -155,7 +155,7 @@ async def test_one_bad_prompt_fails_all(frontend, count):
 
 
 async def log_probabilities(frontend, scripted, text_ids, tops=(), **request):
-    """Return a completion whose tokens are given, with their log-probabilities."""
+    """Return a completion with token ids and their log-probabilities."""
     engine = scripted(interval=None)
     async with frontend(engine) as (app, client):
         call = client.completions.create(model="tiny", prompt="x", logprobs=5, **request)

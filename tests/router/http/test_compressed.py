@@ -1,4 +1,4 @@
-"""Bodies that clients compress."""
+"""Compressed request bodies."""
 
 import asyncio
 import gzip
@@ -60,7 +60,7 @@ async def test_contradictions_and_other_codings_are_refused(frontend, scripted, 
 
 
 async def answer_to_head(url, header):
-    """The status line: who sends a body too may find the connection closed."""
+    """Read only the status line: the server may close the connection before the whole body."""
     address = urlsplit(url)
     reader, writer = await asyncio.open_connection(address.hostname, address.port)
     lines = f"Host: {address.netloc}", "Content-Type: application/json", header

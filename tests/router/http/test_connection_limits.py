@@ -1,4 +1,4 @@
-"""Who gives way to a new connection, and who has to wait."""
+"""Which connections give way to a new one, and which wait."""
 
 from octavo.router.http.connection_limits import (
     MAX_ADDRESSES,

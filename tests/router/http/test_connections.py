@@ -1,4 +1,4 @@
-"""What clients can do before anybody knows them, and what is left of the service for others."""
+"""Unauthenticated clients' connections, and the service that remains for others."""
 
 import asyncio
 import gc
@@ -57,7 +57,7 @@ def connect():
 
 
 async def rest(reader) -> bytes:
-    """Return all bytes until the connection is closed, in whatever way."""
+    """Return all bytes until the connection is closed in any way."""
     received = b""
     try:
         while data := await asyncio.wait_for(reader.read(1 << 16), 20):
@@ -68,7 +68,7 @@ async def rest(reader) -> bytes:
 
 
 async def answered(reader) -> bytes:
-    """Returns the status line of the next response, of which it reads all."""
+    """Read the next response; return its status line."""
     head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 20)
     length = re.search(rb"content-length: (\d+)", head)
     await reader.readexactly(int(length[1]))
@@ -142,7 +142,7 @@ async def test_what_is_refused_unparsed_has_an_id_and_is_logged(
     assert "content-type: application/json\r\n" in head
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
     request_id = re.search(r"x-request-id: (\S+)", head)[1]
-    carried = given == "mine" and sent.startswith(HALF)  # not that of the request before
+    carried = given == "mine" and sent.startswith(HALF)  # not the previous request's
     assert re.fullmatch("mine" if carried else "[0-9a-f]{32}", request_id)
     (line,) = [log for log in logs if log["event"] == "request refused unparsed"]
     assert (line["status"], line["http_request_id"]) == (status, request_id)
@@ -168,7 +168,7 @@ async def test_requests_on_one_connection_are_parsed_one_by_one(frontend, script
 
     async with frontend(scripted("a")) as (app, client), connect(app) as one:
         gc.collect()
-        before = parsed()  # of other tests
+        before = parsed()  # other tests'
         reader, _ = await one(HEALTH * 80 + HALF)
         assert await answered(reader) == b"HTTP/1.1 200 OK"
         assert parsed() - before < 10
@@ -185,7 +185,7 @@ async def test_a_client_that_pipelines_without_end_is_disconnected(frontend, scr
 
 @pytest.mark.parametrize("chunked", [False, True])
 async def test_requests_may_arrive_in_any_pieces(frontend, scripted, connect, chunked):
-    """Pipelined ones, too: the second is sent before the first is answered."""
+    """Also pipelined requests: the second is sent before the first is answered."""
     data = completion(chunked=chunked) + HEALTH + completion(chunked=chunked, close=True)
     rng = random.Random(0)
     async with frontend(scripted("ab")) as (app, _), connect(app) as one:

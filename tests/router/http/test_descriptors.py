@@ -1,4 +1,4 @@
-"""Clients that come when the process has no file descriptors left."""
+"""Clients that connect when the process has no file descriptors left."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
 
 @contextlib.contextmanager
 def none_left():
-    """Leave no file descriptors in a block."""
+    """Use up all file descriptors within a block."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = max(int(file.name) for file in Path("/proc/self/fd").iterdir()) + 8
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, limits[1]))
@@ -37,7 +37,7 @@ def none_left():
 
 
 async def answer(client: socket.socket, port: int, request: bytes) -> tuple[bytes, bytes]:
-    """Send a request by a socket; return the answer's status and all of it, to its end."""
+    """Send a request on a socket; return the answer's status and the whole answer."""
     loop = asyncio.get_running_loop()
     await loop.sock_connect(client, ("127.0.0.1", port))
     await loop.sock_sendall(client, request)

@@ -14,7 +14,7 @@ ASK = {"prompt": "x", "max_tokens": 5}
 
 @contextlib.asynccontextmanager
 async def drained(app):
-    """End a router within a block as SIGTERM does, and wait until it has ended."""
+    """End a router within a block as on SIGTERM, and wait for its end."""
 
     async def end() -> None:
         await app.router.drain()
@@ -41,7 +41,7 @@ async def test_a_draining_router_finishes_streams_and_accepts_no_connection(
 
 
 async def test_a_kept_connection_is_refused_once_and_closed(frontend, scripted):
-    """Its client may come again in a second, to another router."""
+    """The client may retry after a second, at another router."""
     engine = scripted("a long answer " * 5, interval=0.01)
     async with frontend(engine) as (app, _), httpx.AsyncClient(base_url=app.url) as kept:
         assert (await kept.get("/health")).status_code == 200
@@ -73,7 +73,7 @@ async def test_new_requests_are_served_in_the_drain_delay(frontend, scripted):
 
 
 async def test_an_answer_that_is_still_read_is_not_cut(frontend, scripted):
-    """It is larger than the sockets' buffers, and read only when nothing else is in progress."""
+    """The answer exceeds the sockets' buffers; it is read only when nothing else is in progress."""
     engine = scripted(max_model_len=1 << 20)
     async with frontend(engine) as (app, _):
         host, port = app.url.removeprefix("http://").split(":")

@@ -1,4 +1,4 @@
-"""gRPC statuses as OpenAI's client knows them."""
+"""gRPC statuses as OpenAI's client reports them."""
 
 import asyncio
 import json
@@ -196,7 +196,7 @@ async def test_an_id_of_the_client_s_own_names_answers_and_streams(frontend, scr
 
 
 class Contexts(logging.Handler):
-    """Keeps what log lines would say of their context."""
+    """Records the context of log lines."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The form that outputs must have, by OpenAI's and vLLM's names, as the engine gets it."""
+"""Output constraints, by OpenAI's and vLLM's names, as the engine receives them."""
 
 import asyncio
 import json
@@ -40,7 +40,7 @@ FORMS = [
 
 @pytest.fixture
 def constraining(scripted):
-    """Makes an engine that takes constraints, and writes what it likes all the same."""
+    """Creates an engine that accepts constraints but answers regardless of them."""
     return lambda text="{}": scripted(text, eos=True, features={"constraints": True})
 
 
@@ -155,7 +155,7 @@ async def test_openai_s_parse(frontend, constraining, hello):
             whole = await stream.get_final_completion()
         assert whole.choices[0].message.parsed == Sum(total=5)
         assert {"content.delta", "content.done"} <= kinds
-        # Sent back as it is, the message is taken.
+        # Sent back unchanged, the message is accepted.
         messages = [*hello["messages"], answer.choices[0].message]
         await client.chat.completions.create(model="tiny", messages=messages)
     kind, schema = plain(engine.submits[0].constraint)

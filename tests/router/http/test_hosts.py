@@ -1,4 +1,4 @@
-"""Where the HTTP server listens, by --http-host."""
+"""The addresses of the HTTP server, by --http-host."""
 
 import socket
 
@@ -31,7 +31,7 @@ def names(monkeypatch):
     ],
 )
 async def test_clients_reach_the_address_that_is_named(frontend, scripted, names, host, hosts):
-    """`::` takes IPv4 too, as gRPC has it."""
+    """`::` accepts IPv4 too, as in gRPC."""
     async with frontend(scripted(), http_host=host) as (app, _), httpx.AsyncClient() as client:
         port = app.url.rpartition(":")[2]
         for name in hosts:

@@ -1,4 +1,4 @@
-"""Members of a client's own change nothing, and make no request fail."""
+"""Unknown members from clients change nothing, and fail no request."""
 
 import json
 
@@ -25,7 +25,7 @@ def with_members(names, value):
 
 
 def body(value="none"):
-    """Return a conversation with a call, whose parts all have members with a value."""
+    """Return a conversation with a call; all its parts have an extra member with a value."""
 
     def add(names):
         return with_members(names, value)

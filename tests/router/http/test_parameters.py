@@ -1,4 +1,4 @@
-"""Every parameter reaches the engine, and what cannot be served is refused by name."""
+"""Every parameter reaches the engine; unsupported ones are refused by name."""
 
 import json
 

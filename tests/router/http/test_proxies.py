@@ -1,4 +1,4 @@
-"""Routers behind nginx and HAProxy, as Debian has them: nothing is cut, and nothing fails."""
+"""Routers behind Debian's nginx and HAProxy: no stream is cut, and no request fails."""
 
 import asyncio
 import contextlib
@@ -77,7 +77,7 @@ backend grpc_routers
 
 @contextlib.contextmanager
 def proxy(directory, text: str, *command: str):
-    """Run a proxy with a configuration; its end must be this one's doing."""
+    """Run a proxy with a configuration; it must not end by itself."""
     path = directory / f"{command[0]}.conf"
     path.write_text(text)
     with (directory / f"{command[0]}.log").open("wb") as log:
@@ -91,7 +91,7 @@ def proxy(directory, text: str, *command: str):
 
 
 def free_ports(count: int) -> list[int]:
-    """Return as many different free ports."""
+    """Return `count` different free ports."""
     ports: set[int] = set()
     while len(ports) < count:
         ports.add(free_port())
@@ -99,14 +99,14 @@ def free_ports(count: int) -> list[int]:
 
 
 def nginx(directory, port: int, *ports: int):
-    """Run nginx at a port, before routers at others."""
+    """Run nginx at a port, as a proxy of routers."""
     servers = " ".join(f"server 127.0.0.1:{one} max_fails=0;" for one in ports)
     text = NGINX.format(directory=directory, port=port, servers=servers)
     return proxy(directory, text, "nginx", "-g", "daemon off;", "-c")
 
 
 async def stream(client: httpx.AsyncClient, url: str) -> str:
-    """Return a streamed answer's text as it came, or what went wrong."""
+    """Return a streamed answer's text, or the error."""
     body = {"prompt": "x", "max_tokens": 100, "stream": True}
     try:
         answer = await client.post(f"{url}/v1/completions", json=body, timeout=200)
@@ -116,7 +116,7 @@ async def stream(client: httpx.AsyncClient, url: str) -> str:
 
 
 async def test_no_stream_of_a_saturated_router_is_cut(frontend, scripted, tmp_path):
-    """nginx cuts what is silent for 30 s; the last stream waits for more than a minute."""
+    """nginx cuts streams that are silent for 30 s; the last stream waits over a minute."""
     engine = scripted("a long answer" * 2, interval=0.12, max_num_seqs=1)
     async with frontend(engine) as (app, _):
         port = free_port()
@@ -133,7 +133,7 @@ async def test_no_stream_of_a_saturated_router_is_cut(frontend, scripted, tmp_pa
 
 
 class Load:
-    """Clients that ask again and again, and what failed of it."""
+    """Clients that send requests repeatedly, and their failures."""
 
     def __init__(self) -> None:
         self.served = 0
@@ -167,10 +167,10 @@ class Load:
 
 
 async def test_no_request_fails_when_one_of_two_routers_ends(scripted, tmp_path):
-    """Twenty times, under load: the other router has what comes while one drains.
+    """Twenty times under load: the other router serves requests that come while one drains.
 
-    gRPC's core cancels calls that arrive between its shutdown and a client's hearing of it. So
-    connections must have gone before: at their maximum age calls on their way are served.
+    gRPC's core cancels calls that arrive between its shutdown and the client's notice of it. So
+    connections must close before, at their maximum age: then calls on their way are served.
     """
     engine = await scripted("an answer", interval=0.01, max_num_seqs=64).start()
     port, http, rpc, *rest = free_ports(7)

@@ -1,7 +1,7 @@
-"""Bodies as clients' packages send them, recorded from the packages.
+"""Request bodies recorded from client packages.
 
-Each package had a conversation with a call, its result and a further question, whole and streamed,
-and asked for an answer of a schema, where it can.
+Each package had a conversation with a call, its result and another question, whole and streamed,
+and requested a schema if it supports that.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""What there is besides generating."""
+"""Routes besides generation."""
 
 import hashlib
 import json
@@ -200,7 +200,7 @@ async def test_tokenize_with_and_without_special_tokens(
         assert await ask(prompt="hi", add_special_tokens=None) == around(text)
         assert await ask(prompt="hi", add_special_tokens=True) == around(text)
         assert await ask(prompt="hi", add_special_tokens=False) == text
-        for content in ("hi", "a</s>b"):  # the latter spells a control token, and stays text
+        for content in ("hi", "a</s>b"):  # the latter spells a control token but stays text
             messages = [{"role": "user", "content": content}]
             chat = await ask(messages=messages)
             assert 256 not in chat

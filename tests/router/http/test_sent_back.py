@@ -1,4 +1,4 @@
-"""Whatever an answer holds can be sent back, wherever it was cut."""
+"""Any answer can be sent back as a message, wherever it was cut."""
 
 import json
 import math
@@ -36,7 +36,7 @@ TEMPLATES = (
     ),
     _CALLS.format(head=_ONE, arguments="{{ c.function.arguments + '' }}"),
 )
-"""Those that write arguments as JSON, one by one, and as text."""
+"""Templates that write arguments as JSON, one by one, and as text."""
 ANCHOR = f"{{{{ {GEMMA['start_anchor']!r} }}}}"
 CHOICES = ("auto", "required", *({"type": "function", "function": {"name": n}} for n in SCHEMAS))
 
@@ -56,7 +56,7 @@ def directories(tokenizer_dir, tmp_path_factory):
 
 
 async def streamed(client, **body):
-    """Return a stream's message, put together as clients do."""
+    """Return a stream's message, assembled as clients do."""
     message, calls = {"role": "assistant", "content": None}, {}
     async for chunk in await client.chat.completions.create(**body, stream=True):
         delta = chunk.choices[0].delta.model_dump(exclude_none=True)
@@ -77,7 +77,7 @@ async def whole(client, **body):
 
 
 async def converse(client, hello, examples, said, encode, draw):
-    """Have one conversation; a client that is refused raises."""
+    """Have a conversation; a refused client raises."""
     messages = [*hello["messages"]]
     for _ in range(draw.randint(1, TURNS)):
         example = draw.choice(examples)

@@ -1,4 +1,4 @@
-"""Clients that leave, that do not read, and a router that stops."""
+"""Clients that disconnect or do not read, and a router that stops."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ def request(body: dict, path: str = "/v1/completions") -> bytes:
 
 
 async def leave(app, engine, body: dict, *, after: bytes = b"") -> None:
-    """Sends a request and closes the connection, once the engine has it and `after` has come."""
+    """Send a request; close the connection once the engine has it and `after` has arrived."""
     submits = len(engine.submits)
     host, port = app.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -58,7 +58,7 @@ async def test_a_client_that_leaves_is_removed_from_the_queue(frontend, scripted
 
 
 async def test_a_client_that_does_not_read_is_cancelled(frontend, scripted):
-    """Its socket's buffers are small, so that what is unread is felt at once."""
+    """Its socket's buffers are small, so that unread data has an effect at once."""
     text = "x" * 400
     engine = scripted(text, interval=0.0)
     async with frontend(engine, write_timeout=1.0, max_unread_tokens=50) as (app, client):
@@ -93,7 +93,7 @@ async def test_a_stopped_router_fails_its_streams(frontend, scripted, hello, enc
 
 @contextlib.asynccontextmanager
 async def asked(app):
-    """Ask for a stream; yield its status line, what follows, and how long the header took."""
+    """Request a stream; yield its status line, the rest, and the header's latency."""
     loop = asyncio.get_running_loop()
     host, port = app.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
@@ -124,7 +124,7 @@ async def until(reader: asyncio.StreamReader, ends: bytes) -> list[bytes]:
 
 
 async def test_a_silent_stream_gets_its_header_and_pings(frontend, scripted, fill):
-    """A queued stream, and one with a long gap between tokens, is not silent for long."""
+    """Queued streams, and streams with long gaps between tokens, get pings."""
     engine = scripted(interval=None, max_num_seqs=1)
     async with frontend(engine, http_ping_interval=0.2) as (app, client):
         running = await fill(app, client, engine)

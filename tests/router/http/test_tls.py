@@ -1,4 +1,4 @@
-"""The gRPC port's certificate is the HTTP port's."""
+"""The HTTP port uses the gRPC port's certificate."""
 
 import asyncio
 import ssl
@@ -31,7 +31,7 @@ async def test_a_changed_certificate_holds_for_new_connections(
         with pytest.raises(urllib.error.URLError, match="certificate"):
             await health(app, impostor.ca)
         cert.write_bytes(fresh_cert.read_bytes())
-        assert await health(app, authority.ca) == 200  # the key does not fit yet
+        assert await health(app, authority.ca) == 200  # the key does not match yet
         key.write_bytes(fresh_key.read_bytes())
         assert await health(app, impostor.ca) == 200
 

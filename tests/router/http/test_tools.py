@@ -9,7 +9,7 @@ SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "require
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": SCHEMA}}]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 REASONED = len("so\n") + len("</think>") - 1
-"""Tokens of `<think>so\\n</think>` that are reasoning, where each byte is one, but the last."""
+"""Tokens of `<think>so\\n</think>` that are reasoning: one per byte, without the last."""
 PARSERS = {"tool_parser": "hermes", "reasoning_parser": "think"}
 
 

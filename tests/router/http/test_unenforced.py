@@ -1,4 +1,4 @@
-"""Schemas of which not all can be enforced: what the answer says; the engine's text is scripted."""
+"""Answers for schemas that cannot be fully enforced; the engine's text is scripted."""
 
 import json
 

@@ -26,7 +26,7 @@ OUTPUT = f"<think>\nHm, stop.\n</think>\n\nSo:\n{CALL}\n{CALL.replace('日本', 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["special", "spelt"])
 def tokenizer(request):
-    """Markers that are special tokens, of which no text is decoded, or that no token has."""
+    """Markers that are special tokens, which are decoded to nothing, or that no token has."""
     tokenizer = byte_level_tokenizer()
     if request.param:
         markers = ["<think>", "</think>", "<tool_call>", "</tool_call>", "<other>"]
@@ -58,7 +58,7 @@ def ids(tokenizer, text: str) -> list[int]:
 
 
 class Reader:
-    """What a client puts together of an output's deltas."""
+    """The message that a client assembles from an output's deltas."""
 
     def __init__(self) -> None:
         self.text = self.reasoning = ""
@@ -108,7 +108,7 @@ def test_any_pace_gives_the_same(tokenizer, make, seed):
     assert finished.reason == TOOL_CALLS
     assert finished.stop_token_id == END
     reasoning = len(ids(tokenizer, "\nHm, stop.\n"))
-    spelt = len(ids(tokenizer, "</think>")) - 1  # tokens of a marker that is not known yet
+    spelt = len(ids(tokenizer, "</think>")) - 1  # tokens of an incomplete marker
     assert finished.usage.reasoning_tokens == reasoning + spelt
 
 

@@ -1,4 +1,4 @@
-"""A model's own defaults take the place of what a request does not set."""
+"""A model's own defaults replace parameters that a request does not set."""
 
 import pytest
 from structlog.testing import capture_logs

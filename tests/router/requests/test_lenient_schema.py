@@ -1,4 +1,4 @@
-"""What is left out of a schema: the rest compiles, and accepts whatever the whole does."""
+"""Keywords removed from a schema: the rest compiles, and accepts whatever the whole accepts."""
 
 import itertools
 import json
@@ -42,7 +42,7 @@ class Order(BaseModel):
 
 
 def refusal(schema) -> str:
-    """Return why the engine would refuse a schema; empty: it takes it."""
+    """Return why the engine would refuse a schema; empty if it accepts it."""
     why = unenforceable(schema)
     constraint = Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(schema),))
     return why or LLMatcher.validate_grammar(to_grammar(constraint), None)
@@ -209,7 +209,7 @@ def test_patterns_compile_and_match_whatever_the_whole_does(atoms, texts):
     try:
         whole, wider = re.compile(pattern), re.compile(found.pattern)
     except re.error:
-        return  # look-behind of any width, which Python has not
+        return  # look-behind of any width, which Python lacks
     for text in texts:
         matches = bool(whole.search(text))
         assert wider.search(text) if matches else not (found.exact and wider.search(text))
@@ -270,10 +270,10 @@ CHECKER.checks("base64")(
 
 
 def valid(schema, value) -> bool | None:
-    """Return whether a value is; None: the schema refers to itself or to nothing."""
+    """Return whether a value is valid; None if the schema refers to itself or to nothing."""
     try:
         return Draft202012Validator(schema, format_checker=CHECKER).is_valid(value)
-    except Exception:  # noqa: BLE001 - of the library's own, several
+    except Exception:  # noqa: BLE001 - several of the library's own
         return None
 
 

@@ -1,4 +1,4 @@
-"""Requests that lose their engine go on at another; engines that hang are left and readmitted."""
+"""Requests that lose their engine continue at another; hung engines are dropped and readmitted."""
 
 import asyncio
 
@@ -113,7 +113,7 @@ async def test_a_request_refused_by_an_engine_migrates(scripted, serve):
     first, second = scripted(interval=None), scripted()
     async with serve(first, second) as s:
         await s.up(2)
-        s.router.pool.up()[1].claims.sequences += 1  # the first is the less loaded
+        s.router.pool.up()[1].claims.sequences += 1  # the first has less load
         task = asyncio.create_task(collect(s.stub.Generate(ask())))
         await s.until(lambda: first.submits)
         failure = {"request_id": first.submits[0].request_id, "code": UNAVAILABLE}
@@ -271,7 +271,7 @@ async def test_requests_migrate_once_after_a_failed_step_and_to_another_engine(s
         await s.up(2)
         (link,) = [link for link in s.router.pool.links if link.address == broken.address]
         (other,) = [e for e in s.router.pool.up() if e.address == busy.address]
-        other.claims.sequences += 2  # the broken one is chosen, and the other has no room
+        other.claims.sequences += 2  # the broken engine is chosen, and the other has no room
         task = asyncio.create_task(collect(s.stub.Generate(ask())))
         await s.until(lambda: broken.submits)
         fault(broken, broken.submits[0])
@@ -279,7 +279,7 @@ async def test_requests_migrate_once_after_a_failed_step_and_to_another_engine(s
         assert link.breaker.remaining > 0
         await asyncio.sleep(FIRST_SECONDS + 0.1)
         assert link.breaker.remaining == 0
-        assert len(s.router.admission) == 1  # not to where it failed, however idle that is
+        assert len(s.router.admission) == 1  # not to the failed engine, however idle
         other.claims.sequences -= 2
         s.router.admission.dispatch("tiny")
         await s.until(lambda: busy.submits)

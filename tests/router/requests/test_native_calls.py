@@ -1,4 +1,4 @@
-"""Calls in a family's own form are valid by the tool's schema, whatever a model writes."""
+"""Calls in a family's own form satisfy the tool's schema, whatever the model's logits."""
 
 import json
 import random
@@ -48,7 +48,7 @@ ARGUMENTS = {
 
 
 NATIVE = ("qwen3_coder", "glm", "minimax", "dsml", "seed_oss", "pythonic")
-"""Formats whose grammars of arguments are not those of JSON."""
+"""Formats whose arguments are not JSON."""
 
 
 def of(*names, **more) -> dict:
@@ -120,7 +120,7 @@ SEEDS = 1
 
 
 def write(model: Model, grammar: str, seed: int) -> str:
-    """Return an output that a grammar allows, of what may be taken for something else."""
+    """Return an output that a grammar allows, made of text that is easily misread."""
     matcher = LLMatcher(model.matcher_tokens, LLMatcher.grammar_from_lark(grammar))
     assert not matcher.is_error(), matcher.get_error()
     draw, ids = random.Random(seed), []

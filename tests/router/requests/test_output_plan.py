@@ -1,4 +1,4 @@
-"""What outputs are held to: any that the grammar allows is read as valid calls of its tools."""
+"""Grammars of outputs: the parser reads every allowed output as valid calls of its tools."""
 
 import json
 import random
@@ -87,7 +87,7 @@ CHECKED = {"get_weather": json.loads(TOOL["parameters"]), "now": {"maxProperties
 
 
 class Model:
-    """A vocabulary of bytes and markers, and what reads and constrains its outputs."""
+    """A vocabulary of bytes and markers, with its parser and constraints."""
 
     def __init__(self, markers, **options) -> None:
         self.tokenizer = byte_level_tokenizer()
@@ -104,7 +104,7 @@ class Model:
         return self.tokenizer.decode(self.draw_ids(grammar, seed, most), skip_special_tokens=False)
 
     def draw_ids(self, grammar: str, seed: int, most: int = 2000) -> list[int]:
-        """Return a random output that a grammar allows, which must come to an end."""
+        """Return a random output that a grammar allows and ends."""
         matcher = self.matcher(grammar)
         draw, ids = random.Random(seed), []
         while len(ids) < most:
@@ -208,7 +208,7 @@ def test_a_named_tool_is_called(name, model):
 
 
 NAMES = ["fs.read", "srv/tool", "ns:tool:2", "a.b/c:d-e_f", "1.2", "a:0", "x" * 128, "/.:"]
-"""Names that the Model Context Protocol's servers give their tools."""
+"""Tool names as from Model Context Protocol servers."""
 
 
 @pytest.mark.parametrize("tool", NAMES)
@@ -327,7 +327,7 @@ OWN = {
     "granite": {"list"},
     "gpt_oss": {"call"},
 }
-"""Examples that a grammar of forced calls allows. Others are read, but not asked for."""
+"""Examples that a grammar of forced calls allows; the parser reads others, too."""
 
 
 @pytest.mark.parametrize(
@@ -412,7 +412,7 @@ def test_templates_tell_the_family():
 
 
 def outputs_of(planned, model: Model, grammar: str, seed: int, pace: int) -> tuple:
-    """Draw an output; return its calls, content and reasoning, as clients get them."""
+    """Sample an output; return its calls, content and reasoning, as clients get them."""
     ids = model.draw_ids(grammar, seed)
     output, reader = Output(0, model.pieces, StopConditions(), OutputOptions(), planned), Reader()
     for at in range(0, len(ids), pace):
@@ -425,7 +425,7 @@ def outputs_of(planned, model: Model, grammar: str, seed: int, pace: int) -> tup
 
 
 def bounded(model: Model) -> dict | None:
-    """Return a limit of reasoning, so that random outputs end, where there is any."""
+    """Return a limit of reasoning, if there is any, so that random outputs end."""
     reasons = OutputFormats().reasoning(model.text) is not None
     return {"max_reasoning_tokens": 5} if reasons else None
 

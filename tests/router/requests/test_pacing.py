@@ -58,7 +58,7 @@ async def test_of_many_streams_each_gets_tokens_together(scripted, serve, encode
 
 
 def make_state(pacer: Pacer) -> RequestState:
-    """Return a request whose tokens are their characters' codes."""
+    """Return a request whose tokens are its characters' codes."""
     metrics = RouterMetrics(CollectorRegistry(), in_flight=int, queued=int)
     asked = Request(
         request_id="",

@@ -1,4 +1,4 @@
-"""What no grammar holds is checked at an output's end, in a process that no schema harms."""
+"""What grammars cannot enforce is checked at an output's end, in a safe child process."""
 
 import json
 
@@ -72,7 +72,7 @@ async def test_schemas_that_are_none(checker):
 
 
 def chain(keyword, length=40):
-    """Return a schema that twice says what its successor does, which does so too."""
+    """Return a schema of exponential size: each definition refers to the next one twice."""
     each = {f"a{i}": {keyword: [{"$ref": f"#/$defs/a{i + 1}"}] * 2} for i in range(length)}
     return {"$ref": "#/$defs/a0", "$defs": {**each, f"a{length}": {"type": "string"}}}
 

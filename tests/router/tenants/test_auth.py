@@ -216,7 +216,7 @@ async def test_tokens_are_charged_and_counted_by_tenant(shop):
         await read(s.stub.Generate(ask("six by"), metadata=ALICE))
         error = await refused(s.stub.Generate(ask(), metadata=ALICE))
         assert error.code() is EXHAUSTED
-        assert retry_after(error) > 60  # 6 + 11 tokens, of which one a minute was there
+        assert retry_after(error) > 60  # 6 + 11 tokens, at one token per minute
         await read(s.stub.Generate(ask(), metadata=BOB))
         page = generate_latest(s.router.registry).decode()
     tokens = 'octavo_router_tenant_tokens_total{kind="%s",tenant="alice"} %s'
@@ -244,7 +244,7 @@ async def test_a_client_that_names_no_max_tokens_is_not_held_to_the_whole_contex
     async with shop(table("alice", tokens_per_minute=600)) as s:
         await read(s.stub.Generate(ask(), metadata=ALICE))
         calls = [read(s.stub.Generate(ask(), metadata=ALICE)) for _ in range(2)]
-        done = await asyncio.gather(*calls)  # as 256 tokens each, of 506 that the context leaves
+        done = await asyncio.gather(*calls)  # 256 tokens each, of 506 left in the context
     assert all(responses[-1].HasField("finished") for responses in done)
 
 
@@ -264,7 +264,7 @@ async def test_engines_and_admission_know_the_tenant(shop, scripted):
     salts = [submit.cache_salt for submit in engine.submits]
     assert len(set(salts)) == 3
     assert salts[2] == salts[3]
-    keys = {tuple(request.prompt.keys(2)) for request in seen}  # what balancing goes by
+    keys = {tuple(request.prompt.keys(2)) for request in seen}  # what balancing uses
     assert len(keys) == 3
 
 
@@ -302,7 +302,7 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(shop, file
 def test_a_file_that_is_being_written_is_left_alone(file):
     file.write_text(table("alice"))
     authenticator = octavo.router.tenants.auth.Authenticator(file, CollectorRegistry())
-    file.write_text("")  # an editor may begin so
+    file.write_text("")  # as an editor may save it
     authenticator._look(file)
     assert authenticator.authenticate("Bearer alice-key").name == "alice"
     file.write_text(table("alice") + table("bob"))

@@ -165,7 +165,7 @@ def test_new_limits_hold_at_once_and_debts_stay(accounts, clock):
         usage.reserve(10**9)
         accounts.of(Tenant("a", tokens_per_minute=60))
         account.tokens.take(50)
-    assert account.tokens.level == 10  # it gives back nothing that it did not take
+    assert account.tokens.level == 10  # it returns only what it took
 
 
 def test_anonymous_callers_have_no_limits(accounts):

@@ -1,4 +1,4 @@
-"""Chats with tools, laid out for templates of different kinds."""
+"""Chats with tools, converted for templates of different kinds."""
 
 import json
 
@@ -123,7 +123,7 @@ def test_half_a_surrogate_pair_stays_an_escape(render, arguments):
 
 
 def test_a_preamble_joins_reasoning_where_a_template_takes_only_one(render):
-    """Such as gpt-oss's, whose calls have their reasoning in one place."""
+    """An example is gpt-oss's, whose calls have their reasoning in one place."""
     template = (
         "{% if tools %}{% endif %}{% for m in messages %}{% if m.tool_calls %}"
         "{% if m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"

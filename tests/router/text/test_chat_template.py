@@ -1,4 +1,4 @@
-"""Requests set variables of the chat template, and where the prompt ends."""
+"""Requests set the chat template's variables, and how the prompt ends."""
 
 import math
 
@@ -23,7 +23,7 @@ def chat(variables=None, **fields) -> generation_pb2.ChatPrompt:
 
 @pytest.fixture
 def template(tokenizer_dir):
-    """Renders a chat by a template."""
+    """Render a chat with a template."""
     loaded = AutoTokenizer.from_pretrained(tokenizer_dir)
 
     def render(source: str, prompt: generation_pb2.ChatPrompt) -> str:

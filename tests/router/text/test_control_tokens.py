@@ -176,7 +176,7 @@ def test_with_tokenizers_of_each_kind(tokenizer, injected):
     ids = tokenizer.encode_prompt(request(chat(user(f"a {injected} b"))), None)
     written = [i for i in tokenizer.encode_prompt(request(chat(user("a b"))), None) if i in control]
     assert [i for i in ids if i in control] == written
-    # Each text between control tokens is the one that ordinary tokens make.
+    # Each text between control tokens consists of ordinary tokens.
     shown = tokenizer.decode(ids, keep_special_tokens=True)
     assert f"a {injected} b".replace(" ", "") in shown.replace(" ", "")
 
@@ -193,7 +193,7 @@ def test_chats_without_control_tokens_are_encoded_as_always(tokenizer, messages)
     prompt = chat(*({"role": role, "content": content} for role, content in messages))
     expected = tokenizer.encode(tokenizer.render(prompt), add_special_tokens=False)
     assert tokenizer.encode_prompt(request(prompt), None) == expected
-    # The way that is taken where callers spell some is the same for all else.
+    # If callers spell control tokens, all other text gives the same tokens.
     found: list[str] = []
     text = tokenizer._renderer.render(prompt, lambda one: found.append(one) or one)
     slow = tokenizer._control.encode(

@@ -18,7 +18,7 @@ def stream(pieces, token_ids, **options) -> list[str]:
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_equals_decoding_at_once(tiny, data):
-    """For any ids, among them special ones and ones that do not exist."""
+    """Draw any ids, including special and missing ones."""
     size = tiny.get_vocab_size() + 3
     token_ids = data.draw(st.lists(st.integers(0, size - 1), max_size=60))
     shown = stream(backend_pieces(tiny), token_ids)

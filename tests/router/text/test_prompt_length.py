@@ -1,4 +1,4 @@
-"""Texts that are too long are refused before they are tokens, and no others."""
+"""Only texts that are too long are refused before tokenization."""
 
 import asyncio
 import gc
@@ -86,7 +86,7 @@ async def refusal(call) -> grpc.aio.AioRpcError:
 
 
 async def test_long_texts_are_never_tokenized_whole(scripted, serve, monkeypatch):
-    """Nor does a text that fits wait for them; a text that is only to be tokenized is."""
+    """A text that fits does not wait for them either; Tokenize accepts long texts."""
     lengths = []
     encode = tokenization.Tokenizer.encode
 

@@ -1,4 +1,4 @@
-"""A message that is continued is kept to the letter, or refused."""
+"""A continued message is kept verbatim, or refused."""
 
 import pytest
 from hypothesis import given

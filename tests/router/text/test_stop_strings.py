@@ -16,7 +16,7 @@ def pieces(text: str, cuts: list[int]) -> list[str]:
 
 
 def stream(strings, parts, *, include=False, armed_from=0):
-    """Return the text that each part showed, the string found, and the part that completed it."""
+    """Return each part's shown text, the stop string found, and the part that completed it."""
     watch = StopStrings(strings, include=include)
     shown = []
     for i, part in enumerate(parts):
@@ -27,7 +27,7 @@ def stream(strings, parts, *, include=False, armed_from=0):
 
 
 def one_shot(strings, parts):
-    """The definition: the first part after which one is there; of those, the first to start."""
+    """The definition: the first part that completes one; of several, the first to start."""
     for i in range(len(parts)):
         text = "".join(parts[: i + 1])
         found = [(text.find(s), len(s), s) for s in strings if s in text]

@@ -1,4 +1,4 @@
-"""A token's place is the number of characters before it in the text that is shown."""
+"""A token's offset is the number of characters before it in the shown text."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +51,7 @@ def test_each_place_is_the_number_of_whole_characters_before(text, tokenizer):
     expected = [i for i, length in enumerate(lengths) for _ in range(length)]
     whole = shown(pieces, token_ids)
     found = places(pieces, token_ids)
-    if len(token_ids) == len(expected) and whole == text:  # a token a byte
+    if len(token_ids) == len(expected) and whole == text:  # one token per byte
         assert found == expected
     assert found == sorted(found)
     assert max(found, default=0) <= len(whole)

@@ -1,4 +1,4 @@
-"""Tokenizers that cannot be used are refused with what there is and what to do."""
+"""Unusable tokenizers are refused with a reason and a remedy."""
 
 import json
 import shutil
@@ -26,7 +26,7 @@ def directory(tokenizer_dir, tmp_path):
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2", "qwen2", "gemma2"])
 async def test_a_model_without_a_tokenizer_is_refused(tokenizers, tmp_path, kind):
-    """For some kinds transformers makes a tokenizer that turns any text into nothing."""
+    """For some types, transformers creates a tokenizer that encodes any text to nothing."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(ModelError, match=r"has no tokenizer: no tokenizer\.json, "):
         check_tokenizer_files(tmp_path)

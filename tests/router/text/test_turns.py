@@ -14,7 +14,7 @@ LONG = 100
 
 
 class Workshop:
-    """Starts work, and notes whose turn came when."""
+    """Start work, and record the order of turns."""
 
     def __init__(self, places: int = 2, max_waiting: int = 1000):
         self.turns = Turns(places, LONG, max_waiting)
@@ -31,7 +31,7 @@ class Workshop:
         self.begun.append(turn)
 
     async def end(self, *, long: bool = False) -> None:
-        """Ends the oldest piece of work."""
+        """End the oldest piece of work."""
         turn = next(turn for turn in self.begun if turn.long == long)
         self.begun.remove(turn)
         self.turns.give_back(turn)
@@ -47,7 +47,7 @@ class Workshop:
 
 
 async def order(shop: Workshop, count: int) -> str:
-    """Ends one piece of work after the other; returns whose the next was."""
+    """End one piece of work after another; return the owner of each next one."""
     names = ""
     for _ in range(count):
         before = set(shop.begun)
@@ -119,7 +119,7 @@ async def test_one_who_leaves_takes_no_turn():
     await shop.end()
     await shop.end()
     assert shop.names == ""
-    # One is cancelled as its turn comes.
+    # One is cancelled when its turn comes.
     await shop.ask(ALICE, 10, 10, 10)
     turn = shop.begun.pop(0)
     shop.turns.give_back(turn)

@@ -1,4 +1,4 @@
-"""An engine as all workers see it."""
+"""An engine's status merged over all workers."""
 
 from octavo.router.workers.engine_status import merged_lists, merged_stats
 from octavo.v1 import admin_pb2, engine_pb2

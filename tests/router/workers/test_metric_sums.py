@@ -1,4 +1,4 @@
-"""Metrics of several processes as those of one router."""
+"""Metrics of several processes, merged into one router's."""
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
@@ -117,7 +117,7 @@ def test_a_counter_is_as_old_as_its_oldest():
 
 
 async def test_every_gauge_of_a_router_has_a_rule():
-    """Else a new one would silently get the label `worker`: decide what it is of the whole."""
+    """Otherwise a new metric would silently get the label `worker`: decide how to merge it."""
     registry = Router(RouterSettings()).registry
     WorkerMetrics(registry)
     for metric in registry.collect():

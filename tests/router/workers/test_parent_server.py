@@ -1,4 +1,4 @@
-"""What the parent of workers serves, without any worker."""
+"""The services of the workers' parent, without workers."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""What each of several workers gets of a router's limits, and which limits need one worker."""
+"""Each worker's share of a router's limits, and limits that need a single worker."""
 
 import pytest
 from pydantic import ValidationError

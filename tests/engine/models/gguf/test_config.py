@@ -1,4 +1,4 @@
-"""What a GGUF file says of attention reaches the config, or the file is refused."""
+"""A GGUF file's attention settings reach the config, or the file is refused."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def rotary(rope=None):
-    """transformers' rotary embedding of the tiny model."""
+    """Return transformers' rotary embedding of the tiny model."""
     config = tiny_gguf.make_model().config
     if rope is not None:
         config.rope_parameters = rope
@@ -50,7 +50,7 @@ def rotary(rope=None):
 
 
 def add_llama3(writer):
-    """The factors, as llama.cpp's converter writes them."""
+    """Return the factors as llama.cpp's converter writes them."""
     factors = rotary().inv_freq / rotary(LLAMA3).inv_freq
     writer.add_tensor("rope_freqs.weight", factors.numpy())
 

@@ -1,4 +1,4 @@
-"""GGUF files: what is converted, once, and what is refused."""
+"""GGUF files are converted once, or refused."""
 
 import os
 import subprocess
@@ -113,12 +113,12 @@ def test_another_file_in_its_place_is_converted_anew(file):
     times = file.stat()
     content = bytearray(file.read_bytes())
 
-    content[-1] ^= 1  # the last byte of a weight, at another time
+    content[-1] ^= 1  # the last byte of a weight, with a new file time
     file.write_bytes(content)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
     later = resolve(str(file))
 
-    content[-1] ^= 2  # and at the same time
+    content[-1] ^= 2  # the same file time
     file.write_bytes(content)
     os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns + 1))
     assert len({first, later, resolve(str(file))}) == 3

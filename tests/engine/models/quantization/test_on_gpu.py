@@ -1,6 +1,6 @@
-"""Quantized layers as they are on a GPU, in plain PyTorch on the CPU.
+"""Quantized layers as on a GPU, in plain PyTorch on the CPU.
 
-The kernels are compared with what runs here in tests/kernels/test_triton_quantized.py.
+tests/kernels/test_triton_quantized.py compares the kernels with it.
 """
 
 import pytest
@@ -93,7 +93,7 @@ EXPERTS = {
 EXPERTS |= {"awq": (AWQ | {"modules_to_not_convert": ["gate"]}, *CASES["awq"][1:])}
 EXPERTS |= {"mxfp4": ({"quant_method": "mxfp4"}, packers.mxfp4, None)}
 WHOLE = {"hidden_size": 128, "moe_intermediate_size": 128, "intermediate_size": 256}
-"""Inputs that are not padded in 4 bits, so that memory is what is counted."""
+"""Sizes without padding in 4 bits, so that memory matches the estimate."""
 
 
 def mixture(family):
@@ -104,7 +104,7 @@ def mixture(family):
 
 
 def saved_mixture(tmp_path, family, case):
-    """Save a quantized model; return what a GPU makes of it in float32, and the right logits."""
+    """Save a quantized model; return it as packed for a GPU in float32, and the right logits."""
     settings, pack, _ = EXPERTS[case]
     config = mixture(family)
     save_random_model(config, tmp_path / "model", std=0.1)
@@ -167,7 +167,7 @@ def test_a_gguf_file_runs_from_its_blocks(tmp_path, monkeypatch, case):
     file = gguf_files.write(tmp_path / "tiny.gguf", family, kinds, untied=case == "Q8_0")
     expected = gguf_files.transformers_logits(file, TOKENS % 99, torch.float32)
     wide = read(resolve(str(file), packed=True), "float32")
-    # Floats of other types are bfloat16 in the cache.
+    # Float types other than bfloat16 become bfloat16 in the cache.
     most = 5e-3 if case == "with others" else 1e-5
     assert error(served_logits(wide, TOKENS % 99), expected) < most
     blocks = [own for own in layers_of(wide.model) if own.quantized.numbers != Numbers.E4M3]

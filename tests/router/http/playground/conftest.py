@@ -1,4 +1,4 @@
-"""The playground in a real browser, before a real router whose engines are scripted."""
+"""The playground in a real browser, with a real router and scripted engines."""
 
 import time
 from contextlib import asynccontextmanager
@@ -9,18 +9,18 @@ import pytest_asyncio
 from tests import chromium
 
 SECONDS = 30.0
-"""Generous: CI's machines may be busy."""
+"""Generous timeout: CI's machines may be busy."""
 FAILED = "Failed to load resource"
-"""How the console reports every answer that is an error; those are not troubles."""
+"""Console message for every error response; those are not troubles."""
 
 
 class Playground:
-    """A page, and what it should never do.
+    """A page, and its problems.
 
     Attributes:
         page: The page.
         app: The router that serves it.
-        troubles: Errors of its scripts, and requests to others than its router.
+        troubles: Errors of its scripts, and requests to servers other than its router.
     """
 
     def __init__(self, page, app) -> None:
@@ -51,7 +51,7 @@ class Playground:
         )
 
     async def answered(self, count: int = 1) -> None:
-        """Wait until `count` answers are there and complete."""
+        """Wait until `count` answers are complete."""
 
         async def complete() -> bool:
             working = await self.page.locator(".answer.working").count()
@@ -70,7 +70,7 @@ class Playground:
         return await self.page.locator(selector).count()
 
     async def until(self, condition) -> None:
-        """Poll from here: the page's policy lets no script of others poll there."""
+        """Poll here: the page's policy forbids foreign scripts."""
         deadline = time.monotonic() + SECONDS
         while not await condition():
             assert time.monotonic() < deadline, await self.page.inner_text("body")
@@ -105,7 +105,7 @@ async def browser():
 
 @pytest.fixture
 def playground(frontend, browser):
-    """Open the page of a router with `engines`; fail if it was ever in trouble."""
+    """Open the page of a router with `engines`; fail if the page had troubles."""
 
     @asynccontextmanager
     async def open_playground(*engines, look=(), ready=True, **settings):
@@ -123,7 +123,7 @@ def playground(frontend, browser):
 
 @pytest.fixture
 def roomy(scripted):
-    """Makes scripted engines with room for long answers."""
+    """Creates scripted engines with room for long answers."""
 
     def make(text: str, **options):
         engine = scripted(text, max_model_len=1 << 16, **options)

@@ -1,4 +1,4 @@
-"""Answers in Markdown: what they look like, and that they can do no harm."""
+"""Answers in Markdown: their rendering, and that they are harmless."""
 
 import pytest
 
@@ -81,7 +81,7 @@ async def test_markdown_is_shown(playground, roomy):
 
 
 async def test_no_answer_is_run_or_fetches(playground, roomy):
-    """Neither whole nor cut after any character, as a stream is; nor after a reload."""
+    """Not even when cut after any character, as in a stream, nor after a reload."""
     text = "\n\n".join(ATTACKS)
     async with playground(roomy(text)) as shown:
         await shown.ask(text)
@@ -92,7 +92,7 @@ async def test_no_answer_is_run_or_fetches(playground, roomy):
         for attack in ATTACKS:
             await shown.page.evaluate(SHOW_PREFIXES, attack)
             await check_inventory(shown)
-        await shown.page.wait_for_timeout(200)  # what was to load would have begun to
+        await shown.page.wait_for_timeout(200)  # loads would have started by now
 
 
 SHOW_PREFIXES = """async (text) => {
@@ -168,7 +168,7 @@ GROW = """async () => {
 
 @pytest.mark.slow
 async def test_complete_blocks_are_neither_read_nor_drawn_again(playground, scripted):
-    """A token at the end of a long answer costs no more than one at its beginning."""
+    """A token at the end of a long answer costs no more than at its beginning."""
     async with playground(scripted("a")) as shown:
         result = await shown.page.evaluate(GROW)
     assert result["read"] < 20 * result["length"]

@@ -187,7 +187,7 @@ async def test_several_engines_are_told_apart(playground, scripted):
 
 @pytest.mark.slow
 async def test_a_model_s_own_defaults_are_shown(playground, scripted):
-    """But what a person has chosen stays."""
+    """But a user's choice stays."""
     own = {"temperature": 0.5, "top_p": 0.75}
     first = scripted("abc", model="a", default_sampling=own)
     async with playground(first, scripted("abc", model="b")) as shown:

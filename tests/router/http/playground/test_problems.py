@@ -1,4 +1,4 @@
-"""Every error is seen where the answer would be, in the server's words, and can be mended there."""
+"""Every error appears in place of the answer, in the server's words, and can be fixed there."""
 
 import pytest
 
@@ -94,7 +94,7 @@ async def test_a_refused_field_is_shown_and_marked(playground, scripted):
 
 
 async def test_a_stream_cut_in_the_middle(playground, scripted):
-    """The engine is lost, and there is no other."""
+    """The only engine is lost."""
     engine = scripted("x" * 300, interval=0.01)
     settings = {"max_migrations": 0}
     async with playground(engine, **settings) as shown:

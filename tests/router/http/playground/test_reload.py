@@ -1,4 +1,4 @@
-"""A chat goes on after a reload, and nobody else gets to see it."""
+"""A chat continues after a reload, and nobody else can see it."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Calls of tools, reasoning and schemas in the page; the engine's text is scripted."""
+"""Tool calls, reasoning and schemas in the page; the engine's text is scripted."""
 
 import json
 

@@ -1,6 +1,6 @@
-"""Outputs as the chat templates of each family lay out a message with calls, and what they say.
+"""Outputs with calls in the format of each family's chat template, and their meaning.
 
-Written from the templates: an assistant's message with calls is rendered as the model wrote it.
+Written from the templates, which render an assistant's message with calls as the model wrote it.
 """
 
 from dataclasses import dataclass, field
@@ -26,7 +26,7 @@ SCHEMAS = {
 
 @dataclass(frozen=True)
 class Example:
-    """An output, and what it says."""
+    """An output, and its meaning."""
 
     name: str
     format: str
@@ -453,4 +453,4 @@ GEMMA = {
         "content": {"close": ["<turn|>"], "content": "text"},
     },
 }
-"""A response_template as a tokenizer may have it, in the form of Gemma 4."""
+"""A tokenizer's response_template, in Gemma 4's form."""

@@ -1,4 +1,4 @@
-"""Every parser says the same of an output, wherever its text is cut."""
+"""Every parser gives the same result wherever an output's text is cut."""
 
 import itertools
 import json
@@ -64,7 +64,7 @@ def test_an_output_may_end_anywhere(example):
 
 
 def test_a_prompt_that_a_template_cannot_read_is_passed_over():
-    """Such as one whose end has no anchor, and text like a call that is none."""
+    """For example, an output whose end has no anchor, and text that only looks like a call."""
     example = next(one for one in EXAMPLES if one.format == "response_template" and one.calls)
     prompt = replace(example, tail="<|tool_call>call:now{<tool_call|> and then:")
     assert read(parser_of(prompt), [example.output]) == read(parser_of(example), [example.output])

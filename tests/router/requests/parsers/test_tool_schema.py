@@ -1,4 +1,4 @@
-"""What schemas say of arguments."""
+"""The types of arguments in schemas."""
 
 import itertools
 

@@ -1,7 +1,7 @@
-"""Quantize weights and lay them out as each format's specification says, with no code of Octavo.
+"""Quantizes and packs weights by each format's specification, without Octavo's code.
 
-Each function takes a float32 weight `[outputs, inputs]` and returns the layer's tensors by the ends
-of their names, and the weight that they stand for.
+Each function takes a float32 weight `[outputs, inputs]` and returns the layer's tensors by name
+suffix, and their dequantized weight.
 """
 
 import torch
@@ -11,7 +11,7 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 def to_words(columns, bits):
-    """Join lists of tensors, the first in the low bits, in int32."""
+    """Pack lists of tensors into int32, the first in the low bits."""
     word = sum(column.long() << (bits * place) for place, column in enumerate(columns))
     return torch.where(word >= 2**31, word - 2**32, word).to(torch.int32)
 
@@ -35,7 +35,7 @@ def round_groups(weight, bits, size, *, symmetric, least_zero=0):
 
 def gptq(weight, bits=4, size=64, *, symmetric=False, act_order=False, version=1):
     inputs, per_word = weight.shape[1], 32 // bits
-    # Activation order: groups have inputs from anywhere.
+    # Activation order: a group's inputs may be anywhere.
     generator = torch.Generator().manual_seed(inputs)
     order = torch.randperm(inputs, generator=generator) if act_order else torch.arange(inputs)
     # Version 1 stores the zero minus one.
@@ -106,7 +106,7 @@ def fp8(weight, *, by="channel"):
 
 
 def fp8_blocks(weight, size=48):
-    """Blocks that do not divide the weight."""
+    """Use blocks that do not divide the weight."""
     outputs, inputs = weight.shape
     rows, columns = torch.arange(outputs) // size, torch.arange(inputs) // size
     scale = torch.zeros(int(rows[-1]) + 1, int(columns[-1]) + 1)
@@ -119,7 +119,7 @@ def fp8_blocks(weight, size=48):
 
 
 def mxfp4(weight):
-    """Weights `[experts, outputs, inputs]`."""
+    """Pack weights `[experts, outputs, inputs]`."""
     groups = weight.unflatten(-1, (-1, 32))
     exponent = (groups.abs().amax(-1) / 6).log2().ceil()
     levels = torch.tensor([*E2M1, *(-value for value in E2M1)])

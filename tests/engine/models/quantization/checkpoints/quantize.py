@@ -1,4 +1,4 @@
-"""Makes a model's checkpoint a quantized one."""
+"""Quantizes a model's checkpoint."""
 
 import json
 from itertools import starmap
@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 
 def quantize(path, settings, pack):
-    """Quantize a saved model's projections, and say so in its config.
+    """Quantize a saved model's projections, and update its config.
 
     Args:
         path: The model's directory.
@@ -17,7 +17,7 @@ def quantize(path, settings, pack):
         pack: One of `packers`.
 
     Returns:
-        All weights by name, with what the quantized ones stand for.
+        All weights by name; quantized ones are dequantized.
     """
     weights = load_file(path / "model.safetensors")
     tensors, exact = {}, {}
@@ -49,7 +49,7 @@ def change_json(file, **members):
 
 
 def change_tensors(path, change):
-    """Replace the tensors of a model by what a function returns for each name and tensor."""
+    """Replace a model's tensors by a function's results for each name and tensor."""
     file = path / "model.safetensors"
     kept = starmap(change, load_file(file).items())
     tensors = {name: value for name, value in kept if value is not None}
@@ -57,7 +57,7 @@ def change_tensors(path, change):
 
 
 def reference_logits(config, exact, tokens, dtype, scratch):
-    """Return the logits of transformers' own model, which reads these weights from a file."""
+    """Return the logits of transformers' own model with these weights, read from a file."""
     scratch.mkdir()
     config.save_pretrained(scratch)
     save_file(

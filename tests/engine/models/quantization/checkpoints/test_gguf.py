@@ -1,4 +1,4 @@
-"""GGUF files whose weights stay in blocks say what transformers says with them dequantized."""
+"""GGUF files with weights in blocks give the logits of transformers with dequantized weights."""
 
 import json
 import os
@@ -36,7 +36,7 @@ from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints imp
 )
 
 WIDTH, INNER, LAYERS = 256, 512, 2
-HEADS, KV_HEADS = 2, 1  # of 128, which transformers takes for qwen3 whatever the file says
+HEADS, KV_HEADS = 2, 1  # 128, which transformers assumes for qwen3 regardless of the file
 HEAD = WIDTH // HEADS
 VOCABULARY = len(tiny_gguf.TOKENS)
 SHAPES = {
@@ -64,7 +64,7 @@ SCALES = {
     "Q5_K": (0.00015, 0.0024),
     "Q6_K": (0.0001,),
 }
-"""Scales of random bytes that make weights near 0.1."""
+"""Scales that make weights of random bytes near 0.1."""
 
 
 def all_of(kind):
@@ -79,7 +79,7 @@ def q4_k_m(name):
 
 
 def with_others(name):
-    """Gate and up of two types, and layers that stay floats."""
+    """Gate and up have two types, and some layers stay floats."""
     kinds = {"blk.0.ffn_gate": "Q5_1", "blk.0.attn_v": "F16", "blk.1.ffn_up": "IQ4_NL"}
     return kinds.get(name, "Q8_0")
 
@@ -96,7 +96,7 @@ CASES = {
 
 
 def random_matrix(draw, kind, shape):
-    """Returns a matrix as a file has it."""
+    """Return a matrix as in the file."""
     if kind == "F16":
         return (0.1 * draw.normal(size=shape)).astype(np.float16)
     block, size = gguf.GGML_QUANT_SIZES[Kind[kind]]
@@ -196,7 +196,7 @@ def test_served_logits_are_those_of_the_dequantized_weights(tmp_path, family, ca
     tokens = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(1))
     expected = transformers_logits(file, tokens, torch.float32)
     wide = loaded_as("float32", path)
-    if case == "with others":  # floats of other types are bfloat16 in the cache
+    if case == "with others":  # float types other than bfloat16 become bfloat16 in the cache
         assert error(served_logits(wide, tokens), expected) < 5e-3
     else:
         assert error(served_logits(wide, tokens), expected) < 1e-5
@@ -209,7 +209,7 @@ def test_served_logits_are_those_of_the_dequantized_weights(tmp_path, family, ca
     assert PackedBlocksEmbedding in kinds
     assert PackedBlocksLinear in kinds
     found = served_logits(narrow, tokens)
-    assert 0 < error(found, expected) < 0.04  # inputs in bytes
+    assert 0 < error(found, expected) < 0.04  # inputs rounded to bytes
     assert served_logits(narrow, tokens[:8]).equal(found[:8])
 
 
@@ -224,7 +224,7 @@ def test_experts_are_read_whatever_their_width(tmp_path):
 
 
 def test_weights_that_the_models_class_lacks_are_refused(tmp_path):
-    """transformers leaves them out, and what it computes then is no reference for a self-check."""
+    """transformers ignores them, so its results are no reference for a self-check."""
     biased = write(tmp_path / "tiny.gguf", "qwen2", q4_k_m, architecture="llama")
     with pytest.raises(UnsupportedModelError, match=r"1,024 of its numbers are weights, such as b"):
         resolve(str(biased), packed=True)

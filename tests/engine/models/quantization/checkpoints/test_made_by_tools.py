@@ -1,4 +1,4 @@
-"""Weights that the formats' own tools packed are what these tools dequantize them to."""
+"""Weights packed by the formats' own tools are dequantized as by these tools."""
 
 import json
 from pathlib import Path

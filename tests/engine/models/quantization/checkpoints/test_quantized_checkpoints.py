@@ -1,4 +1,4 @@
-"""Quantized checkpoints say what transformers says with their dequantized weights."""
+"""Quantized checkpoints give the logits of transformers with dequantized weights."""
 
 from functools import partial
 from pathlib import Path
@@ -124,7 +124,7 @@ CASES = {
 
 @pytest.fixture
 def made(tmp_path):
-    """Saves a tiny quantized model; returns its directory and what its weights stand for."""
+    """Save a tiny quantized model; return its directory and dequantized weights."""
 
     def make(family, settings, pack):
         path = tmp_path / "model"
@@ -146,7 +146,7 @@ def served_logits(loaded, tokens):
 
 
 def error(found, expected):
-    """The difference of the median token's logits, in their standard deviations."""
+    """Return the median token's difference of logits, in standard deviations."""
     spread = (expected - expected.mean(1, keepdim=True)).norm(dim=1)
     return float(((found - expected).norm(dim=1) / spread).median())
 
@@ -171,12 +171,12 @@ def test_served_logits_are_those_of_the_dequantized_weights(made, tmp_path, fami
     with capture_logs() as logs:
         narrow = load(str(path), dtype="bfloat16", device="cpu", block_size=16)
     told = next(entry for entry in logs if entry["event"] == "quantized weights")
-    # Experts have no 8-bit kernel without calibration, nor one that gathers inputs.
+    # Experts have no 8-bit kernel without calibration, and no kernel that gathers inputs.
     only_linears = kind is BYTES or "order" in case
     as_stored = kind is not WIDENED and not (only_linears and family == "qwen3_moe")
     assert (told["widened_to"] is None) == as_stored
     found = error(served_logits(narrow, tokens), expected)
-    # W8A8 rounds inputs to 8 bits; else only bfloat16 rounds.
+    # W8A8 rounds inputs to 8 bits; otherwise only bfloat16 rounds.
     assert 1e-4 < found < (0.06 if kind is BYTES else 0.03)
     layers = {type(layer) for layer in narrow.model.modules()}
     assert kind in layers
