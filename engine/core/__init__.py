@@ -1,4 +1,4 @@
-"""The engine's core: a loop in a thread of its own, that computes step after step."""
+"""The engine's core: a loop in its own thread that computes step after step."""
 
 from octavo.engine.core.loop import HEARTBEAT_SECONDS, EngineCore
 from octavo.engine.core.step import EngineFailedError, StepError

@@ -1,4 +1,4 @@
-"""The core loop: do what other threads ask for, then compute one step, over and over."""
+"""The core loop: handle other threads' calls, then compute one step, repeatedly."""
 
 import time
 from collections.abc import Callable
@@ -18,17 +18,17 @@ from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
 
 HEARTBEAT_SECONDS = 1.0
-"""An idle core publishes its load this often: a longer silence means that it hangs."""
+"""Seconds between an idle core's reports of its load; a longer silence means that it hangs."""
 MAX_FAILED_STEPS = 3
-"""Failed steps in a row after which the core ends, by default."""
+"""Default number of consecutive failed steps after which the core ends."""
 
 
 class EngineCore:
-    """The loop, in a thread of its own, which owns the scheduler, the cache and the executor.
+    """The loop, in its own thread, which owns the scheduler, the cache and the executor.
 
     Other threads call `submit`, `abort`, `open_session`, `close_session`, `drain` and `stop`. Such
-    a call is queued, and made between steps in the core's thread. What comes of it is published
-    as events. So nothing of the engine's state needs a lock.
+    a call is queued, and runs between steps in the core's thread; events publish its results. So
+    the engine's state needs no lock.
     """
 
     def __init__(
@@ -48,18 +48,18 @@ class EngineCore:
         """Set up the core; `run` starts its loop.
 
         Args:
-            scheduler: Chooses what to compute.
-            executor: Computes it.
-            metrics: Counts it.
+            scheduler: The scheduler.
+            executor: The executor.
+            metrics: The engine's metrics.
             publish: Called with new events and the load.
             max_waiting: Maximum number of requests that wait for admission.
-            max_failed_steps: Failed steps in a row after which the core ends.
-            async_scheduling: Launch each step before the tokens of the one before it are
-                collected. For executors whose `launch` returns at once.
+            max_failed_steps: Number of consecutive failed steps after which the core ends.
+            async_scheduling: Whether to launch each step before collecting the previous step's
+                tokens. For executors whose `launch` returns at once.
             publish_prefixes: Called with changes of the prefix cache, before the events of the
                 same step.
-            on_end: Called with each group that ended, and how it ended.
-            constraints: Compiles the constraints of requests; None if none is accepted.
+            on_end: Called with each ended group and the way it ended.
+            constraints: Compiler of requests' constraints; None if constraints are not accepted.
         """
         self._scheduler = scheduler
         self._executor = executor
@@ -98,7 +98,7 @@ class EngineCore:
         self._call(self.requests.abort, session, request_id, index)
 
     def open_session(self, session: int) -> None:
-        """Publish to a new session what the prefix cache holds."""
+        """Publish the prefix cache's keys to a new session."""
         self._call(self._reporter.publish_cache, session)
 
     def close_session(self, session: int) -> None:
@@ -110,7 +110,7 @@ class EngineCore:
         self._call(setattr, self.requests, "draining", True)
 
     def stop(self) -> None:
-        """End before the next step; requests that are left fail with UNAVAILABLE."""
+        """End before the next step; remaining requests fail with UNAVAILABLE."""
         self._call(setattr, self, "_stopped", True)
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
@@ -133,16 +133,16 @@ class EngineCore:
 
     @property
     def working(self) -> bool:
-        """Whether `step` has something to do."""
+        """Whether `step` has work."""
         return self.steps.pending is not None or not self._scheduler.idle
 
     def run(self) -> None:
         """Serve until `stop`.
 
-        However it ends, requests that are left fail with UNAVAILABLE.
+        At the end, for any reason, remaining requests fail with UNAVAILABLE.
 
         Raises:
-            EngineFailedError: The device is lost, or too many steps in a row failed.
+            EngineFailedError: The device is lost, or too many consecutive steps failed.
         """
         self._reporter.reported = time.monotonic()
         try:
@@ -155,7 +155,7 @@ class EngineCore:
                     except StepError as error:
                         self.steps.fail(error)
                 if self._scheduler.idle or self.steps.stalled:
-                    self._reporter.publish()  # else the next step does, while the model runs
+                    self._reporter.publish()  # or the next step, while the model runs
         finally:
             if self._constraints is not None:
                 self._constraints.close()
@@ -167,7 +167,7 @@ class EngineCore:
         return self.steps.step()
 
     def _take_calls(self) -> None:
-        """Make all calls that wait; wait a while for one if there is nothing else to do."""
+        """Run all queued calls; wait a while for one if there is no other work."""
         # While a constraint is compiled, a call may come at any moment.
         unused = not self.working and (bool(self.requests.preparing) or not self._use_idle_time())
         try:
@@ -179,7 +179,7 @@ class EngineCore:
             pass
 
     def _use_idle_time(self) -> bool:
-        """Do work that would slow steps down, until a call comes; return whether some is left."""
+        """Do work that would slow steps down, until a call comes; return whether work is left."""
         until = time.monotonic() + HEARTBEAT_SECONDS / 2
         while self._calls.empty() and time.monotonic() < until:
             if not self._executor.cache.populate():

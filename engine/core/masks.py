@@ -1,7 +1,7 @@
 """The masks of constrained sequences: requested after a step's tokens, read to sample the next.
 
-A mask says which tokens a constraint allows next. It depends on the token before, so it can be
-computed only while the next step's model runs, in other threads (`MaskThreads`).
+A mask marks the tokens that a constraint allows next. It depends on the previous token, so other
+threads (`MaskThreads`) can compute it only while the next step's model runs.
 """
 
 from collections.abc import Callable
@@ -31,7 +31,7 @@ class Masks:
         self._scheduling_needs_them = False
 
     def begin_step(self) -> None:
-        """Fail what cannot go on, and wait for the masks that scheduling needs."""
+        """Fail requests that cannot continue, and wait for the masks that scheduling needs."""
         for failure in self._threads.failures():
             if failure.owner.state is not GroupState.FINISHED:
                 self._fail(failure.owner, failure.message)
@@ -39,18 +39,18 @@ class Masks:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the masks that take little time; the others' sequences sit the step out."""
+        """Wait for quick masks; sequences with late masks skip the step."""
         self._scheduling_needs_them = False
         if (waited := self._threads.wait()) is not None:
             self._metrics.mask_seconds.observe(waited.seconds)
             self._metrics.late_masks.inc(waited.late)
 
     def request(self, batch: Batch) -> None:
-        """Have the masks computed that follow the tokens which a step has sampled.
+        """Request the masks after the tokens that a step has sampled.
 
         The next step is scheduled without them, unless its schedule depends on them: if a token
-        cannot be computed again, if beams would advance without one of them, or if drafts are made
-        together with the masks.
+        cannot be recomputed, if only some beams of a search would advance, or if drafts come with
+        the masks.
         """
         constrained = [g for g in batch.constrained if g.state is not GroupState.FINISHED]
         speculation = self._scheduler.speculation
@@ -61,7 +61,7 @@ class Masks:
                 self._scheduling_needs_them = True
             for sequence in group.live:
                 matcher = sequence.matcher
-                # Until it is ready, another thread advances it: its sequence has got no token.
+                # Until it is ready, another thread advances it: its sequence got no token.
                 if matcher is not None and matcher.ready and (new := sequence.unmatched):
                     guess = guess_constrained(speculation, group, sequence)
                     self._scheduling_needs_them |= guess.most > 0

@@ -21,8 +21,8 @@ class Reporter:
     """Publishes the events of steps with the load.
 
     Attributes:
-        load: The load when it was last published; read from any thread.
-        reported: Time of that, in `time.monotonic()` seconds; read from any thread.
+        load: The last published load; read from any thread.
+        reported: Time of its publication, in `time.monotonic()` seconds; read from any thread.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class Reporter:
         metrics.show(lambda: self.load)
 
     def publish(self) -> None:
-        """Publish all events made since the last call, the load, and what the cache holds."""
+        """Publish all events since the last call, the load, and the changes of the prefix cache."""
         self.reported = time.monotonic()
         self.load = self._measured()
         self._metrics.observe_counters(self._scheduler)
@@ -61,7 +61,7 @@ class Reporter:
         self._publish_events(events, self.load)
 
     def publish_cache(self, session: int) -> None:
-        """Publish to a new session what the prefix cache holds."""
+        """Publish the prefix cache's keys to a new session."""
         stored = frozenset(self._scheduler.cache.published)
         self._publish_prefixes(PrefixChange(session, stored, ()))
 
@@ -70,7 +70,7 @@ class Reporter:
         return measure_load(self._scheduler, waiting, self._step_seconds, draining=draining)
 
     def report_starts(self, batch: Batch) -> None:
-        """Make a `Started` event for each request that is computed for the first time."""
+        """Create a `Started` event for each request that is computed for the first time."""
         for group in dict.fromkeys(g for g in batch.groups if not g.start_reported):
             request, group.start_reported = group.request, True
             group.record(GroupEvent.PREFILL)
@@ -79,7 +79,7 @@ class Reporter:
             self._requests.events.append(started)
 
     def report_outputs(self, output: StepOutput) -> None:
-        """Make the events of new tokens, and forget the groups that are finished."""
+        """Create the events of new tokens, and forget finished groups."""
         self._requests.events += output_events(output)
         ended = [output.samples.groups[i] for i in output.ends]
         finished = [group for group in ended if group.state is GroupState.FINISHED]

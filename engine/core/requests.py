@@ -1,4 +1,4 @@
-"""The core's requests: submitted, aborted, failed, and forgotten once they have ended."""
+"""The core's requests: submit, abort, fail, and forget them at their end."""
 
 import math
 import time
@@ -26,7 +26,7 @@ class Requests:
 
     Attributes:
         groups: Group of each request, by session and request id.
-        preparing: Groups whose constraint is compiled now.
+        preparing: Groups whose constraint is being compiled.
         events: Events to publish; the core's other parts add theirs.
         draining: Whether new requests are refused.
     """
@@ -50,13 +50,13 @@ class Requests:
         self.groups: dict[tuple[int, str], SequenceGroup] = {}
         self.preparing: dict[SequenceGroup, Preparation] = {}
         self.events: list[Event] = []
-        self._next_deadline = math.inf  # no request's is earlier
+        self._next_deadline = math.inf  # no request has an earlier one
         self._ids = count()
         self.draining = False
 
     @property
     def num_waiting(self) -> int:
-        """Requests that wait for admission, or for their constraint to be compiled."""
+        """Number of requests that wait for admission or for their constraint's compilation."""
         return len(self._scheduler.waiting) + len(self.preparing)
 
     def submit(self, request: Request) -> None:
@@ -81,7 +81,7 @@ class Requests:
             self._prepare(group, request.constraint)
 
     def _prepare(self, group: SequenceGroup, constraint: Constraint) -> None:
-        """Have a group's constraint compiled; a call of `constrain` follows."""
+        """Start compiling a group's constraint; a call of `constrain` follows."""
         assert self._constraints is not None, "validation refuses it"
         group.state = GroupState.COMPILING
         self.preparing[group] = preparation = Preparation(
@@ -93,7 +93,7 @@ class Requests:
         self._constraints.prepare(preparation)
 
     def constrain(self, group: SequenceGroup, outcome: Outcome) -> None:
-        """Start a group whose constraint was compiled, unless it has ended meanwhile."""
+        """Queue a group whose constraint was compiled, unless it has ended meanwhile."""
         if self.preparing.pop(group, None) is None:
             return
         match outcome:
@@ -113,7 +113,7 @@ class Requests:
         """Stop a request, or one of its outputs."""
         group = self.groups.get((session, request_id))
         if group is None or (group.beam and index is not None):
-            return  # a beam search has no single outputs before it ends
+            return  # a beam search has no separate outputs before it ends
         for sequence in group.live:
             if index is None or sequence.index == index:
                 self._scheduler.finish(group, sequence, FinishReason.ABORTED)
@@ -145,16 +145,16 @@ class Requests:
         self.forget(group, code.name.lower())
 
     def fail_constraint(self, group: SequenceGroup, message: str) -> None:
-        """End a request whose constraint cannot be met."""
+        """End a request whose constraint cannot be satisfied."""
         self.fail(group, FailureCode.INVALID_ARGUMENT, message, "constraint")
 
     def fail_all(self, message: str) -> None:
-        """End all requests: the engine stops."""
+        """End all requests, as the engine stops."""
         for group in list(self.groups.values()):
             self.fail(group, FailureCode.UNAVAILABLE, message)
 
     def forget(self, group: SequenceGroup, outcome: str) -> None:
-        """Forget a request that has ended, and count how."""
+        """Forget a request that has ended, and count its outcome."""
         request = group.request
         del self.groups[request.session, request.request_id]
         if (preparation := self.preparing.pop(group, None)) is not None:

@@ -30,15 +30,15 @@ class StepError(Exception):
 
 
 class EngineFailedError(Exception):
-    """The engine cannot compute any more: its process must end, and be started again."""
+    """The engine can no longer compute: its process must be restarted."""
 
 
 class Steps:
-    """Computes one step after the other.
+    """Computes one step after another.
 
     Attributes:
-        pending: The step that was launched and is not collected yet; None without one.
-        stalled: Whether the last step did nothing, because all groups wait for masks.
+        pending: The launched step that is not collected yet, or None.
+        stalled: Whether the last step did nothing because all groups wait for masks.
     """
 
     def __init__(
@@ -59,22 +59,21 @@ class Steps:
         self._requests = requests
         self._async_scheduling = async_scheduling
         self._max_failed = max_failed
-        self._num_failed = 0  # in a row
+        self._num_failed = 0  # consecutive
         self.pending: PendingStep | None = None
         self.stalled = False
 
     def step(self) -> StepOutput | None:
         """Compute one step: schedule, prepare, launch, sample, collect, update.
 
-        With async scheduling, a step is launched before the tokens of the step before it are
-        collected, so the device does not wait for the host: what a step computes depends on
-        how many tokens each sequence has, rarely on which (`Batch.can_overlap`). A sequence
-        that ends with a token that was not known yet is computed once too often, and the
-        token of that is dropped.
+        With async scheduling, a step is launched before the previous step's tokens are collected,
+        so the device does not wait for the host: a step depends on the number of each sequence's
+        tokens, rarely on their ids (`Batch.can_overlap`). A sequence that ends with an unknown
+        token is computed once too often, and the extra token is dropped.
 
         Returns:
-            The output of the step that was collected, without dropped tokens; None if the first
-            of several steps was launched.
+            The output of the collected step, without dropped tokens; None if the first of several
+            steps was launched.
 
         Raises:
             StepError: The executor failed.
@@ -91,8 +90,8 @@ class Steps:
                 self._sample(launched)
         if previous is not None:
             output = self._collect(previous)
-        # A mask follows from the token before it, which is collected only now. So what has no mask
-        # is sampled above: the device goes on while the host collects.
+        # A mask depends on the previous token, which is collected only now. So sequences without
+        # masks are sampled above: the device continues while the host collects.
         self._masks.wait()
         if launched is not None and constrained:
             self._sample(launched)
@@ -104,17 +103,17 @@ class Steps:
         return output
 
     def _schedule(self, previous: PendingStep | None) -> Batch:
-        """Schedule a step; an empty one if it must know the tokens of the step before."""
+        """Schedule a step; an empty one if it needs the previous step's tokens."""
         now = previous is None or self._scheduler.can_overlap(previous.batch)
         return self._scheduler.schedule() if now else Batch()
 
     def _launch(self, batch: Batch, previous: PendingStep | None) -> PendingStep:
-        """Prepare a step's inputs, publish the events of the steps before, and run the model."""
+        """Prepare a step's inputs, publish earlier steps' events, and run the model."""
         self._reporter.report_starts(batch)
         with _step_errors(batch):
             inputs = self._executor.prepare(batch, previous)
-            # The event loop sends the messages while the model runs: a model lets other threads
-            # have the interpreter, which the rest of a step holds.
+            # The event loop sends the messages while the model runs: the model releases the
+            # interpreter's lock, which the rest of a step holds.
             self._reporter.publish()
             late = None
             if not self._async_scheduling:
@@ -124,8 +123,8 @@ class Steps:
             return self._executor.launch(batch, inputs, late)
 
     def _sample(self, step: PendingStep) -> None:
-        """Sample a step's tokens, of those sequences whose masks are ready."""
-        # A mask is late if it was when it was read: here, or by the model that took the tokens.
+        """Sample a step's tokens for the sequences whose masks are ready."""
+        # A mask not ready when read is late: here, or in a model that samples itself.
         late = step.batch.late if step.greatest is None else step.late
         with _step_errors(step.batch):
             self._executor.sample(step, late)
@@ -145,11 +144,11 @@ class Steps:
     def fail(self, error: StepError) -> None:
         """Fail the requests that a failed step may have harmed.
 
-        These are all that have K/V, whose contents are unknown now, or that await the output of a
-        launched step.
+        These are all with K/V, whose contents are now unknown, or that await a launched step's
+        output.
 
         Raises:
-            EngineFailedError: No later step can succeed, or too many in a row have failed.
+            EngineFailedError: No later step can succeed, or too many consecutive steps have failed.
         """
         batch, scheduler = error.batch, self._scheduler
         tokens, sequences = batch.num_tokens, batch.num_sequences
@@ -169,7 +168,7 @@ class Steps:
 
 @contextmanager
 def _step_errors(batch: Batch) -> Iterator[None]:
-    """Raise whatever the executor raises as a `StepError`."""
+    """Raise the executor's errors as `StepError`."""
     try:
         yield
     except Exception as error:

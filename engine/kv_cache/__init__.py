@@ -1,4 +1,4 @@
-"""The paged KV cache's bookkeeping: which block holds what. It knows no tensors."""
+"""The paged KV cache's bookkeeping of blocks, without tensors."""
 
 from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
 from octavo.engine.kv_cache.block_table import Span

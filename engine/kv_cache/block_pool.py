@@ -1,9 +1,8 @@
 """A pool of physical blocks: allocate, share, release, and keep contents for reuse.
 
-Every block is in exactly one of three states: free (holds nothing), cached
-(holds published contents and is in no block table; the least recently used is evicted
-first when free blocks run out) or in use (held by as many
-block-table entries as its reference count says).
+Every block is in exactly one of three states: free (holds nothing), cached (holds published
+contents and is in no block table; the least recently used is evicted first when free blocks run
+out) or in use (its reference count is the number of block-table entries that hold it).
 """
 
 from collections import OrderedDict
@@ -12,7 +11,7 @@ from itertools import chain
 
 
 class OutOfBlocksError(Exception):
-    """A pool has fewer blocks available than were asked for."""
+    """A pool has fewer blocks available than requested."""
 
 
 class BlockPool:
@@ -41,7 +40,7 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that `allocate` can give."""
+        """Blocks that `allocate` can return."""
         return len(self._free) + len(self._cached)
 
     @property
@@ -55,16 +54,16 @@ class BlockPool:
         return self._num_shared
 
     def require(self, count: int) -> None:
-        """Do nothing if `count` blocks are available.
+        """Check that `count` blocks are available.
 
         Raises:
-            OutOfBlocksError: Fewer are.
+            OutOfBlocksError: Fewer are available.
         """
         if count > self.num_available:
             raise OutOfBlocksError(f"{count} blocks needed, {self.num_available} available")
 
     def references(self, block: int) -> int:
-        """Return how many block-table entries hold `block`."""
+        """Return the number of block-table entries that hold `block`."""
         return self._references[block]
 
     def is_idle(self, block: int) -> bool:
@@ -82,7 +81,7 @@ class BlockPool:
         return block
 
     def allocate_together(self, count: int) -> list[int]:
-        """Return `count` blocks, adjacent ones where enough adjacent ones are free.
+        """Return `count` blocks; they are adjacent if enough adjacent ones are free.
 
         Raises:
             OutOfBlocksError: Fewer are available; none is allocated.
@@ -92,7 +91,7 @@ class BlockPool:
             self._free.append(self._evict())
         runs = _runs(sorted(self._free))
         fitting = next((run for run in runs if len(run) >= count), None)
-        # Without a run that is long enough, take the longest runs, so that they are few.
+        # Without a long enough run, take the longest runs, so that they are few.
         longest_first = [fitting] if fitting else sorted(runs, key=len, reverse=True)
         blocks = list(chain.from_iterable(longest_first))[:count]
         self._free = sorted(set(self._free).difference(blocks), reverse=True)
@@ -117,7 +116,7 @@ class BlockPool:
     def share(self, block: int) -> None:
         """Add a holder to a block that is in use or cached."""
         if self._references[block] == 0:
-            del self._cached[block]  # a KeyError: the block is free, the caller is wrong
+            del self._cached[block]  # a KeyError: the caller must not share a free block
         self._references[block] += 1
         self._num_shared += self._references[block] == 2
 
@@ -133,7 +132,7 @@ class BlockPool:
                 self._free.append(block)
 
     def undo_release(self, block: int) -> None:
-        """Undo a `release`; `block` must not have been allocated since."""
+        """Undo a `release`; the block must not have been allocated since."""
         if self._references[block] == 0 and block not in self._cached:
             self._free.remove(block)
             self._cached[block] = None
@@ -141,7 +140,7 @@ class BlockPool:
 
     @property
     def next_evicted(self) -> tuple[int, bytes] | None:
-        """The cached block that `allocate` would evict now, with its key."""
+        """The cached block that `allocate` would evict next, with its key."""
         if self._free or not self._cached:
             return None
         block = next(iter(self._cached))
@@ -151,8 +150,8 @@ class BlockPool:
         """Publish a cached block under `key`, for the caller to fill.
 
         Returns:
-            The block. None if one is already published under `key`, which is now the last to
-            be evicted, or if every block is in use.
+            The block. None if every block is in use, or if `key` has a block already, which then
+            becomes the last to be evicted.
         """
         existing = self._block_of.get(key)
         if existing is not None:
@@ -170,8 +169,7 @@ class BlockPool:
     def publish(self, block: int, key: bytes) -> None:
         """Make a full block that is in use findable by its contents' key.
 
-        If another block is already published under `key`, that one stays and this one
-        remains private.
+        If another block is already published under `key`, it stays and this one remains private.
         """
         if key not in self._block_of and block not in self._key_of:
             self._block_of[key] = block
@@ -187,20 +185,20 @@ class BlockPool:
         return self._block_of.keys() & keys
 
     def mark_hit(self, key: bytes) -> None:
-        """Mark what is published under `key`, if anything, as reused by a request."""
+        """Mark the block published under `key`, if any, as reused by a request."""
         if key in self._block_of:
             self._hit.add(key)
 
     def was_hit(self, key: bytes) -> bool:
-        """Return whether what is published under `key` was reused by a request."""
+        """Return whether a request reused the block published under `key`."""
         return key in self._hit
 
     def is_published(self, block: int) -> bool:
-        """Return whether a block can be found by a key."""
+        """Return whether a block is published."""
         return block in self._key_of
 
     def unpublish(self, block: int) -> None:
-        """Make a block that is in use private again; nothing happens if it is."""
+        """Make a block in use private again, if it is published."""
         assert self._references[block] > 0
         if (key := self._key_of.pop(block, None)) is not None:
             del self._block_of[key]
@@ -208,7 +206,7 @@ class BlockPool:
             self._hit.discard(key)
 
     def forget(self, key: bytes) -> None:
-        """Free the cached block that is published under `key`; nothing happens without one."""
+        """Free the cached block published under `key`, if any."""
         block = self._block_of.get(key)
         if block is not None and self.is_idle(block):
             del self._cached[block], self._block_of[key], self._key_of[block]
@@ -222,7 +220,7 @@ class BlockPool:
         return changed
 
     def forget_contents(self) -> None:
-        """Unpublish everything: no block's contents can be trusted any more."""
+        """Unpublish everything: blocks' contents can no longer be trusted."""
         self._free.extend(self._cached)
         self._cached.clear()
         self._changed.update(self._block_of)
@@ -246,7 +244,7 @@ class BlockPool:
 
 
 def _runs(blocks: list[int]) -> list[list[int]]:
-    """Split rising numbers into runs of consecutive ones."""
+    """Split ascending numbers into runs of consecutive ones."""
     runs: list[list[int]] = []
     for block in blocks:
         if runs and block == runs[-1][-1] + 1:

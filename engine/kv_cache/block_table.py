@@ -7,7 +7,7 @@ from typing import NamedTuple
 from octavo.common.kv_cache.prefix_hash import ROOT_KEY
 
 RELEASED = -1
-"""In a block table: the block was released, as no token to come attends to it."""
+"""Entry of a block table whose block was released, as no later token attends to it."""
 
 
 class Span(NamedTuple):
@@ -23,14 +23,14 @@ class BlockTable:
     """The blocks that hold a sequence's K and V, and its states.
 
     Attributes:
-        groups: For each layer group the physical block of each logical block, or of each piece of
-            the state; of the device's pool, or of the swap pool while `swapped`.
-        num_tokens: How many tokens, from the front, the blocks of unbounded groups are for.
+        groups: For each layer group, the physical block of each logical block or piece of the
+            state; in the device's pool, or in the swap pool while `swapped`.
+        num_tokens: Number of leading tokens that the blocks of unbounded groups cover.
         passed: For each layer group, the number of leading entries that are RELEASED.
-        computed: The tokens that the state stands for, this step's included.
-        branch: Where the prefix cache has all K and V up to, but no state; 0 for nowhere.
+        computed: Number of tokens in the state, including this step's.
+        branch: Number of leading tokens whose K and V, but not the state, are cached; 0 for none.
         root: The parent of the first block's key.
-        keys: Keys of the leading blocks that are published so far, in blocks of the smallest size.
+        keys: Keys of the leading blocks published so far, in blocks of the smallest size.
         snapshot: The keys under which the latest state of a decode was published.
         swapped: Whether the blocks are in CPU swap space.
     """
@@ -46,7 +46,7 @@ class BlockTable:
     swapped: bool = False
 
     def blocks(self) -> Iterator[int]:
-        """Yield every block that it holds, each group's last first."""
+        """Yield all blocks, each group's last block first."""
         for blocks, passed in zip(self.groups, self.passed, strict=True):
             for i in range(len(blocks) - 1, passed - 1, -1):
                 yield blocks[i]

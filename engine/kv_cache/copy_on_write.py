@@ -1,8 +1,8 @@
-"""Which blocks must be copied before tokens are written: those that others hold too.
+"""Finds blocks that must be copied before writing, because others hold them too.
 
-PagedAttention's section 4.4: outputs of one prompt share its blocks, the last of which is partly
-filled. The first output that writes there gets a copy of that block, so that nothing else is
-copied. The last one to write need not copy: then it is the only holder.
+PagedAttention, section 4.4: outputs of one prompt share its blocks, the last of which is partly
+filled. An output that writes there first gets its own copy of that block alone. The last one to
+write needs no copy, as it is then the only holder.
 """
 
 from collections import Counter
@@ -24,9 +24,9 @@ class Entry(NamedTuple):
 def shared_entries(
     groups: Sequence[LayerGroup], device: BlockPool, table: BlockTable, span: Span
 ) -> list[Entry]:
-    """Return the entries that a span writes and that others hold too, or the prefix cache.
+    """Return the entries that a span writes and that other holders or the prefix cache share.
 
-    A full block of K and V that is published is never written again.
+    A published full block of K and V is never written again.
     """
     shared = []
     for group, layers in enumerate(groups):
@@ -51,9 +51,9 @@ def blocks_to_write(
     device: BlockPool,
     writes: Sequence[tuple[BlockTable, Span, list[Entry]]],
 ) -> int:
-    """Return how many blocks spans take; the last writer of a shared block need not copy it.
+    """Return the number of blocks that spans take; a shared block's last writer needs no copy.
 
-    Of a published state, every writer must.
+    Every writer of a published state needs one.
 
     Args:
         groups: The model's layer groups.

@@ -1,4 +1,4 @@
-"""What always holds of the pools and of every block table, for tests after each operation."""
+"""Invariants of the pools and of every block table, which tests check after each operation."""
 
 from collections.abc import Iterable, Sequence
 
@@ -25,7 +25,7 @@ def check_pool(pool: BlockPool, tables: Iterable[BlockTable], held: Iterable[int
 
 
 def check_table(groups: Sequence[LayerGroup], table: BlockTable, step_tokens: int) -> None:
-    """Assert that a table has the blocks that its tokens need, and no more.
+    """Assert that a table has exactly the blocks that its tokens need.
 
     Args:
         groups: The model's layer groups.

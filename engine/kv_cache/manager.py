@@ -1,10 +1,10 @@
 """The manager of the paged KV cache: block tables, sharing, swap, prefixes.
 
 Blocks are mapped to sequences by block tables, as in "Efficient Memory Management for Large
-Language Model Serving with PagedAttention" (Kwon et al., SOSP 2023, section 4). Each group of
-layers has a table of its own for each sequence (`octavo.common.kv_cache.layer_groups`), and all
-take their blocks from one pool. A method that raises changes nothing, except that blocks that fell
-out of a window stay released.
+Language Model Serving with PagedAttention" (Kwon et al., SOSP 2023, section 4). Each layer group
+has its own table for each sequence (`octavo.common.kv_cache.layer_groups`), and all groups take
+blocks from one pool. A method that raises changes nothing, except that blocks outside a window stay
+released.
 
 `prefix_publishing.py` makes blocks findable by other requests, `prefixes.py` finds them, and
 `swap_moves.py` orders copies. Sequences that got blocks in a step keep them until its copies are
@@ -43,14 +43,14 @@ class KVCacheManager:
         prefix_caching: bool,
         step_tokens: int,
     ) -> None:
-        """Make an empty cache.
+        """Create an empty cache.
 
         Args:
-            num_blocks: On the device.
+            num_blocks: Number of blocks on the device.
             groups: The model's layer groups.
-            num_swap_blocks: In swap space.
+            num_swap_blocks: Number of blocks in swap space.
             prefix_caching: Whether requests with a common prefix share its blocks.
-            step_tokens: The most tokens of a sequence that a step computes.
+            step_tokens: Maximum tokens of a sequence that a step computes.
         """
         self.groups = tuple(groups)
         self.block_size = min(group.block_size for group in self.groups)
@@ -68,7 +68,7 @@ class KVCacheManager:
     # State.
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the most blocks that a sequence of `num_tokens` tokens holds at any time."""
+        """Return the maximum number of blocks that a sequence of `num_tokens` tokens ever holds."""
         return blocks_held(self.groups, num_tokens, self._step_tokens)
 
     def table(self, sequence_id: int) -> list[list[int]]:
@@ -83,7 +83,7 @@ class KVCacheManager:
 
     @property
     def stats(self) -> CacheStats:
-        """The numbers of blocks by state now."""
+        """The current numbers of blocks by state."""
         return CacheStats(
             total_blocks=self.device.num_blocks,
             free_blocks=self.device.num_free,
@@ -97,7 +97,7 @@ class KVCacheManager:
 
     @property
     def counters(self) -> CacheCounters:
-        """Prefix blocks offloaded and restored."""
+        """Counters of prefix blocks offloaded and restored."""
         return self._moves.counters
 
     def _wasted_slots(self) -> int:
@@ -115,7 +115,7 @@ class KVCacheManager:
         return self._moves.take_transfers()
 
     def forget_contents(self) -> None:
-        """Drop copies not yet taken and unpublish everything: no contents can be trusted."""
+        """Drop pending copies and unpublish everything: contents cannot be trusted."""
         self.take_transfers()
         self.device.forget_contents()
         self.swap.forget_contents()
@@ -123,9 +123,9 @@ class KVCacheManager:
     # Prefixes.
 
     def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> Prefix:
-        """Return the blocks that already hold the front of `token_ids`.
+        """Return the blocks that already hold a prefix of `token_ids`.
 
-        The last token is never among them: its logits must be computed.
+        They never include the last token, whose logits must be computed.
         """
         return self._finder.find(token_ids, salt) if self.prefix_caching else self._finder.nothing
 
@@ -135,7 +135,7 @@ class KVCacheManager:
             self._publisher.publish(self._tables[sequence_id], token_ids, num_computed)
 
     def pause_before(self, sequence_id: int, start: int, end: int) -> int:
-        """Return where a prefill is to end; see `PrefixPublisher.pause_before`."""
+        """Return the end for a prefill; see `PrefixPublisher.pause_before`."""
         if not self.prefix_caching:
             return end
         return self._publisher.pause_before(self._tables[sequence_id], start, end)
@@ -146,7 +146,7 @@ class KVCacheManager:
         return self._publisher.published
 
     def take_changes(self) -> tuple[set[bytes], set[bytes]]:
-        """Return the keys published, and those dropped, since the last call."""
+        """Return the keys published and the keys dropped since the last call."""
         return self._publisher.take_changes()
 
     # A sequence's blocks.
@@ -154,16 +154,16 @@ class KVCacheManager:
     def admit(
         self, sequence_id: int, token_ids: Tokens[int], *, reuse: bool = True, salt: str = ""
     ) -> int:
-        """Allocate blocks for all tokens of a new sequence; use cached ones where possible.
+        """Allocate blocks for all tokens of a new sequence; reuse cached ones if possible.
 
         Args:
             sequence_id: A new id.
             token_ids: Its tokens.
-            reuse: Look the prefix up in the cache.
-            salt: Only blocks of sequences with the same salt are shared.
+            reuse: Whether to look the prefix up in the cache.
+            salt: Salt; only sequences with the same salt share blocks.
 
         Returns:
-            How many tokens, from the front, already have K/V.
+            The number of leading tokens that already have K/V.
 
         Raises:
             OutOfBlocksError: Not enough blocks are available.
@@ -177,7 +177,7 @@ class KVCacheManager:
         restored: list[tuple[Hit, int]] = []
         taken: list[int] = []
         with ExitStack() as undo:
-            for hit in prefix.hits():  # all of them before anything is evicted
+            for hit in prefix.hits():  # share all hits before anything is evicted
                 pool = self.swap if hit.swapped else self.device
                 pool.share(hit.block)
                 undo.callback(pool.release, hit.block)
@@ -211,14 +211,14 @@ class KVCacheManager:
             self.device.release(block)
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
-        """Return how many of the available blocks `admit` would take."""
+        """Return the number of available blocks that `admit` would take."""
         prefix = self.find_prefix(token_ids, salt) if reuse else self._finder.nothing
         return self._blocks_beside(prefix, len(token_ids))
 
     def _reserved(self, group: int, num_cached: int, num_tokens: int) -> tuple[int, int]:
-        """Return the first block that a new sequence needs, and the end of those it gets at once.
+        """Return the first block that a new sequence needs, and the end of its initial blocks.
 
-        Groups whose blocks are released get those of the first step only.
+        Groups that release blocks initially get those of the first step only.
         """
         layers = self.groups[group]
         if layers.state_blocks:
@@ -228,7 +228,7 @@ class KVCacheManager:
         return layers.first_block(num_cached), layers.blocks_for(num_tokens)
 
     def _blocks_beside(self, prefix: Prefix, num_tokens: int) -> int:
-        """Return how many available blocks `num_tokens` tokens take, those in use not counted."""
+        """Return the available blocks that `num_tokens` tokens take, besides those in use."""
         held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in prefix.hits())
         spans = (
             self._reserved(group, prefix.num_tokens, num_tokens)
@@ -237,7 +237,7 @@ class KVCacheManager:
         return sum(end - first for first, end in spans) - held
 
     def reserve(self, sequence_id: int, end: int) -> None:
-        """Grow the tables of unbounded groups to `end` tokens, so that a prefill keeps its room.
+        """Grow the tables of unbounded groups to `end` tokens, to reserve a prefill's blocks.
 
         Raises:
             OutOfBlocksError: Not enough blocks are available.
@@ -248,7 +248,7 @@ class KVCacheManager:
         table.num_tokens = max(table.num_tokens, end)
 
     def blocks_to_reserve(self, sequence_id: int, end: int) -> int:
-        """Return how many blocks `reserve` takes, and the first step of bounded groups after it.
+        """Return the number of blocks that `reserve`, then bounded groups' first step, take.
 
         The sequence may be swapped out.
         """
@@ -260,9 +260,9 @@ class KVCacheManager:
         return needed
 
     def blocks_to_share(self, sequence_ids: Iterable[int]) -> int:
-        """Return how many copies it takes that no two of some sequences write the same block.
+        """Return the number of copies so that no two of some sequences write the same block.
 
-        They write their states, and the blocks of their next tokens. They may be swapped out.
+        They write their states and the blocks of their next tokens. They may be swapped out.
         """
         written: Counter[tuple[int, int]] = Counter()
         for id_ in sequence_ids:
@@ -281,11 +281,11 @@ class KVCacheManager:
     def extend(self, spans: Iterable[Span]) -> None:
         """Make spans of tokens writable: grow block tables, copy shared blocks.
 
-        Blocks that no token from a span's start on attends to are released first. A state that is
-        published is copied, or is unpublished if there are no blocks for a copy.
+        Blocks that no token from a span's start on attends to are released first. A published state
+        is copied, or unpublished if there are no blocks for a copy.
 
         Raises:
-            OutOfBlocksError: Not enough blocks are available for all of them.
+            OutOfBlocksError: Not enough blocks are available for all spans.
         """
         spans = list(spans)
         for span in spans:
@@ -298,7 +298,7 @@ class KVCacheManager:
             needed = blocks_to_write(self.groups, self.device, writes)
         self.device.require(needed)
         for table, span, shared in writes:
-            # Others of these spans may have copied theirs meanwhile: what is shared now counts.
+            # Other spans may have made copies meanwhile, so check again what is shared.
             for entry in shared_entries(self.groups, self.device, table, span) if shared else ():
                 self._copy_on_write(table, entry, span.start)
             self._grow(table, span.end, range(len(self.groups)))
@@ -306,7 +306,7 @@ class KVCacheManager:
             table.computed = span.end
 
     def _writes(self, spans: Iterable[Span]) -> list[tuple[BlockTable, Span, list[Entry]]]:
-        """Return each span with its block table, and the entries that it shares and writes."""
+        """Return each span with its block table and the shared entries that it writes."""
         tables = [self._tables[span.sequence_id] for span in spans]
         assert not any(table.swapped for table in tables)
         return [
@@ -317,7 +317,7 @@ class KVCacheManager:
     def extend_in_place(self, sequence_id: int, position: int) -> bool:
         """Make one token writable as `extend` does, if that changes no block table.
 
-        Most tokens of a decode do not.
+        Most decode tokens change none.
 
         Args:
             sequence_id: The sequence; on the device.
@@ -347,9 +347,9 @@ class KVCacheManager:
         """Make one token of each of several sequences writable, if that takes only new blocks.
 
         Args:
-            tables: Tables of the sequences, as `own_table` gave them. The caller counts the tokens.
+            tables: The sequences' tables from `own_table`. The caller counts the tokens.
             positions: Positions of the tokens; each is the first of a block of some layer group.
-            spare: How many blocks must be available after that.
+            spare: Number of blocks that must stay available.
 
         Returns:
             Whether they are writable now; if not, nothing has changed.
@@ -359,7 +359,7 @@ class KVCacheManager:
             for layers, blocks in zip(self.groups, table.groups, strict=True):
                 if position % layers.block_size == 0:
                     if position != len(blocks) * layers.block_size:
-                        return False  # the block is there already: others may hold it too
+                        return False  # the block exists already: others may hold it too
                     grown.append(blocks)
         if len(grown) + spare > self.device.num_available:
             return False
@@ -368,11 +368,11 @@ class KVCacheManager:
         return True
 
     def own_table(self, sequence_id: int) -> BlockTable | None:
-        """Return a sequence's block table if its writes within a block change none; else None.
+        """Return a sequence's block table if writes within a block do not change it; else None.
 
-        Once a token of a block was made writable, the block's other tokens are too, until the
-        sequence is forked, trimmed or swapped out. This holds unless states are kept or blocks
-        fall out of a window. Whoever writes such tokens counts them in the table.
+        Once one token of a block is writable, the block's other tokens are too, until the sequence
+        is forked, trimmed or swapped out. This does not hold with states or windows. The caller
+        that writes such tokens counts them in the table.
         """
         return self._tables[sequence_id] if self._grows_only else None
 
@@ -402,7 +402,7 @@ class KVCacheManager:
                     self.device.unpublish(block)
 
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
-        """Share a parent's first `num_tokens` tokens with a new sequence, in the same memory."""
+        """Share the blocks of a parent's first `num_tokens` tokens with a new sequence."""
         assert child_id not in self._tables
         parent = self._tables[parent_id]
         pool = self.swap if parent.swapped else self.device
@@ -430,7 +430,7 @@ class KVCacheManager:
     def trim(self, sequence_id: int, num_tokens: int) -> None:
         """Release the blocks after a sequence's first `num_tokens` tokens.
 
-        A state is not of fewer tokens than it was computed for, so these stay.
+        A state cannot go back to fewer tokens, so its blocks stay.
         """
         table = self._tables[sequence_id]
         for layers, blocks in zip(self.groups, self.table(sequence_id), strict=True):
@@ -439,9 +439,9 @@ class KVCacheManager:
         table.num_tokens = min(table.num_tokens, num_tokens)
 
     def roll_back(self, sequence_id: int, num_tokens: int) -> None:
-        """Forget what was computed after a sequence's first `num_tokens` tokens: a rejected draft.
+        """Forget the tokens computed after a sequence's first `num_tokens`: a rejected draft.
 
-        What their blocks hold is overwritten. A state cannot be rolled back.
+        Later tokens overwrite their slots. A state cannot be rolled back.
         """
         assert not any(layers.state_blocks for layers in self.groups)
         self.trim(sequence_id, num_tokens)
@@ -451,7 +451,7 @@ class KVCacheManager:
         """Release all blocks of a sequence, on the device or in swap space."""
         table = self._tables.pop(sequence_id)
         pool = self.swap if table.swapped else self.device
-        for block in table.blocks():  # each group's last first: a prefix is evicted from its end
+        for block in table.blocks():  # each group's last first: prefixes are evicted from the end
             pool.release(block)
 
     # Swap.
@@ -460,7 +460,7 @@ class KVCacheManager:
         """Move sequences to swap space; blocks that they share stay shared there.
 
         Raises:
-            OutOfBlocksError: Swap space has not enough blocks.
+            OutOfBlocksError: Swap space does not have enough blocks.
         """
         self._moves.swap_out([self._tables[id_] for id_ in sequence_ids])
 
@@ -468,12 +468,12 @@ class KVCacheManager:
         """Move sequences back to the device.
 
         Raises:
-            OutOfBlocksError: The device has not enough blocks.
+            OutOfBlocksError: The device does not have enough blocks.
         """
         self._moves.swap_in([self._tables[id_] for id_ in sequence_ids])
 
     def blocks_to_swap(self, sequence_ids: Iterable[int]) -> int:
-        """Return how many distinct blocks sequences hold, the most that a swap copies."""
+        """Return the number of distinct blocks of sequences: the maximum that a swap copies."""
         return len({block for id_ in sequence_ids for block in self._tables[id_].blocks()})
 
     # Invariants.

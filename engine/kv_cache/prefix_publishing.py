@@ -1,10 +1,10 @@
-"""Publish what sequences have computed, so that requests with the same prefix find it.
+"""Publishes sequences' blocks, so that requests with the same prefix find them.
 
-A full block of K and V is published under the key of the prefix that it ends (`prefixes.py`). A
-state is overwritten in each step. To keep it for the prefix cache, its blocks are published like
-full blocks of K and V, and the next step's writer gets a copy (`KVCacheManager.extend`). Which
-states are kept is as in Marconi (Pan et al., MLSys 2025): at the end of a prompt, where prompts
-that have a beginning in common part, and the latest of a decode.
+A full block of K and V is published under the key of the prefix that ends with it (`prefixes.py`).
+A state is overwritten in each step. To keep it for the prefix cache, its blocks are published like
+full blocks of K and V, and the next step's writer gets a copy (`KVCacheManager.extend`). As in
+Marconi (Pan et al., MLSys 2025), the kept states are those at a prompt's end, at the end of a
+prefix that prompts share, and a decode's latest.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from octavo.engine.kv_cache.prefixes import block_keys, is_shared_key
 
 
 class PrefixPublisher:
-    """Publishes the full blocks of sequences, and says which keys have come and gone.
+    """Publishes sequences' full blocks, and reports added and removed keys.
 
     Attributes:
         published: Keys of prefix blocks in either pool, as of the last `take_changes`.
@@ -37,12 +37,12 @@ class PrefixPublisher:
     def publish(self, table: BlockTable, token_ids: Tokens[int], num_computed: int) -> None:
         """Publish a sequence's full blocks of K and V that are not published yet.
 
-        Its state is published too, if it is of `num_computed` tokens and these fill all blocks.
+        Its state is published too, if it covers `num_computed` tokens and these fill all blocks.
 
         Args:
-            table: The sequence's; on the device.
+            table: The sequence's block table, on the device.
             token_ids: The sequence's tokens.
-            num_computed: Number of them, from the front, that have K/V.
+            num_computed: Number of leading tokens that have K/V.
         """
         keys, size = table.keys, self._block_size
         before, count = len(keys), num_computed // size
@@ -56,7 +56,7 @@ class PrefixPublisher:
             self._publish_state(table, len(token_ids))
 
     def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
-        """Publish the state, if it stands for full blocks; a decode's replaces its last one."""
+        """Publish the state if it covers full blocks; a decode's replaces its previous one."""
         if table.computed % self._stride:
             return
         key = table.keys[table.computed // self._block_size - 1]
@@ -74,10 +74,10 @@ class PrefixPublisher:
                 table.snapshot += names if decoding else []
 
     def pause_before(self, table: BlockTable, start: int, end: int) -> int:
-        """Return where a prefill of tokens [start, end) is to end, so that a state can be kept.
+        """Return the end for a prefill of tokens [start, end), so that a state can be kept.
 
-        That is where it can be found again: at the last whole blocks before the end of the prompt,
-        and where another prompt with the same beginning went another way.
+        States are useful where prompts can find them: after the last full block before the prompt's
+        end, and at the end of a prefix shared with another prompt.
         """
         if not self.keeps_states:
             return end
@@ -87,7 +87,7 @@ class PrefixPublisher:
         return whole if whole > start else end
 
     def publish_block(self, pool: BlockPool, block: int, key: bytes) -> None:
-        """Make a block findable; a key that was hit in one pool is marked hit in the other."""
+        """Publish a block; a key that was hit in one pool is marked hit in the other."""
         pool.publish(block, key)
         if self._device.was_hit(key) or self._swap.was_hit(key):
             pool.mark_hit(key)
@@ -97,7 +97,7 @@ class PrefixPublisher:
         return self._full_blocks(table, 0, len(table.keys))
 
     def _full_blocks(self, table: BlockTable, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
-        """Yield those from key `begin` to key `end` of the table."""
+        """Yield the full blocks from key `begin` to key `end` of the table."""
         for group, layers in enumerate(self._groups):
             if layers.state_blocks:
                 continue

@@ -1,4 +1,4 @@
-"""Finds the blocks that already hold the front of a prompt."""
+"""Finds the blocks that already hold a prompt's prefix."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ KEY_BYTES = 32
 
 
 class Hit(NamedTuple):
-    """A block that is cached, in swap space if `swapped`: of a full prefix, or of a state."""
+    """A cached block of a full prefix or of a state; in swap space if `swapped`."""
 
     key: bytes
     block: int
@@ -21,13 +21,13 @@ class Hit(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What the cache has of the front of a prompt.
+    """The cached prefix of a prompt.
 
     Attributes:
         num_tokens: Tokens that need not be computed.
         keys: Keys of these tokens, in blocks of the smallest size.
-        groups: The blocks of each layer group, from the first that tokens to come attend to.
-        reach: Tokens, from the front, whose K and V are all cached, even if no state is.
+        groups: The blocks of each layer group, from the first that later tokens attend to.
+        reach: Number of leading tokens whose K and V are all cached, even without a state.
     """
 
     num_tokens: int
@@ -42,12 +42,12 @@ class Prefix:
 
 
 def block_keys(key: bytes, group: int, count: int = 1) -> list[bytes]:
-    """Return the keys of what a layer group keeps under a prefix's key.
+    """Return the keys of a layer group's blocks for a prefix.
 
     The first group's blocks of K and V have the prefix's own key, which routers know.
 
     Args:
-        key: The key of the prefix that ends with the block, or that the state stands for.
+        key: The key of the prefix that ends with the block, or that the state covers.
         group: The layer group.
         count: The number of blocks.
     """
@@ -57,7 +57,7 @@ def block_keys(key: bytes, group: int, count: int = 1) -> list[bytes]:
 
 
 def is_shared_key(key: bytes) -> bool:
-    """Return whether routers know the key: that of a block of the first group's K and V."""
+    """Return whether routers know the key: it belongs to the first group's K and V."""
     return len(key) == KEY_BYTES
 
 
@@ -65,7 +65,7 @@ class PrefixFinder:
     """Looks prompts up in the device's blocks and in swap space.
 
     Attributes:
-        nothing: The prefix of no tokens.
+        nothing: The empty prefix.
         stride: Prefixes end at multiples of this many tokens.
     """
 
@@ -83,9 +83,9 @@ class PrefixFinder:
         self.nothing = Prefix(0, [], [[] for _ in groups])
 
     def find(self, token_ids: Sequence[int], salt: str) -> Prefix:
-        """Return the longest prefix of which every group has what tokens after it need.
+        """Return the longest prefix for which every group has the blocks that later tokens need.
 
-        The last token is never in it: its logits must be computed.
+        It never includes the last token, whose logits must be computed.
         """
         size = self._block_size
         keys: list[bytes] = []
@@ -115,7 +115,7 @@ class PrefixFinder:
     def _groups_at(
         self, end: int, keys: list[bytes], known: dict[int, list[Hit]]
     ) -> list[list[Hit]] | None:
-        """Return each group's blocks of a prefix of `end` tokens; None if one lacks some."""
+        """Return each group's blocks of a prefix of `end` tokens; None if a group lacks some."""
         groups = []
         for group, layers in enumerate(self._groups):
             if group in known:
@@ -134,9 +134,9 @@ class PrefixFinder:
         return groups
 
     def _look_up(self, keys: list[bytes]) -> list[Hit] | None:
-        """Return the blocks of keys, on the device or else in swap; None if a key has none."""
+        """Return the blocks of keys, on the device or in swap space; None if a key has none."""
         hits = []
-        for key in reversed(keys):  # what is missing is most likely missing at the end
+        for key in reversed(keys):  # missing blocks are most likely at the end
             if (block := self._device.find(key)) is not None:
                 hits.append(Hit(key, block, swapped=False))
             elif (block := self._swap.find(key)) is not None:

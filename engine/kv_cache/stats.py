@@ -1,4 +1,4 @@
-"""Numbers of a KV cache, for metrics and the load."""
+"""Statistics of a KV cache, for metrics and the load."""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -25,15 +25,15 @@ class CacheStats:
     """Numbers of blocks by state, at one moment.
 
     Attributes:
-        total_blocks: On the device.
-        free_blocks: Blocks of them that hold nothing.
-        cached_blocks: Blocks of them that only the prefix cache keeps.
-        shared_blocks: Blocks of them that several block-table entries hold.
-        wasted_slots: Places for a token, in device blocks that sequences
-            hold, that no token has been given; in blocks of the smallest size.
-        total_swap_blocks: In CPU swap space.
-        used_swap_blocks: Blocks of them that preempted sequences hold.
-        cached_swap_blocks: Blocks of them that only the prefix cache keeps.
+        total_blocks: Number of device blocks.
+        free_blocks: Device blocks that hold nothing.
+        cached_blocks: Device blocks that only the prefix cache keeps.
+        shared_blocks: Device blocks that several block-table entries hold.
+        wasted_slots: Unused token slots in device blocks that sequences hold, in blocks of the
+            smallest size.
+        total_swap_blocks: Number of blocks in CPU swap space.
+        used_swap_blocks: Swap blocks that preempted sequences hold.
+        cached_swap_blocks: Swap blocks that only the prefix cache keeps.
     """
 
     total_blocks: int
@@ -64,8 +64,7 @@ class CacheStats:
 def wasted_slots(groups: Sequence[LayerGroup], tables: Collection[BlockTable]) -> int:
     """Return the unused slots in device blocks, counted in blocks of the smallest size.
 
-    Only a table's last block can have some. Of sequences that share their last block, the longest
-    counts.
+    Only a table's last block can have unused slots. Of sequences that share it, the longest counts.
     """
     wasted, smallest = 0, min(layers.block_size for layers in groups)
     for group, layers in enumerate(groups):

@@ -1,14 +1,14 @@
 """Moves of blocks between the device and swap space, ordered now and copied before the step.
 
-PagedAttention's section 4.5: all blocks of a preempted sequence are swapped out together, as no
-token of it can be computed without all of them, and swap space is as large as `--swap-space`.
+PagedAttention, section 4.5: all blocks of a preempted sequence are swapped out together, as none of
+its tokens can be computed without all of them. `--swap-space` sets the size.
 
-Swap space has two uses. It holds preempted sequences. The rest of it caches prefix blocks that the
-device evicted (offloaded), which a later match copies back (restored). A preempted sequence evicts
-these, never the reverse: dropping a cached prefix costs some prefill perhaps, dropping a sequence
-costs its prefill for certain. Only a prefix that was hit is offloaded: one that a sequence was
-admitted with since it was computed. Copying what is read only once would slow the steps for
-nothing. A prefix counts as hit until neither memory has it.
+Swap space holds preempted sequences. Its remaining blocks cache prefix blocks that the device
+evicted (offloaded), which a later match copies back (restored). Preempted sequences evict these,
+never the reverse: a dropped prefix may cost some prefill, a dropped sequence certainly costs its
+own. Only prefixes that were hit are offloaded: a later sequence was admitted with them. Copying
+blocks that are never reused would slow the steps for nothing. A prefix counts as hit until neither
+memory has it.
 
 Copies are done in the order of `Transfers`: all `swap_out` before all `swap_in` before all
 `copies`. So a device block may be swapped out and allocated again in the same step. A block that is
@@ -68,17 +68,17 @@ class SwapMoves:
         return self._device.allocate()
 
     def _allocate_in_swap(self, count: int) -> list[int]:
-        """Allocate blocks of swap space, adjacent ones if possible, so that copies are few."""
+        """Allocate blocks of swap space, adjacent if possible, so that copies are few."""
         blocks = self._swap.allocate_together(count)
         for block in blocks:
-            self._offloading.pop(block, None)  # what was to be offloaded there was just evicted
+            self._offloading.pop(block, None)  # cancel an offload there: it was just evicted
         return blocks
 
     def copy_on_write(self, shared: int, copy: int, *, contents: bool) -> None:
-        """Give a shared block up for `copy`, which gets its contents if these are read."""
+        """Give up a shared block for `copy`, which gets its contents if these are read."""
         if contents:
             self._transfers.copies.append((shared, copy))
-        if self._device.references(shared) == 1:  # only the prefix cache keeps it then
+        if self._device.references(shared) == 1:  # then only the prefix cache keeps it
             self._copying.append(shared)
         else:
             self._device.release(shared)
@@ -114,7 +114,7 @@ class SwapMoves:
         """Move sequences' blocks from one pool to the other.
 
         Returns:
-            The copies to do; blocks whose contents `target` has already need none.
+            The copies to do; blocks whose contents `target` already has need none.
         """
         assert all(table.swapped is (source is self._swap) for table in tables)
         holders = Counter(block for table in tables for block in table.blocks())
@@ -128,7 +128,7 @@ class SwapMoves:
         idle = sum(target.is_idle(block) for block in set(moved.values()))
         target.require(len(copied) + idle)
         with ExitStack() as undo:
-            # What is found is shared before anything is allocated: allocating may evict it.
+            # Share published blocks before allocating any, as allocation may evict them.
             for there in moved.values():
                 target.share(there)
                 undo.callback(target.release, there)
@@ -146,8 +146,8 @@ class SwapMoves:
                 for _ in range(count - 1):
                     target.share(moved[block])
                     undo.callback(target.release, moved[block])
-            # A pool evicts the first released first: the last block of each table, so that what is
-            # left of a prefix is its front. A later match needs the front without gaps.
+            # A pool evicts blocks in the order of release: so each table's last block goes first,
+            # and a prefix keeps its front, which a later match needs without gaps.
             for table in tables:
                 for block in table.blocks():
                     source.release(block)

@@ -1,4 +1,4 @@
-"""Block copies that a step begins with."""
+"""Block copies at the beginning of a step."""
 
 from dataclasses import dataclass, field
 

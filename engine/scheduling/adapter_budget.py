@@ -1,4 +1,4 @@
-"""Say whether the adapters of running groups and of another fit the device together."""
+"""Checks whether the adapters of running groups and of another group fit on the device."""
 
 from collections.abc import Iterable
 
@@ -7,13 +7,13 @@ from octavo.engine.scheduling.sequence import SequenceGroup
 
 
 def adapters_fit(running: Iterable[SequenceGroup], group: SequenceGroup, limit: int | None) -> bool:
-    """Return whether a group may run beside others, by the memory of their adapters.
+    """Return whether adapter memory allows a group to run beside others.
 
-    A group whose adapter another one has already takes nothing more.
+    Groups with the same adapter share its memory.
 
     Args:
-        running: The groups that run.
-        group: The group to run beside them.
+        running: The running groups.
+        group: The group to add.
         limit: Bytes for adapters on the device; None: no limit.
     """
     adapter = group.request.adapter

@@ -13,18 +13,18 @@ from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 
 MAX_BEAM_SHARE = 0.5
-"""Share of a step's sequences, above which the next step waits for the tokens of beams.
+"""Share of beams in a step's sequences above which the next step waits for their tokens.
 
-Let a step take t on the device, the host h to schedule the next one, and beams be the share b. If
-steps wait, all sequences get a token every t + h; else beams get one every 2 t, and the others one
-every t. That is more tokens if b < 2 h / (t + h): a half where h is a third of t."""
+Let a step take t on the device, the host h to schedule the next step, and b be the share of beams.
+If steps wait, all sequences get a token every t + h; otherwise beams get one every 2 t, and the
+others every t. Not waiting gives more tokens if b < 2 h / (t + h): a half if h is a third of t."""
 
 Continuations = list[tuple[int, float]]
 """A beam's most likely next tokens with their log-probabilities."""
 
 
 class ScheduledSequence(NamedTuple):
-    """The tokens [start, end) of one sequence, computed in one step; the last ones may be drafted.
+    """The tokens [start, end) of one sequence that a step computes; the last ones may be drafts.
 
     Attributes:
         group: The sequence's group.
@@ -32,12 +32,11 @@ class ScheduledSequence(NamedTuple):
         start: The first token without K/V.
         end: One past the last token to compute.
         tables: The sequence's block table of each layer group, long enough for `end` tokens. They
-            are the cache's own, and change once the next step is scheduled.
-        sampled: Sequences whose next token is sampled from the logits of token `end - 1`:
-            none within a prefill, the sequence itself at its end, all siblings where they
-            share the prompt.
-        draft: Drafted tokens at its end: what may follow the last known one. The logits of that
-            token and of each drafted one are sampled, so `sampled` is the sequence itself.
+            are the cache's own and change when the next step is scheduled.
+        sampled: Sequences whose next token is sampled from the logits of token `end - 1`: none
+            within a prefill, the sequence itself at its end, all siblings if they share the prompt.
+        draft: Drafted tokens after the last known token. The logits of that token and of each
+            drafted one are sampled, so `sampled` is the sequence itself.
     """
 
     group: SequenceGroup
@@ -50,9 +49,9 @@ class ScheduledSequence(NamedTuple):
 
     @property
     def scored(self) -> range:
-        """Tokens whose logits give prompt log-probabilities, each of the token after it.
+        """Tokens whose logits give the prompt log-probability of the next token.
 
-        Empty once the step is counted as computed (`Scheduler.advance`).
+        It is empty once the step counts as computed (`Scheduler.advance`).
         """
         if not self.group.wants_prompt_logprobs:
             return range(0)
@@ -62,18 +61,18 @@ class ScheduledSequence(NamedTuple):
 
 @dataclass(slots=True)
 class Samples:
-    """The tokens that a step samples, in columns: those of plain decodes first.
+    """The tokens that a step samples, in columns; plain decodes come first.
 
     Attributes:
         groups: Group of each token's sequence.
         sequences: Sequence that each token is for.
         positions: `[n]` int64, position of each token in its sequence.
-        limits: `[n]` int64, position of the last token that each output may have.
+        limits: `[n]` int64, maximum position of a token of each output.
         numbers: `[n]` uint64, the session's number of each output; 0 if it has none.
         sessions: `[n]` int64, session of each request.
-        greedy: `[n]` bool, whether the token is the most likely one that is allowed.
-        rows: `[n]` int64, index in the batch of the sequence that is computed for each token.
-        drafts: Drafted tokens that a token is to follow, by its index.
+        greedy: `[n]` bool, whether the token is the most likely allowed one.
+        rows: `[n]` int64, index in the batch of the sequence computed for each token.
+        drafts: Drafted tokens before a token, by the token's index.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -91,12 +90,12 @@ class Samples:
 
     @property
     def take_greatest(self) -> bool:
-        """Whether all tokens are the most likely ones that are allowed."""
+        """Whether all tokens are the most likely allowed ones."""
         return bool(self.greedy.all())
 
     @property
     def constrained(self) -> list[int]:
-        """Indices of the tokens that a constraint limits."""
+        """Indices of the tokens under a constraint."""
         return [i for i, s in enumerate(self.sequences) if s.matcher is not None]
 
     def select(self, kept: list[int]) -> "Samples":
@@ -118,13 +117,13 @@ class Samples:
 class Batch:
     """The work of one step.
 
-    Only the scheduler tells plain decodes and the rest apart. For all others a batch is columns of
-    sequences, the plain decodes first: `groups`, `sequences`, `starts`, `ends` and `tables`.
+    Only the scheduler distinguishes plain decodes from the rest. For all others a batch is columns
+    of sequences, plain decodes first: `groups`, `sequences`, `starts`, `ends` and `tables`.
 
     Attributes:
         plain: The plain decodes.
         rest: The other sequences.
-        transfers: Block copies to do before that.
+        transfers: Block copies to do before computing.
         created: Time at which scheduling began, in `time.perf_counter()` seconds.
     """
 
@@ -140,17 +139,17 @@ class Batch:
 
     @property
     def sequences(self) -> list[Sequence]:
-        """The sequences of which it computes tokens."""
+        """The sequences whose tokens the step computes."""
         return [*self.plain.sequences, *(each.sequence for each in self.rest)]
 
     @property
     def starts(self) -> np.ndarray:
-        """`[num_sequences]` int64, the first token of each one to compute."""
+        """`[num_sequences]` int64, the first token to compute of each sequence."""
         return _joined(self.plain.starts, [each.start for each in self.rest])
 
     @property
     def ends(self) -> np.ndarray:
-        """`[num_sequences]` int64, one past the last token of each one, drafts included."""
+        """`[num_sequences]` int64, one past the last token of each sequence, drafts included."""
         return _joined(self.plain.starts + 1, [each.end for each in self.rest])
 
     @property
@@ -173,7 +172,7 @@ class Batch:
         return table
 
     def sampled(self, skipped: set[int]) -> list[Sequence]:
-        """Return the sequences that get a token, but for those of some indices and for beams."""
+        """Return the sequences that get a token, except some indices and beams."""
         sampled = list(self.plain.sequences)
         if skipped:
             sampled = [s for i, s in enumerate(sampled) if i not in skipped]
@@ -183,9 +182,9 @@ class Batch:
         return sampled
 
     def samples(self) -> Samples:
-        """Return the tokens to sample, but for those of beams."""
+        """Return the tokens to sample, except beams'."""
         plain, count = self.plain, len(self.plain)
-        rest: list[tuple[SequenceGroup, Sequence, int]] = []  # with its row
+        rest: list[tuple[SequenceGroup, Sequence, int]] = []  # and its row
         drafts: dict[int, Tokens[int]] = {}
         for row, each in enumerate(self.rest, count):
             if each.group.beam is None:
@@ -222,7 +221,7 @@ class Batch:
 
     @property
     def num_sequences(self) -> int:
-        """Number of sequences of which it computes tokens."""
+        """Number of sequences whose tokens the step computes."""
         return len(self.plain) + len(self.rest)
 
     @property
@@ -239,10 +238,10 @@ class Batch:
     def can_overlap(self) -> bool:
         """Whether the next step is scheduled before this step's tokens are known.
 
-        How many tokens a draft yields depends on which tokens these are, and so do beams. Penalties
-        and constraints depend on them too, but only to sample. Beams whose tokens are not known sit
-        the next step out. If they are most of the sequences, a step without them would compute too
-        little, so it waits for them.
+        The number of accepted drafted tokens depends on these tokens, and so do beams. Penalties
+        and constraints also depend on them, but only when sampling. Beams with unknown tokens skip
+        the next step. If most sequences are such beams, a step without them would compute too
+        little, so the next step waits for their tokens.
         """
         if any(each.draft for each in self.rest):
             return False
@@ -251,7 +250,7 @@ class Batch:
 
     @property
     def constrained(self) -> list[SequenceGroup]:
-        """Groups whose tokens are sampled, as far as a constraint allows them."""
+        """Groups whose tokens are sampled under a constraint."""
         constrained = (
             each.group
             for each in self.rest
@@ -270,14 +269,14 @@ class Batch:
 
 
 def _takes_greatest(request: Request, sequence: Sequence, position: int) -> bool:
-    """Return whether a token is the most likely one that is allowed."""
-    # Before `min_tokens` stop tokens are masked, by the constraint's own mask if there is one.
+    """Return whether a token is the most likely allowed one."""
+    # Before `min_tokens`, stop tokens are masked, by the constraint's mask if there is one.
     long_enough = position - sequence.num_prompt >= request.min_tokens
     return request.takes_greatest and (long_enough or sequence.matcher is not None)
 
 
 def _joined(plain: np.ndarray, rest: Tokens[int]) -> np.ndarray:
-    """Return a column of plain decodes and of the rest."""
+    """Return a column of the plain decodes, then the rest."""
     return np.concatenate([plain, np.array(rest, plain.dtype)]) if rest else plain
 
 
@@ -288,11 +287,11 @@ class StepOutput:
     Attributes:
         samples: The sequences that got tokens.
         token_ids: The sampled tokens, one for each of `samples`.
-        logprobs: Log-probabilities of tokens, by index, for those that asked for them.
-        ends: Indices of the tokens that end their output, rising.
+        logprobs: Log-probabilities of tokens, by index, if requested.
+        ends: Indices of the tokens that end their output, in ascending order.
         continuations: Most likely next tokens of each beam that has reached its last token, by
             sequence id.
-        prompt_logprobs: Log-probabilities of prompts' tokens, each list with its group.
+        prompt_logprobs: Log-probabilities of prompts' tokens, a list per group.
         searches: The beam searches that the step ends.
     """
 
@@ -305,7 +304,7 @@ class StepOutput:
     searches: list[SequenceGroup] = field(default_factory=list)
 
     def keep(self, kept: list[int]) -> None:
-        """Drop all tokens but some."""
+        """Drop all tokens except some."""
         self.samples = self.samples.select(kept)
         self.token_ids = [self.token_ids[i] for i in kept]
         self.logprobs = {

@@ -1,9 +1,9 @@
-"""Beam search: which hypotheses go on, which are finished, and when it ends.
+"""Beam search: which hypotheses continue, which are finished, and when it ends.
 
-This keeps scores only; `fork_beams.py` forks and frees the blocks. The rules are those of
-transformers' `generate(num_beams=...)`, so outputs and scores are the same: a hypothesis'
-score is the sum of its tokens' natural-log probabilities divided by its length to the power
-of `length_penalty`, its end-of-sequence token counted.
+This file keeps only scores; `fork_beams.py` forks and frees the blocks. The rules are those of
+transformers' `generate(num_beams=...)`, so outputs and scores are the same: a hypothesis' score is
+the sum of its tokens' natural-log probabilities divided by its length, including the
+end-of-sequence token, to the power of `length_penalty`.
 """
 
 from collections.abc import Collection
@@ -17,7 +17,7 @@ class Candidate(NamedTuple):
     """A running beam and one more token.
 
     Attributes:
-        score: The sum of log-probabilities, the token's included.
+        score: The sum of log-probabilities, including the token's.
         beam: Index of the beam among the running ones.
         token_id: The token.
     """
@@ -47,7 +47,7 @@ class BeamState:
     Attributes:
         params: Parameters of the request.
         scores: Scores of the running beams, in the order of the group's sequences.
-        hypotheses: The best finished ones, best first; at most `params.width`.
+        hypotheses: The best finished hypotheses, best first; at most `params.width`.
     """
 
     params: BeamSearch
@@ -55,7 +55,7 @@ class BeamState:
     hypotheses: list[Hypothesis] = field(default_factory=list)
 
     def candidates_for(self, num_stopping: int) -> int:
-        """Return how many candidates to look at: enough to go on if the best ones all end."""
+        """Return the number of candidates needed: enough to continue if the best all end."""
         return max(2, 1 + num_stopping) * self.params.width
 
     def advance(
@@ -76,7 +76,7 @@ class BeamState:
             max_tokens: The length at which every hypothesis is finished.
 
         Returns:
-            The beams to go on with, best first; empty when the search is over.
+            The beams to continue, best first; empty when the search ends.
         """
         length = len(outputs[0]) + 1
         ranked = sorted(

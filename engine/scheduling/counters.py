@@ -1,4 +1,4 @@
-"""What the scheduler counts."""
+"""The scheduler's counters."""
 
 from dataclasses import dataclass
 
@@ -10,9 +10,9 @@ class Counters:
     Attributes:
         preemptions_swap: Groups swapped out.
         preemptions_recompute: Groups dropped, to be recomputed.
-        swap_space_full: Groups that were dropped because swap space had no room for them.
+        swap_space_full: Groups dropped because swap space had no room for them.
         swap_ins: Groups swapped in.
-        drafted_tokens: Tokens that were drafted and verified.
+        drafted_tokens: Drafted tokens that were verified.
         accepted_tokens: Drafted tokens that were right.
     """
 

@@ -1,10 +1,10 @@
-"""Drafted tokens of a batch: which sequences get some, and which of them were right.
+"""Drafted tokens of a batch: which sequences get them, and which tokens were right.
 
 Speculative decoding (Leviathan et al., ICML 2023; Chen et al., 2023): a step computes a sequence's
-last token and some drafted ones behind it, and samples a token from the logits of each. What is
-sampled depends on a sequence's tokens and a random number of its own position, never on the batch.
-So a drafted token is right if it is the one that was sampled in its place: the output is what it
-would be without drafts, whether greedy or random.
+last token and some drafted tokens after it, and samples a token from the logits of each. A sampled
+token depends on the sequence's tokens and its position's random number, never on the batch. So a
+drafted token is right if it equals the token sampled in its place: outputs are the same as without
+drafts, whether greedy or random.
 """
 
 from collections.abc import Iterable
@@ -20,7 +20,7 @@ from octavo.engine.speculation.guess import NO_GUESS, Guess
 from octavo.engine.speculation.speculation import Speculation
 
 DRAFT_SHARE = 0.5
-"""Maximum share of a step's tokens, beside those of decodes, that are drafted: prefills go on."""
+"""Maximum share of drafted tokens in a step, besides decodes, so that prefills progress."""
 
 Drafts = dict[int, Tokens[int]]
 """Drafted tokens by sequence id."""
@@ -47,11 +47,11 @@ class DraftModel(Protocol):
         """Return a draft for each sequence, maybe an empty one."""
 
     def forget(self, sequence_id: int) -> None:
-        """Take note that a sequence ended, which may not be known."""
+        """Forget a sequence that ended, if known."""
 
 
 def may_draft(group: SequenceGroup) -> bool:
-    """Return whether tokens can be drafted for a group: not for beams, which replace each other."""
+    """Return whether tokens can be drafted for a group; not for beams, which replace each other."""
     return group.beam is None
 
 
@@ -64,15 +64,15 @@ def make_drafts(
     budget: int,
     model: DraftModel | None = None,
 ) -> Drafts:
-    """Draft tokens for the sequences of running groups that decode.
+    """Draft tokens for the decoding sequences of running groups.
 
     Args:
-        speculation: Drafts them.
+        speculation: The draft method and its policy.
         groups: Running groups.
-        cache: Holds their blocks.
-        decodes: Sequences that decode in this step.
-        budget: Tokens that the step can compute beside these.
-        model: Drafts in place of the method that `speculation` has.
+        cache: The KV cache of their blocks.
+        decodes: Number of sequences that decode in this step.
+        budget: Tokens that the step can compute besides them.
+        model: A draft model that replaces the method of `speculation`.
     """
     wanted: list[Wanted] = []
     left = int(DRAFT_SHARE * budget)
@@ -107,12 +107,12 @@ def make_drafts(
 
 
 def _room(group: SequenceGroup, sequence: Sequence) -> int:
-    """Return the most tokens that may be drafted: one more is sampled behind them."""
+    """Return the maximum number of drafted tokens: one more is sampled after them."""
     return group.request.max_tokens - 1 - sequence.num_output
 
 
 def guess(speculation: Speculation, group: SequenceGroup, sequence: Sequence, most: int) -> Guess:
-    """Return the tokens that the method proposes for a sequence, and how many may pay."""
+    """Return the tokens that the method proposes for a sequence, and the number that may pay."""
     if sequence.drafting is None:
         sequence.drafting = speculation.begin(sequence.num_prompt, group.request.cache_salt)
     return speculation.guess(sequence.drafting, sequence.token_ids, most)
@@ -121,13 +121,12 @@ def guess(speculation: Speculation, group: SequenceGroup, sequence: Sequence, mo
 def guess_constrained(
     speculation: Speculation | None, group: SequenceGroup, sequence: Sequence
 ) -> Guess:
-    """Return the tokens to draft for a constrained sequence, whose tokens so far are known.
+    """Return the tokens to draft for a constrained sequence whose tokens are known.
 
-    Its matcher makes the draft of it when it computes the mask, in another thread.
+    Its matcher filters them when it computes the mask in another thread.
 
     Args:
-        speculation: Drafts tokens in a step of this batch's size: `begin_step` has said so. None:
-            there are no drafts.
+        speculation: The draft method, after `begin_step` with this batch's size; None: no drafts.
         group: The sequence's group.
         sequence: The sequence.
     """
@@ -138,7 +137,7 @@ def guess_constrained(
 
 
 def _constrained_draft(sequence: Sequence, most: int) -> Tokens[int]:
-    """Return a sequence's drafted tokens, if its matcher made them for the tokens it has now."""
+    """Return a sequence's drafted tokens, if its matcher made them for its current tokens."""
     matcher = sequence.matcher
     if matcher is None or not matcher.ready or matcher.length != sequence.num_output:
         return ()
@@ -146,16 +145,16 @@ def _constrained_draft(sequence: Sequence, most: int) -> Tokens[int]:
 
 
 def _decodes(sequence: Sequence) -> bool:
-    """Return whether a sequence has all but its last token computed, and that one is known."""
+    """Return whether all but a sequence's last token are computed, and that one is known."""
     return (
         sequence.num_uncomputed == 1 and sequence.num_output > 0 and not sequence.num_placeholders
     )
 
 
 def waits_to_draft(speculation: Speculation, batch: Batch) -> bool:
-    """Return whether tokens are to be drafted behind those that a step is about to sample.
+    """Return whether to draft tokens after those that a step will sample.
 
-    Then the next step is not scheduled before they are known.
+    Then the next step is scheduled only once these are known.
     """
     sampled = chain(
         batch.plain.sequences,
@@ -167,10 +166,10 @@ def waits_to_draft(speculation: Speculation, batch: Batch) -> bool:
 
 
 def rejected(output: StepOutput) -> set[int]:
-    """Return the indices of sampled tokens that follow a wrong drafted one, or an output's end.
+    """Return the indices of sampled tokens after a wrong drafted token or an output's end.
 
-    They were computed from tokens that are not the output's. A drafted token is right if it is the
-    one that was sampled in its place.
+    They were computed from tokens that the output does not have. A drafted token is right if it
+    equals the token sampled in its place.
     """
     samples, token_ids = output.samples, output.token_ids
     wrong = set[int]()

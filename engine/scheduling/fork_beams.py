@@ -1,4 +1,4 @@
-"""Take a beam search one token further: fork, keep and free its beams' blocks."""
+"""Advance a beam search by one token: fork, keep and free its beams' blocks."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,17 +15,17 @@ def advance_search(
     cache: KVCacheManager,
     fork_ids: Iterator[int],
 ) -> bool:
-    """Replace a group's beams by those that the search goes on with.
+    """Replace a group's beams by those that continue.
 
     Args:
         group: Its sequences are the running beams, best first.
         continuations: Most likely next tokens of each beam, by sequence id.
-        cache: Holds the beams' blocks, on the device or in swap space; none if the group was
-            preempted after the step was launched, and is to be recomputed.
+        cache: The KV cache of the beams' blocks, on the device or in swap space. It has none if the
+            group was preempted for recomputation after the step was launched.
         fork_ids: Ids for new sequences.
 
     Returns:
-        Whether the search goes on; where it is over, the group is left as it was.
+        Whether the search continues; if not, the group does not change.
     """
     assert group.beam is not None
     beams, request = group.sequences, group.request
@@ -56,7 +56,7 @@ def _continue(
     cache: KVCacheManager,
     fork_ids: Iterator[int],
 ) -> Sequence:
-    """Return the beam itself for its first candidate, and a fork of it for each other one."""
+    """Return the beam itself for its first candidate, and a fork for each other one."""
     if all(earlier.beam != candidate.beam for earlier in before):
         return beam
     matcher = None if beam.matcher is None else beam.matcher.copy()

@@ -1,9 +1,9 @@
-"""Plain decodes, which are kept in arrays from step to step.
+"""Plain decodes, kept in arrays from step to step.
 
-A plain decode is the only output of its request, and nothing but its last token is computed. The
-scheduler looks at a single one only when it needs a new block or its output ends, so a step
-creates no Python object for the others. That decides on a GPU, whose steps are as short as what the
-host does for them: `benchmarks/results/host_time.md` has the time of a step by its sequences.
+A plain decode is the only output of its request, and only its last token is computed. The scheduler
+looks at a single one only when it needs a new block or its output ends, so a step creates no Python
+objects for the others. On a GPU this decides the speed, because a step takes hardly longer than its
+host work: see `benchmarks/results/host_time.md`.
 """
 
 from collections.abc import Iterable
@@ -18,13 +18,13 @@ from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 
 @dataclass(frozen=True, slots=True)
 class PlainDecodes:
-    """Plain decodes of one step: the last token of each of several sequences.
+    """The plain decodes of one step: the last token of each of several sequences.
 
     Attributes:
         groups: Group of each sequence.
         sequences: The sequences.
-        starts: `[n]` int64, position of each one's token.
-        limits: `[n]` int64, position of the last token that each output may have.
+        starts: `[n]` int64, position of each sequence's token.
+        limits: `[n]` int64, maximum position of a token of each output.
         numbers: `[n]` uint64, the session's number of each output; 0 if it has none.
         sessions: `[n]` int64, session of each request.
         greedy: `[n]` bool, whether the most likely token is sampled.
@@ -51,9 +51,9 @@ NO_DECODES = PlainDecodes()
 class KeptDecodes:
     """The plain decodes among the running groups, in no particular order.
 
-    A group's `decode_row` is its row here. Call `refresh` after its block table has grown. Call
-    `remove` before its block table changes in another way, or before a step computes more than one
-    of its tokens.
+    A group's `decode_row` is its row here. Call `refresh` after its block table grows. Call
+    `remove` before its block table changes otherwise, or before a step computes more than one of
+    its tokens.
 
     Args:
         block_sizes: Tokens per block of each layer group.
@@ -75,11 +75,11 @@ class KeptDecodes:
         return len(self._groups)
 
     def add(self, group: SequenceGroup, table: BlockTable) -> None:
-        """Add a group whose only sequence has all tokens but the last one computed.
+        """Add a group whose only sequence has all but its last token computed.
 
         Args:
-            group: The group; not one of these.
-            table: The sequence's block table, in which that token is writable.
+            group: The group; not in this object yet.
+            table: The sequence's block table, with a writable slot for that token.
         """
         assert group.decode_row is None
         (sequence,) = group.sequences
@@ -115,7 +115,7 @@ class KeptDecodes:
             blocks[row, first : len(table)] = table[first:]
 
     def remove(self, group: SequenceGroup) -> None:
-        """Remove a group if it is one of these."""
+        """Remove a group if it is here."""
         if group.decode_row is None:
             return
         row, last = group.decode_row, len(self._groups) - 1
@@ -132,10 +132,10 @@ class KeptDecodes:
         group.decode_row = None
 
     def begin_step(self) -> list[SequenceGroup]:
-        """Remove the sequences whose last token is sampled already.
+        """Remove the sequences whose last token has been sampled.
 
         Returns:
-            The groups whose next token needs a new block, which may not be allocated yet.
+            The groups whose next token needs a block that may not be allocated yet.
         """
         over = np.flatnonzero(self._starts[: len(self)] >= self._limits[: len(self)])
         for group in [self._groups[i] for i in over]:
@@ -149,15 +149,15 @@ class KeptDecodes:
     def begin_blocks(
         self, cache: KVCacheManager, groups: list[SequenceGroup], *, spare: int
     ) -> bool:
-        """Allocate the blocks that the next tokens of some groups need, if there are enough.
+        """Allocate the blocks for the next tokens of some groups, if enough are available.
 
         Args:
-            cache: Allocates them.
-            groups: Some of those that `begin_step` returned, each one of these still.
-            spare: Number of blocks that must be available after that.
+            cache: The KV cache.
+            groups: Groups from `begin_step` that are still here.
+            spare: Number of blocks that must stay available.
 
         Returns:
-            Whether they are allocated; if not, nothing has changed.
+            Whether the blocks were allocated; if not, nothing has changed.
         """
         if not groups:
             return True
@@ -196,7 +196,7 @@ class KeptDecodes:
 
 
 def _grown(array: np.ndarray, *shape: int) -> np.ndarray:
-    """Return an array of at least `shape`: itself, or a copy of twice that, padded with zeros."""
+    """Return an array of at least `shape`: itself, or a copy of twice the size, zero-padded."""
     if all(have >= want for have, want in zip(array.shape, shape, strict=True)):
         return array
     room = [

@@ -1,8 +1,8 @@
 """Who is preempted when blocks run out, and how: a whole group, swapped out or dropped.
 
-PagedAttention's section 4.5: a sequence reads all of its K and V in each step, so a group that gave
-up a part of its blocks could not go on, and would keep the others from use. `swap_or_recompute.py`
-has the rule that chooses between swapping and dropping.
+PagedAttention, section 4.5: a sequence reads all of its K and V in each step, so a group without
+some of its blocks could not continue, and would still hold the others. `swap_or_recompute.py`
+chooses between swapping and dropping.
 """
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
@@ -12,26 +12,26 @@ from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
 
 def choose_victim(running: list[SequenceGroup]) -> SequenceGroup:
-    """Return the running group that is last in order: the newest of the lowest priority.
+    """Return the last running group in order: the newest of the lowest priority.
 
-    The paper preempts the latest request first too, so that the earliest is never starved: it is
-    always served, and ends. The newest has also computed least, which is what preemption costs.
+    The paper also preempts the latest request first, so that the earliest always progresses and
+    none starves. The newest has also computed least, so its preemption costs least.
     """
     return running[-1]
 
 
 def with_blocks(group: SequenceGroup, cache: KVCacheManager) -> list[Sequence]:
-    """Return the live sequences that have blocks; siblings wait for the lead's prefill."""
+    """Return the unfinished sequences with blocks; siblings get theirs from the lead."""
     return [sequence for sequence in group.live if cache.holds(sequence.id)]
 
 
 def preempt(
     group: SequenceGroup, cache: KVCacheManager, policy: PreemptionPolicy, counters: Counters
 ) -> None:
-    """Take all blocks from a group, all of its sequences together.
+    """Take all blocks from all sequences of a group.
 
-    The group's state is SWAPPED afterwards where its blocks were copied to swap space, and
-    WAITING where they were dropped and its tokens are to be computed again.
+    Afterwards the group is SWAPPED if its blocks were copied to swap space, or WAITING if they were
+    dropped and its tokens must be recomputed.
     """
     sequences = with_blocks(group, cache)
     for sequence in sequences:

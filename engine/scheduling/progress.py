@@ -1,4 +1,4 @@
-"""What a step changes in its sequences: once it is launched, and once its tokens are known."""
+"""A step's changes to its sequences: at its launch, and once its tokens are known."""
 
 import itertools
 from collections.abc import Collection
@@ -20,9 +20,9 @@ _STATE, _FINISH_REASON = attrgetter("state"), attrgetter("finish_reason")
 class Progress(Queues):
     """Keeps the sequences of launched steps up to date.
 
-    A step changes its sequences twice, so that the next one can be scheduled in between:
-    `advance` counts its tokens as computed when it is launched, with placeholders for what it
-    samples, and `update` fills the sampled tokens in.
+    A step changes its sequences twice, so that the next step can be scheduled in between. At the
+    launch, `advance` counts the tokens as computed and adds placeholders for the samples. `update`
+    fills in the sampled tokens.
     """
 
     def __init__(
@@ -32,23 +32,23 @@ class Progress(Queues):
         draft_model: DraftModel | None,
     ) -> None:
         super().__init__(cache, speculation, draft_model)
-        self._fork_ids = itertools.count(-1, -1)  # submitted sequences count from 0 up
+        self._fork_ids = itertools.count(-1, -1)  # submitted sequences count up from 0
 
     def advance(self, batch: Batch, left_out: Collection[int] = ()) -> None:
-        """Count what a launched step computes as computed, with placeholders for its tokens.
+        """Count a launched step's tokens as computed, and add placeholders for its samples.
 
-        So the next step can be scheduled before these tokens are known: the device works on
-        the blocks in the order in which steps are launched.
+        So the next step can be scheduled before the samples are known: the device runs steps in the
+        order of their launches.
 
         Args:
             batch: The step.
-            left_out: Ids of sequences whose mask was late. They get no token, so their last one
-                is computed again: the same K and V in the same place.
+            left_out: Ids of sequences whose mask was late. They get no token, so their last token
+                is computed again, with the same K and V in the same slot.
         """
         size, sequences = self.cache.block_size, batch.sequences
         starts, ends = batch.starts, batch.ends
         for i, draft in batch.drafts.items():
-            ends[i] -= len(draft)  # of which `update` counts what was right
+            ends[i] -= len(draft)  # `update` counts the right ones
         skipped = _ended(batch.groups, sequences)
         if left_out:
             skipped.update(i for i, s in enumerate(sequences) if s.id in left_out)
@@ -63,26 +63,26 @@ class Progress(Queues):
             prefilled = scheduled.sequence.num_computed == scheduled.sequence.num_prompt
             if prefilled and i not in skipped:
                 self._fork_siblings(scheduled)
-        for sequence in batch.sampled(skipped):  # inline, as this is done for each token
+        for sequence in batch.sampled(skipped):  # inline, as this runs for each token
             sequence.token_ids.append(PLACEHOLDER)
             sequence.num_placeholders += 1
 
     def _fork_siblings(self, lead: ScheduledSequence) -> None:
-        """Share the blocks of a lead that has computed the prompt with its siblings."""
+        """Share a lead's blocks with its siblings once the lead has computed the prompt."""
         for sibling in lead.group.live:
             if not self.cache.holds(sibling.id):
                 self.cache.fork(lead.sequence.id, sibling.id, lead.end)
                 sibling.num_computed = lead.end
 
     def update(self, batch: Batch, output: StepOutput) -> None:
-        """Fill a step's sampled tokens in, and finish the sequences that they complete.
+        """Fill in a step's sampled tokens, and finish the sequences that they complete.
 
-        A finished sequence has its finish reason set and its blocks freed. Tokens of sequences
-        that ended after the step was launched are taken out of the output.
+        A finished sequence gets its finish reason, and its blocks are freed. Tokens of sequences
+        that ended after the step was launched are removed from the output.
 
-        The order matters. Beams go on first, as a search that ends frees blocks. Tokens are filled
-        in before any sequence is finished: what ends frees its blocks, and a block can be published
-        only before that. Drafts are rolled back last, once it is known what was right.
+        The order matters. Beams advance first, as a search that ends frees blocks. Tokens are
+        filled in before any sequence finishes, since that frees its blocks, and blocks can be
+        published only before. Drafts are rolled back last, once the right ones are known.
         """
         for group, logprobs in output.prompt_logprobs:
             group.prompt_logprobs.extend(logprobs)
@@ -91,20 +91,20 @@ class Progress(Queues):
         if dropped:
             output.keep([i for i in range(len(output.token_ids)) if i not in dropped])
         samples, token_ids, stopped = output.samples, output.token_ids, list[int]()
-        for i in samples.drafts:  # the token before it was drafted, and right
+        for i in samples.drafts:  # the token before it was a right draft
             samples.sequences[i].append_placeholder()
             samples.sequences[i].num_computed += 1
         columns = zip(samples.groups, samples.sequences, token_ids, strict=True)
         for i, (group, sequence, token_id) in enumerate(columns):
-            # With async scheduling the next step is launched already: it has appended a placeholder
-            # of its own, so the first of two is filled in.
+            # With async scheduling, the next step is already launched and has appended its
+            # placeholder, so the first of two is filled in.
             left = sequence.num_placeholders
             sequence.token_ids[-left] = token_id
             sequence.num_placeholders = left - 1
             if token_id in group.request.stopping:
                 stopped.append(i)
-        # A block that a launched step has filled can be published only now that the ids of all its
-        # tokens are known: its key is their digest.
+        # A full block can be published only now, when all its token ids are known: its key is their
+        # digest.
         for i in np.flatnonzero((samples.positions + 1) % self.cache.block_size == 0).tolist():
             group, sequence = samples.groups[i], samples.sequences[i]
             running = group.state is GroupState.RUNNING and self.cache.holds(sequence.id)
@@ -121,11 +121,11 @@ class Progress(Queues):
             self._end_drafts(batch, self.speculation)
 
     def _end_drafts(self, batch: Batch, speculation: Speculation) -> None:
-        """Count the drafted tokens that were right; roll the others back."""
+        """Count the right drafted tokens; roll back the others."""
         for group, sequence, start, end, _, _, draft in batch.rest:
             if not draft:
                 continue
-            # A token was sampled behind the last right one; none if the output was aborted.
+            # One token was sampled after the last right one; none if the output was aborted.
             accepted = max(0, sequence.num_known - start - 2)
             sequence.drafted_tokens += len(draft)
             sequence.accepted_tokens += accepted
@@ -139,7 +139,7 @@ class Progress(Queues):
                 self.cache.roll_back(sequence.id, sequence.num_computed)
 
     def _advance_searches(self, batch: Batch, output: StepOutput) -> None:
-        """Take the beam searches further whose beams have all reached their last token."""
+        """Advance the beam searches whose beams have all reached their last token."""
         continuations = output.continuations
         for group in dict.fromkeys(s.group for s in batch.rest if s.group.beam):
             if group.state is GroupState.FINISHED:  # after the step was launched
@@ -157,11 +157,11 @@ class Progress(Queues):
 
 
 def _ended(groups: list[SequenceGroup], sequences: list[Sequence]) -> set[int]:
-    """Return the indices of sequences that have ended, or whose group has."""
+    """Return the indices of sequences that have ended or whose group has ended."""
     if GroupState.FINISHED not in map(_STATE, groups) and all(
         reason is None for reason in set(map(_FINISH_REASON, sequences))
     ):
-        return set()  # as almost always: without a look at each one
+        return set()  # the common case, without checking each one
     return {
         i
         for i, (group, sequence) in enumerate(zip(groups, sequences, strict=True))

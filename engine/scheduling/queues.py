@@ -1,4 +1,4 @@
-"""The queues of sequence groups, and how groups and outputs end."""
+"""The queues of sequence groups, and the ends of groups and outputs."""
 
 from bisect import insort
 from collections.abc import Iterator
@@ -49,12 +49,12 @@ class Queues:
 
     @property
     def can_recompute(self) -> bool:
-        """Whether a token may be computed again: a state would count it twice."""
+        """Whether a token may be computed twice; not with states, which would count it twice."""
         return not any(layers.state_blocks for layers in self.cache.groups)
 
     @property
     def waits_for_masks(self) -> bool:
-        """Whether a group cannot be scheduled before a mask of its constraint is ready."""
+        """Return whether a group cannot be scheduled until a mask of its constraint is ready."""
         return not all(group.ready for group in self.groups())
 
     def groups(self) -> Iterator[SequenceGroup]:

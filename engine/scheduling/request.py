@@ -12,7 +12,7 @@ from octavo.engine.constraints.matcher import EndRule
 
 
 class RequestAdapter(Protocol):
-    """The adapter of a request, as far as scheduling sees it."""
+    """The parts of a request's adapter that scheduling uses."""
 
     @property
     def digest(self) -> str:
@@ -20,13 +20,13 @@ class RequestAdapter(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """The bytes that it takes on the device."""
+        """Its size on the device, in bytes."""
 
 
 class FinishReason(IntEnum):
-    """Why an output ended; the numbers are those of octavo.v1.FinishReason."""
+    """Why an output ended; values are those of octavo.v1.FinishReason."""
 
-    ABORTED = 0  # never sent: whoever aborted it asked for no more
+    ABORTED = 0  # never sent: an aborted output has no more events
     EOS = 1
     LENGTH = 2
     STOP_STRING = 3
@@ -35,7 +35,7 @@ class FinishReason(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BeamSearch:
-    """Beam search in place of sampling; meanings as in octavo.v1.BeamSearchParams."""
+    """Parameters of beam search, as in octavo.v1.BeamSearchParams."""
 
     width: int
     length_penalty: float = 1.0
@@ -57,30 +57,30 @@ class Resumption:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One prompt and what to do with it.
+    """One prompt and its parameters.
 
     Attributes:
-        session: Number of the router's session that it came by.
+        session: Number of the router's session that sent it.
         request_id: Id, unique within the session.
         prompt: Token ids, at least one.
         sampling: Sampling parameters.
-        max_tokens: Number of tokens after which an output ends with LENGTH.
-        min_tokens: Number of tokens before which no stopping token is sampled.
-        eos_token_ids: Tokens that end an output with EOS; empty where the
-            client asked to go on past them and nothing else ends it.
+        max_tokens: Maximum tokens of an output, which then ends with LENGTH.
+        min_tokens: Minimum tokens of an output; no stopping token is sampled before.
+        eos_token_ids: Tokens that end an output with EOS; empty with `ignore_eos`, unless a
+            constraint needs them.
         stop_token_ids: Tokens that end an output with STOP_TOKEN.
         priority: Priority; higher is sooner.
-        cache_salt: Salt of prefixes, which are shared only with requests of the same salt.
+        cache_salt: Salt of prefixes; only requests with the same salt share them.
         arrival: Time of arrival, in `time.monotonic()` seconds.
         deadline: Time of its deadline, in `time.monotonic()` seconds, or None.
-        beam: Beam search in place of sampling, or None.
+        beam: Beam search parameters; None for sampling.
         resume: Outputs that another engine began, by index.
-        trace_context: The trace that it is part of, as W3C Trace Context has it.
-        constraint: Form of every output, or None.
-        ignore_eos: Whether the client asked to go on past `eos_token_ids`; a constrained output
+        trace_context: Its trace, in W3C Trace Context's format.
+        constraint: Constraint of all outputs, or None.
+        ignore_eos: Whether outputs continue past end-of-sequence tokens. A constrained output still
             ends by them where nothing else can follow.
         adapter: LoRA adapter, or None.
-        first_number: The session's number of output 0, the others follow; 0: they have none.
+        first_number: The session's number of output 0; the others follow. 0: no numbers.
         takes_greatest: `SamplingParams.takes_greatest`, computed once: every step reads it.
         stopping: Tokens that end an output.
         plain: Whether its decodes may be plain: one output, without penalties, log-probabilities,
@@ -127,12 +127,12 @@ class Request:
         )
 
     def number_of(self, index: int) -> int:
-        """Return the number that the session gave an output; 0 if it gave none."""
+        """Return the session's number of an output; 0 if it has none."""
         return self.first_number + index if self.first_number else 0
 
     @property
     def end_rule(self) -> EndRule:
-        """When the constraint may let an output end."""
+        """The rule for when a constrained output may end."""
         never = self.eos_token_ids if self.ignore_eos else frozenset[int]()
         return EndRule(self.min_tokens, self.stopping, never)
 
@@ -142,7 +142,7 @@ class Request:
         return prefix_salt(self.cache_salt, "" if self.adapter is None else self.adapter.digest)
 
     def finish_reason(self, last: int, length: int) -> FinishReason | None:
-        """Why an output of `length` tokens is complete by its last one, if it is."""
+        """Return why an output of `length` tokens ends with its last one; None if it goes on."""
         if last in self.stop_token_ids:
             return FinishReason.STOP_TOKEN
         if last in self.eos_token_ids:
@@ -153,5 +153,5 @@ class Request:
 
     @property
     def num_outputs(self) -> int:
-        """Outputs that come of it; as many sequences run at once."""
+        """Number of outputs, and of sequences that run at once."""
         return self.beam.width if self.beam else self.sampling.n

@@ -1,4 +1,4 @@
-"""Choose, before every step, which tokens of which sequences to compute.
+"""Chooses before every step which tokens of which sequences to compute.
 
 Continuous batching (Orca, OSDI 2022) with one token budget for decodes and
 chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
@@ -19,18 +19,17 @@ from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.speculation import Speculation
 
 PREFILL_SHARE = 0.5
-"""A step measures the speed of prefill if more than this share of its tokens is prefill."""
+"""Minimum share of prefill tokens in a step that measures the speed of prefill."""
 MAX_SCORED_TOKENS = 1024
-"""Maximum number of prompt tokens with log-probabilities in a step, all requests together. Each
-takes a row of logits as wide as the vocabulary: this bounds a step's memory, and its time on a
-CPU."""
+"""Maximum number of prompt tokens with log-probabilities in a step, over all requests. Each takes a
+row of logits as wide as the vocabulary, so this bounds a step's memory, and its time on a CPU."""
 WATERMARK = 0.01
-"""Share of the blocks kept free when a group is admitted or swapped in, so that
-the next few decodes do not preempt it again at once."""
+"""Share of the blocks that stays free when a group is admitted or swapped in, so that the next few
+decodes do not preempt it at once."""
 
 
 class Scheduler(Progress):
-    """The rules by which groups move from queue to queue, and which tokens a step computes.
+    """Moves groups from queue to queue, and chooses each step's tokens.
 
     A step serves running groups first, then swaps groups in, then admits waiting ones. When blocks
     run out, `preemption` chooses the running group that gives up its blocks.
@@ -61,9 +60,9 @@ class Scheduler(Progress):
         """Choose what the next step computes, and allocate the blocks for it."""
         batch = Batch()
         self._scored_left = self.max_scored_tokens
-        # What runs comes first, and what was swapped out before what is new: each group keeps its
-        # place (section 4.5 of the paper stops admitting until all swapped sequences have ended).
-        # A group admitted in a step that preempted would take the blocks that were just freed.
+        # Running groups come first, then swapped ones, then new ones, so each group keeps its place
+        # (the paper's section 4.5 admits none until all preempted sequences have completed). A
+        # group admitted in a step that preempted would take the blocks just freed.
         preempted = self._schedule_running(batch)
         if not preempted:
             self._swap_in(batch)
@@ -75,16 +74,16 @@ class Scheduler(Progress):
     def observe_step(
         self, batch: Batch, seconds: float, copies: Iterable[tuple[int, float]] = ()
     ) -> None:
-        """Take note of how long a step took, for what decides by that.
+        """Record a step's duration for the policies that depend on it.
 
         Args:
             batch: The step.
-            seconds: Time that it took.
-            copies: Numbers of blocks that were swapped since the last call, with their times.
+            seconds: Its duration.
+            copies: Numbers of blocks swapped since the last call, with their durations.
         """
         for blocks, copy_seconds in copies:
             self.policy.observe_transfer(blocks, copy_seconds)
-        moved = batch.transfers.swap_out or batch.transfers.swap_in  # which slows the step
+        moved = batch.transfers.swap_out or batch.transfers.swap_in  # swaps slow the step
         if moved:
             return
         prefill = batch.num_tokens - batch.num_drafted - batch.num_sequences
@@ -96,8 +95,8 @@ class Scheduler(Progress):
     def can_overlap(self, batch: Batch) -> bool:
         """Return whether the next step can be scheduled before the tokens of a step are known.
 
-        Not if tokens are to be drafted behind them, or if a mask may be late whose token cannot be
-        computed once more.
+        It cannot if drafted tokens would follow them, or if a mask may be late and its token cannot
+        be recomputed.
         """
         if not batch.can_overlap or (batch.constrained and not self.can_recompute):
             return False
@@ -106,11 +105,11 @@ class Scheduler(Progress):
     # Running groups.
 
     def _schedule_running(self, batch: Batch) -> bool:
-        """Schedule the next tokens of every running group; preempt where blocks run out.
+        """Schedule the next tokens of every running group; preempt groups when blocks run out.
 
-        Decodes always fit the budget, so prefills share what decodes leave. Blocks are
-        allocated in order, and victims are taken from the end: no group is preempted after
-        it was put into this step's batch.
+        Decodes always fit in the budget, so prefills share the rest. Blocks are allocated in order,
+        and victims are taken from the end: so no group is preempted after it joined this step's
+        batch.
 
         Returns:
             Whether a group was preempted.
@@ -130,8 +129,8 @@ class Scheduler(Progress):
         budget -= sum(map(len, drafts.values()))
         others = [group for group in self.running if group.decode_row is None]
         begins_block = [group for group in begins_block if group.decode_row is not None]
-        # If there are blocks for the whole step, plain decodes get theirs all at once. Else each
-        # takes its turn among the others, so that whoever is last in order is the one preempted.
+        # If there are enough blocks for the whole step, all plain decodes get theirs at once.
+        # Otherwise each takes its turn among the others, so that the last in order is preempted.
         preempted = False
         most = self._most_blocks(counts, budget, drafts) if begins_block else 0
         if not self._decodes.begin_blocks(self.cache, begins_block, spare=most):
@@ -153,12 +152,12 @@ class Scheduler(Progress):
     def _draft(
         self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], decodes: int, budget: int
     ) -> Drafts:
-        """Draft tokens; groups that have some are no plain decodes in this step.
+        """Draft tokens; groups with drafts are not plain decodes in this step.
 
         Args:
-            counts: Numbers of tokens that other groups could compute; those with drafts are added.
-            decodes: Number of sequences that decode.
-            budget: Number of tokens that the step can compute beside these.
+            counts: Numbers of tokens that other groups could compute; groups with drafts are added.
+            decodes: Number of decoding sequences.
+            budget: Number of tokens that the step can compute besides decodes.
         """
         if self.speculation is None or not decodes:
             return {}
@@ -179,13 +178,13 @@ class Scheduler(Progress):
     def _most_blocks(
         self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], budget: int, drafts: Drafts
     ) -> int:
-        """Return an upper bound of the blocks that a step may allocate for some groups."""
+        """Return an upper bound on the blocks that a step may allocate for some groups."""
         tokens = [
             min(count, max(budget, 1)) + len(drafts.get(sequence.id, ()))
             for each in counts.values()
             for sequence, count in each
         ]
-        # In each layer group the first and the last block may be shared, or begun by one token.
+        # In each layer group, the first and the last block may be shared, or hold only one token.
         blocks = sum(count // self.cache.block_size + 2 for count in tokens)
         return blocks * len(self.cache.groups)
 
@@ -200,7 +199,7 @@ class Scheduler(Progress):
         """Schedule the next tokens of a running group.
 
         Returns:
-            The number of tokens that it takes from the budget of prefills.
+            The number of tokens taken from the prefill budget.
 
         Raises:
             OutOfBlocksError: There are not enough blocks.
@@ -242,14 +241,14 @@ class Scheduler(Progress):
     def _add_drafted(
         self, batch: Batch, group: SequenceGroup, spans: list[Span], drafts: Drafts
     ) -> bool:
-        """Schedule a group's tokens with those drafted behind them, if there are blocks for all."""
+        """Schedule a group's tokens and their drafts, if there are enough blocks."""
         longer = [
             span._replace(end=span.end + len(drafts.get(span.sequence_id, ()))) for span in spans
         ]
         try:
             self.cache.extend(longer)
         except OutOfBlocksError:
-            return False  # nobody is preempted for what may be wrong
+            return False  # uncertain tokens preempt no group
         self._add(batch, group, spans, drafts)
         return True
 
@@ -260,13 +259,13 @@ class Scheduler(Progress):
         insert(self.swapped if group.state is GroupState.SWAPPED else self.waiting, group)
 
     def _count_tokens(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
-        """Return how many tokens each of a group's sequences could compute now; 1 is a decode.
+        """Return the tokens that each of a group's sequences could compute now; 1 is a decode.
 
-        Where a prompt is scored, that is no more than the step can still score, maybe 0.
+        A scored prompt gets no more than the step can still score, maybe 0.
 
-        Beams that are recomputed after a preemption stop before their last tokens, which are
-        computed in one step: a beam search advances only as a whole. A group that waits for a
-        slow mask computes nothing.
+        Beams that are recomputed after a preemption stop before their last tokens, which one step
+        computes together: a beam search advances only as a whole. A group that waits for a slow
+        mask computes nothing.
         """
         if not group.soon_ready:
             return []
@@ -279,9 +278,9 @@ class Scheduler(Progress):
         return [(s, self._limit_scored(group, s, end - int(recomputing))) for s, end in ends]
 
     def _limit_scored(self, group: SequenceGroup, sequence: Sequence, end: int) -> int:
-        """Return how many tokens up to `end` can be computed within the step's limit on scores.
+        """Return the number of tokens up to `end` within the step's limit of scores.
 
-        Tokens that were scored before a preemption are not scored again.
+        Tokens scored before a preemption are not scored again.
         """
         start = sequence.num_computed
         if group.wants_prompt_logprobs:
@@ -294,9 +293,9 @@ class Scheduler(Progress):
         return end - start
 
     def _prefill_ends(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
-        """Return where each sequence's prefill ends: at the prompt's end, while siblings wait.
+        """Return the end of each sequence's prefill: the prompt's end if siblings wait for it.
 
-        The last token that an output may have is never computed: no token follows it.
+        The last token of an output of maximum length is not computed: no token follows it.
         """
         sequences = with_blocks(group, self.cache)
         if len(sequences) < len(group.live):
@@ -320,7 +319,7 @@ class Scheduler(Progress):
     # Swapped and waiting groups.
 
     def _room(self, batch: Batch) -> tuple[int, int]:
-        """Return how many sequences and tokens the batch can still take."""
+        """Return the numbers of sequences and tokens that the batch can still take."""
         taken = len(self._decodes)
         taken += sum(group.num_slots for group in self.running if group.decode_row is None)
         return self.max_num_seqs - taken, self.max_num_batched_tokens - batch.num_tokens
@@ -328,15 +327,15 @@ class Scheduler(Progress):
     def _fits(self, blocks: int, slack: int) -> bool:
         """Return whether a group may take `blocks` blocks now.
 
-        If others run, it must leave `slack` blocks for its own next tokens, and the
-        watermark; alone it may take all.
+        Beside other groups it must leave the watermark, and `slack` blocks for its own next tokens;
+        alone it may take all.
         """
         if self.running:
             blocks += slack + self._watermark
         return blocks <= self.cache.device.num_available
 
     def _has_adapter_room(self, group: SequenceGroup) -> bool:
-        """Return whether the device has room for a group's adapter beside those that run."""
+        """Return whether the device has room for a group's adapter beside the running groups'."""
         return adapters_fit(self.running, group, self.adapter_limit)
 
     def _swap_in(self, batch: Batch) -> None:
@@ -377,7 +376,7 @@ class Scheduler(Progress):
             self._start(batch, group, tokens)
 
     def _start(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
-        """Put a group that just got blocks into the running queue and the batch."""
+        """Move a group that just got blocks into the running queue and the batch."""
         group.state = GroupState.RUNNING
         for sequence, end in self._prefill_ends(group):
             self.cache.reserve(sequence.id, end)
@@ -391,7 +390,7 @@ class Scheduler(Progress):
     def _next_spans(
         self, counts: list[tuple[Sequence, int]], budget: int
     ) -> tuple[list[Span], int]:
-        """Return the tokens to compute of a group, and their share of the prefill budget."""
+        """Return a group's tokens to compute, and their share of the prefill budget."""
         spans, used = [], 0
         for sequence, count in counts:
             start, taken = sequence.num_computed, count

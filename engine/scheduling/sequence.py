@@ -12,7 +12,7 @@ from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.speculation.method import DraftState
 
 PLACEHOLDER = -1
-"""Token id of a token that is not known yet: a step that was launched samples it."""
+"""Token id of an unknown token that a launched step samples."""
 
 
 @dataclass(slots=True, eq=False)
@@ -29,17 +29,17 @@ class Sequence:
     """One output of a request: the prompt's tokens, then its own.
 
     Attributes:
-        id: Id, unique in the engine; the KV cache knows the sequence by it.
+        id: Id, unique in the engine and its KV cache.
         index: Index among the request's outputs, from 0.
         token_ids: Tokens of prompt and output.
         num_prompt: Number of prompt tokens.
-        num_computed: Number of tokens, from the front, that have K/V in the cache, or will have
-            when the launched steps are computed.
-        num_placeholders: Number of tokens, at the end, that are `PLACEHOLDER`.
-        finish_reason: Reason of the end, once the output is complete.
-        matcher: Place of a constrained output in its grammar, with the tokens that may come next.
-        drafting: State of its speculation, once tokens were drafted for it.
-        drafted_tokens: Tokens drafted for it that no event has reported yet.
+        num_computed: Number of leading tokens whose K/V is in the cache, or will be after the
+            launched steps.
+        num_placeholders: Number of trailing `PLACEHOLDER` tokens.
+        finish_reason: Reason of its end; None while it is incomplete.
+        matcher: State of a constrained output in its grammar, with the allowed next tokens.
+        drafting: State of its speculation; None before the first draft.
+        drafted_tokens: Number of drafted tokens that no event has reported yet.
         accepted_tokens: Number of these that were right.
     """
 
@@ -93,18 +93,18 @@ class Sequence:
         return counts
 
     def append_placeholder(self) -> None:
-        """Append a token that a launched step samples."""
+        """Append a placeholder for a token that a launched step samples."""
         self.token_ids.append(PLACEHOLDER)
         self.num_placeholders += 1
 
     def drop_placeholders(self) -> None:
-        """Remove all placeholders; their tokens will not be used."""
+        """Remove all placeholders; their tokens will be dropped."""
         del self.token_ids[self.num_known :]
         self.num_placeholders = 0
 
 
 class GroupState(Enum):
-    """The queue that a sequence group is in; none while its constraint is compiled."""
+    """The queue of a sequence group; none while its constraint compiles."""
 
     COMPILING = auto()
     WAITING = auto()
@@ -114,7 +114,7 @@ class GroupState(Enum):
 
 
 class GroupEvent(Enum):
-    """Events in the life of a sequence group, by their names in traces."""
+    """Events of a sequence group, by their names in traces."""
 
     CONSTRAINED = "constraint compiled"
     PREFILL = "prefill begins"
@@ -130,16 +130,16 @@ class SequenceGroup:
 
     Attributes:
         request: The request.
-        sequences: One for each output, by index, finished ones included; in a
-            beam search the running beams, best first.
+        sequences: One sequence per output, by index, including finished ones; in a beam search the
+            running beams, best first.
         state: The queue that the group is in.
         admitted: Whether it was ever admitted.
         start_reported: Whether its `Started` event was made.
         decoding: Whether this engine has sampled a token for it.
         cached_tokens: Prompt tokens found in the prefix cache when first
             admitted.
-        prompt_logprobs: Log-probabilities from the prompt's second token on, as far as known.
-        num_scored: Number of these that are known, or will be when the launched steps are computed.
+        prompt_logprobs: Known log-probabilities from the prompt's second token on.
+        num_scored: Number of these that are known, or will be after the launched steps.
         beam: The beam search whose running beams the sequences are, or None.
         history: Its events with their times, in `time.monotonic()` seconds.
         decode_row: Its row in `KeptDecodes`; None if it has none.
@@ -160,7 +160,7 @@ class SequenceGroup:
     _tie: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self._tie = self.sequences[0].id  # beams come and go; the order must not change
+        self._tie = self.sequences[0].id  # beams come and go, but the order must not change
 
     def record(self, event: GroupEvent) -> None:
         """Append an event to the history."""
@@ -168,7 +168,7 @@ class SequenceGroup:
 
     @property
     def order(self) -> tuple[float, int]:
-        """The key that queues and preemption sort by; lower is served sooner.
+        """The sort key of queues and preemption; lower is served sooner.
 
         See `effective_arrival`.
         """
@@ -181,7 +181,7 @@ class SequenceGroup:
 
     @property
     def ready(self) -> bool:
-        """Whether its next tokens can be sampled: the masks of its constraint are there."""
+        """Whether its next tokens can be sampled: its constraint's masks are ready."""
         if self.request.constraint is None:
             return True
         return all(s.matcher is not None and s.matcher.ready for s in self.live)
@@ -200,7 +200,7 @@ class SequenceGroup:
 
     @property
     def decoder(self) -> Sequence | None:
-        """Its only sequence, if that needs no rule but to compute its last token."""
+        """Its only sequence, if only that one's last token is left to compute."""
         if len(self.sequences) > 1 or self.beam is not None:
             return None
         sequence, request = self.sequences[0], self.request
@@ -215,12 +215,12 @@ class SequenceGroup:
 
     @property
     def num_slots(self) -> int:
-        """Sequences it counts as in the running batch; a beam search counts its full width."""
+        """Sequences that it counts as in the batch; a beam search counts its full width."""
         return self.beam.params.width if self.beam else len(self.live)
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether prompt log-probabilities were asked for and are left to compute."""
+        """Whether requested prompt log-probabilities are left to compute."""
         return (
             self.request.sampling.prompt_logprobs is not None
             and self.num_scored < len(self.request.prompt) - 1
@@ -228,7 +228,7 @@ class SequenceGroup:
 
     @property
     def awaits_output(self) -> bool:
-        """Whether a launched step computes what the group cannot go on without."""
+        """Whether a launched step computes results that the group needs to continue."""
         placeholders = any(sequence.num_placeholders for sequence in self.sequences)
         return placeholders or self.num_scored > len(self.prompt_logprobs)
 

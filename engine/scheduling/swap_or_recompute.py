@@ -1,4 +1,4 @@
-"""Choose how a preempted group gives up its blocks: swapped out, or recomputed."""
+"""Chooses how a preempted group gives up its blocks: swapped out or recomputed."""
 
 from typing import Literal
 
@@ -8,14 +8,14 @@ _SMOOTHING = 0.1
 
 
 class PreemptionPolicy:
-    """Compares the costs of the two from measured rates.
+    """Compares the costs of both from measured rates.
 
-    Which one costs less depends on the machine: in section 7.3 of the PagedAttention paper
-    recomputing never takes more than 1.2 times as long as swapping, and swapping costs much more
-    with small blocks, whose copies are short. So the rates are measured, not assumed.
+    The cheaper one depends on the machine: in section 7.3 of the PagedAttention paper, recomputing
+    takes at most 1.2 times as long as swapping, and swapping costs much more with small blocks,
+    whose copies are short. So this class measures the rates.
 
-    Swapping copies a group's blocks twice; recomputing runs its tokens through the model once
-    more. `auto` swaps until both rates have been measured.
+    Swapping copies a group's blocks twice; recomputing runs its tokens through the model again.
+    `auto` swaps until both rates are measured.
     """
 
     def __init__(self, mode: PreemptionMode) -> None:
