@@ -161,6 +161,19 @@ def _tiles(adapters: np.ndarray) -> Sequence[tuple[int, int, int]]:
     ]
 
 
+def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
+    """Add products in plain PyTorch; see `octavo.kernels.ops.add_low_rank`."""
+    records = batch.records[layer].tolist()
+    for adapter, begin, end in batch.tiles.tolist():
+        down, up, rank, bits = records[adapter]
+        if not rank:
+            continue
+        rows = batch.rows[begin:end].long()
+        inner = x[rows].float() @ matrix_at(down, (rank, x.shape[1]), x.dtype).float().t()
+        product = inner @ matrix_at(up, (rank, out.shape[1]), x.dtype).float()
+        out[rows] = (out[rows].float() + np.int64(bits).view(np.float64) * product).to(out.dtype)
+
+
 def matrix_at(address: int, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     """Return a view of the matrix at a memory address."""
     from ctypes import c_char  # noqa: PLC0415 - for kernels in plain PyTorch only

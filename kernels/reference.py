@@ -1,7 +1,8 @@
 """The definition of every kernel; tests compare each fast version with it.
 
 It is simple and slow: float32 arithmetic, one sequence at a time, any shape and any device.
-`octavo.kernels.ops` describes the arguments.
+`octavo.kernels.ops` describes the arguments. A CPU for which the C++ kernels cannot be compiled
+runs these.
 """
 
 import math
@@ -255,13 +256,18 @@ def experts(  # noqa: PLR0917
     return out.to(x.dtype)
 
 
+def argmax(rows: Tensor) -> Tensor:
+    """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
+    return rows.max(dim=-1).indices
+
+
 def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
     """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
-    bits = 32 * masks.shape[1]
-    for row, mask in zip(rows.tolist(), masks.tolist(), strict=True):
-        for token in range(logits.shape[1]):
-            if token >= bits or not mask[token // 32] >> token % 32 & 1:
-                logits[row, token] = -math.inf
+    allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(bool)
+    width = min(allowed.shape[1], logits.shape[1])
+    for row, tokens in zip(rows.tolist(), torch.from_numpy(~allowed[:, :width]), strict=True):
+        logits[row, :width].masked_fill_(tokens.to(logits.device), -math.inf)
+        logits[row, width:] = -math.inf
 
 
 def add_low_rank(

@@ -1,17 +1,19 @@
-"""The kernels for CPUs: C++ if there is a compiler, else plain PyTorch."""
+"""The kernels for CPUs: C++ if there is a compiler, else their definitions in plain PyTorch."""
 
 import logging
+from collections.abc import Sequence
 
 import torch
 
-from octavo.kernels import quantized, reference_states
-from octavo.kernels.cpu import fallback
+from octavo.kernels import quantized, reference, reference_states
 from octavo.kernels.cpu.blocks import dequantize
 from octavo.kernels.cpu.native import NativeKernels
+from octavo.kernels.low_rank import add_low_rank as add_low_rank_in_pytorch
+from octavo.kernels.scores import score_tokens as score_tokens_in_pytorch
 
 SLOW = (
     "the CPU kernels cannot be compiled, so attention runs in plain PyTorch and models in"
-    " Python: decoding is several times slower"
+    " Python: decoding is many times slower"
 )
 
 _kernels: NativeKernels | None = None
@@ -23,7 +25,7 @@ except OSError as error:
     logging.getLogger(__name__).warning("%s: %s", SLOW, error)
     warning = f"{SLOW}: {str(error).partition(chr(10))[0]}"
 
-_available = _kernels or fallback
+_available = _kernels or reference
 write_kv = _available.write_kv
 rotate_and_write = _available.rotate_and_write
 paged_attention = _available.paged_attention
@@ -32,8 +34,7 @@ swap_blocks = _available.swap_blocks
 argmax = _available.argmax
 mask_logits = _available.mask_logits
 draw_tokens = _available.draw_tokens
-score_tokens = _available.score_tokens
-pin_threads = _available.pin_threads
+score_tokens = score_tokens_in_pytorch if _kernels is None else _kernels.score_tokens
 _states = reference_states if _kernels is None else _kernels.states
 causal_conv = _states.causal_conv
 ssd = _states.ssd
@@ -43,7 +44,7 @@ quantized_linear = quantized.quantized_linear
 quantized_experts = quantized.quantized_experts
 fp8_linear = quantized.fp8_linear
 has_fp8_products = quantized.has_fp8_products
-add_low_rank = (fallback if _kernels is None else _kernels.low_rank).add_low_rank
+add_low_rank = add_low_rank_in_pytorch if _kernels is None else _kernels.low_rank.add_low_rank
 latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
@@ -64,6 +65,11 @@ def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:
     """Raise ValueError if the kernels cannot run; see `octavo.kernels.backend`."""
     if cache_dtype == torch.float8_e4m3fnuz:
         raise ValueError("only AMD's GPUs have a KV cache of float8_e4m3fnuz")
+
+
+def pin_threads(places: Sequence[Sequence[int]]) -> bool:
+    """Pin threads; see `NativeKernels.pin_threads`. PyTorch alone cannot."""
+    return _kernels is not None and _kernels.pin_threads(places)
 
 
 def plan_attention(*_: object, **__: object) -> None:

@@ -396,13 +396,13 @@ def _check_copies(kernels: ModuleType, case: Case, device: str = "cpu") -> None:
 
 @st.composite
 def _rows_to_draw_from(
-    draw: st.DrawFn, vocab_sizes: tuple[int, ...], most_rows: int, *, ties: bool = True
+    draw: st.DrawFn, vocab_sizes: tuple[int, ...], most_rows: int
 ) -> tuple[torch.Tensor, SamplingTensors]:
     """Draw rows of logits, each with its own parameters, including extremes."""
     vocab_size, n = draw(st.sampled_from(vocab_sizes)), draw(st.integers(1, most_rows))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     logits = torch.randn((n, vocab_size), generator=generator) * draw(st.sampled_from([0.5, 3.0]))
-    if ties and draw(st.booleans()):
+    if draw(st.booleans()):
         logits = logits.round()
     impossible = torch.rand(logits.shape, generator=generator) < draw(st.sampled_from([0, 0.3]))
     impossible[:, draw(st.integers(0, vocab_size - 1))] = False

@@ -1,4 +1,4 @@
-"""The two CPU implementations against the reference."""
+"""Test the C++ kernels of CPUs against their definitions."""
 
 import math
 import multiprocessing
@@ -14,9 +14,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels import reference
-from octavo.kernels.cpu import build, fallback, fallback_draws
-from octavo.kernels.cpu.fallback_draws import CANDIDATES
+from octavo.kernels.cpu import build
 from octavo.kernels.cpu.native import NativeKernels
 from octavo.kernels.reference import rotate
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -34,18 +32,15 @@ fixtures_are_shared = settings(
 
 @pytest.fixture(scope="session")
 def native():
+    if build.find_compiler() is None:
+        pytest.skip("no C++ compiler")
     return NativeKernels()
-
-
-@pytest.fixture(scope="session", params=[pytest.param("native", marks=needs_compiler), "fallback"])
-def kernels(request):
-    return fallback if request.param == "fallback" else request.getfixturevalue("native")
 
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=40)
-def test_attention(harness, kernels, data):
-    harness.check_attention(kernels, data.draw(harness.cases(fp8=FP8, subnormals=False)))
+def test_attention(harness, native, data):
+    harness.check_attention(native, data.draw(harness.cases(fp8=FP8, subnormals=False)))
 
 
 @given(
@@ -55,35 +50,32 @@ def test_attention(harness, kernels, data):
     seed=st.integers(0, 99),
 )
 @settings(fixtures_are_shared)
-def test_argmax(kernels, shape, dtype, values, seed):
+def test_argmax(native, shape, dtype, values, seed):
     """Argmax returns the first of equal maxima, also if all tokens are impossible."""
     draw = torch.Generator().manual_seed(seed)
     rows = torch.randint(-values, 1, (shape[0], shape[1] + 3), generator=draw).to(dtype)[:, 2:-1]
     rows[0] = -torch.inf
     expected = [row.index(max(row)) for row in rows.tolist()]
-    assert kernels.argmax(rows).tolist() == expected
+    assert native.argmax(rows).tolist() == expected
 
 
-@needs_compiler
 def test_argmax_of_what_is_no_number_is_a_place(native):
     assert native.argmax(torch.full((2, 100), torch.nan)).tolist() == [0, 0]
 
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=40)
-def test_masks(harness, kernels, data):
-    harness.check_masks(kernels, *data.draw(harness.masked_rows()))
+def test_masks(harness, native, data):
+    harness.check_masks(native, *data.draw(harness.masked_rows()))
 
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
-def test_write(harness, kernels, data):
-    keeps = kernels is fallback  # the C++ kernels have no subnormal fp8
-    cases = harness.cases(longest=20, fp8=FP8, subnormals=keeps)
-    harness.check_write(kernels, data.draw(cases))
+def test_write(harness, native, data):
+    cases = harness.cases(longest=20, fp8=FP8, subnormals=False)
+    harness.check_write(native, data.draw(cases))
 
 
-@needs_compiler
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("kept_as", FP8)
 def test_every_number_is_rounded_to_fp8_as_pytorch_does(native, dtype, kept_as):
@@ -101,7 +93,6 @@ def test_every_number_is_rounded_to_fp8_as_pytorch_does(native, dtype, kept_as):
     assert torch.equal(written.nan_to_num(6e4).sort()[0], expected.nan_to_num(6e4).sort()[0])
 
 
-@needs_compiler
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=40)
 def test_draws(harness, native, data):
@@ -109,31 +100,11 @@ def test_draws(harness, native, data):
     harness.check_draws(native, *data.draw(harness.rows_to_draw_from(sizes, 4)))
 
 
-@given(data=st.data())
-@settings(fixtures_are_shared, max_examples=20)
-def test_draws_without_a_compiler(harness, data):
-    """The logits have no ties: torch decides which of them it keeps."""
-    sizes = (1, 2, 5, CANDIDATES, CANDIDATES + 1, 1000)
-    rows = data.draw(harness.rows_to_draw_from(sizes, 4, ties=False))
-    harness.check_draws(fallback_draws, *rows)
-
-
 @pytest.mark.parametrize("vocab_size", [40, 1500])  # the tokens in one chunk or in two
-def test_draws_with_the_greatest_uniform_number(harness, kernels, vocab_size):
-    harness.check_greatest_uniform(kernels, vocab_size)
+def test_draws_with_the_greatest_uniform_number(harness, native, vocab_size):
+    harness.check_greatest_uniform(native, vocab_size)
 
 
-def test_a_top_p_that_float32_cannot_hold_without_a_compiler():
-    """1 - 1e-7 keeps two of three tokens; the nearest float32 would keep one."""
-    logits = torch.tensor([[1.0, 6e-8, 5e-8]]).log()
-    draws = SamplingTensors.greedy(1)._replace(
-        temperatures=np.ones(1), top_p=np.array([1 - 1e-7]), uniforms=np.array([1 - 2.0**-53])
-    )
-    assert reference.draw_tokens(logits, draws).tolist() == [1]
-    assert fallback_draws.draw_tokens(logits, draws).tolist() == [1]
-
-
-@needs_compiler
 @pytest.mark.parametrize("spread", [0.1, 2.5, 8.0])
 @pytest.mark.parametrize(
     "cut", [{}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 40_000, "top_p": 0.9}, {"min_p": 0.05}]
@@ -149,7 +120,6 @@ def test_draws_from_a_whole_vocabulary(harness, native, spread, cut):
     harness.check_draws(native, logits, draws._replace(**cut))
 
 
-@needs_compiler
 @pytest.mark.parametrize("cut", [{}, {"top_p": np.array([0.5])}, {"top_k": np.array([3])}])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
@@ -162,7 +132,6 @@ def test_nothing_is_drawn_outside_the_vocabulary(native, value, cut):
         assert 0 <= token < vocab_size
 
 
-@needs_compiler
 @given(
     shape=st.tuples(st.integers(1, 5), st.sampled_from([1, 2, 15, 16, 17, 300, 1023, 2100])),
     most=st.integers(0, 40) | st.just(10_000),
@@ -187,7 +156,6 @@ def test_scores(native, shape, most, spread, ties, seed):
     torch.testing.assert_close(found.top_logprobs, expected.gather(1, places))
 
 
-@needs_compiler
 def test_scores_of_no_numbers_are_no_numbers(native):
     scores = native.score_tokens(torch.full((1, 100), math.nan), torch.tensor([3]), 4)
     assert scores.logprobs.isnan().all()
@@ -197,7 +165,7 @@ def test_scores_of_no_numbers_are_no_numbers(native):
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=20)
-def test_rotate_and_write(harness, kernels, data):
+def test_rotate_and_write(harness, native, data):
     """The fused kernel equals rotating and then writing."""
     case = data.draw(harness.cases(longest=20).filter(lambda case: not case.latent))
     tokens = min(sum(queries for queries, _ in case.lengths), 4 * case.block_size)
@@ -215,8 +183,8 @@ def test_rotate_and_write(harness, kernels, data):
     slots[::5] = -1
     ours = numbers(4, 2, harness.elements(case))
     theirs = ours.clone()
-    found = kernels.rotate_and_write(query, key, value, cos, sin, *harness.carve(ours, case), slots)
-    kernels.write_kv(rotate(key, cos, sin), value, *harness.carve(theirs, case), slots)
+    found = native.rotate_and_write(query, key, value, cos, sin, *harness.carve(ours, case), slots)
+    native.write_kv(rotate(key, cos, sin), value, *harness.carve(theirs, case), slots)
     tolerance = harness.tolerances[case.dtype]
     expected = rotate(query, cos, sin)
     torch.testing.assert_close(found, expected, atol=tolerance, rtol=tolerance)
@@ -225,27 +193,27 @@ def test_rotate_and_write(harness, kernels, data):
 
 @given(data=st.data())
 @settings(fixtures_are_shared, max_examples=10)
-def test_copies(harness, kernels, data):
-    harness.check_copies(kernels, data.draw(harness.cases(longest=20)))
+def test_copies(harness, native, data):
+    harness.check_copies(native, data.draw(harness.cases(longest=20)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", [None, 1500])
-def test_keys_split_among_threads(harness, kernels, dtype, window):
+def test_keys_split_among_threads(harness, native, dtype, window):
     lengths = [(1, 3000), (3, 700), (1, 40)]
     harness.check_attention(
-        kernels, harness.case(lengths=lengths, group=3, dtype=dtype, sliding_window=window)
+        native, harness.case(lengths=lengths, group=3, dtype=dtype, sliding_window=window)
     )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 @pytest.mark.parametrize("window", [None, 37])
-def test_many_sequences(harness, kernels, dtype, block_size, window):
+def test_many_sequences(harness, native, dtype, block_size, window):
     lengths = [(1, 1 + 7 * i) for i in range(12)] + [(3, 130), (20, 20), (2, 64)]
     sizes = {"num_kv_heads": 3, "group": 3, "block_size": block_size}
     harness.check_attention(
-        kernels, harness.case(lengths=lengths, dtype=dtype, sliding_window=window, **sizes)
+        native, harness.case(lengths=lengths, dtype=dtype, sliding_window=window, **sizes)
     )
 
 
@@ -253,61 +221,60 @@ LATENT = {"group": 16, "head_dim": 576, "value_dim": 512, "latent": True}
 
 
 @pytest.mark.parametrize(("dtype", "block_size"), [(torch.float32, 8), (torch.bfloat16, 16)])
-def test_latent_attention(harness, kernels, dtype, block_size):
+def test_latent_attention(harness, native, dtype, block_size):
     """Also with work split among threads."""
     case = harness.case(
         lengths=[(1, 700), (1, 1), (7, 77)], dtype=dtype, block_size=block_size, **LATENT
     )
-    harness.check_attention(kernels, case)
+    harness.check_attention(native, case)
 
 
 @pytest.mark.parametrize(("dtype", "chunk"), [(torch.float32, 16), (torch.bfloat16, 1000)])
-def test_sinks_and_chunks_split_among_threads(harness, kernels, dtype, chunk):
+def test_sinks_and_chunks_split_among_threads(harness, native, dtype, chunk):
     """A sink counts once, however many parts are merged."""
     lengths = [(1, 3000), (3, 1002), (1, 1000), (1, 40)]
     harness.check_attention(
-        kernels, harness.case(lengths=lengths, group=3, dtype=dtype, chunk=chunk, sinks=True)
+        native, harness.case(lengths=lengths, group=3, dtype=dtype, chunk=chunk, sinks=True)
     )
 
 
-def test_layers_of_several_widths(harness, kernels):
+def test_layers_of_several_widths(harness, native):
     """Calls of different sizes share their threads' buffers."""
     for head_dim, value_dim in ((64, 64), (512, 512), (40, 128), (576, 24), (64, 64)):
         sizes = {"head_dim": head_dim, "value_dim": value_dim, "dtype": torch.bfloat16}
-        harness.check_attention(kernels, harness.case(lengths=[(1, 99), (9, 20)], **sizes))
+        harness.check_attention(native, harness.case(lengths=[(1, 99), (9, 20)], **sizes))
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_any_number_of_threads(harness, kernels, threads):
+def test_any_number_of_threads(harness, native, threads):
     torch.set_num_threads(threads)
     harness.check_attention(
-        kernels, harness.case(lengths=[(1, 1200), (50, 90), (1, 200)], num_kv_heads=2, group=2)
+        native, harness.case(lengths=[(1, 1200), (50, 90), (1, 200)], num_kv_heads=2, group=2)
     )
 
 
 @pytest.mark.parametrize("scale", [40.0, -3.0, 0.0])
-def test_extreme_logits(harness, kernels, scale):
+def test_extreme_logits(harness, native, scale):
     """Softmax weights almost vanish, or are equal, in every tile."""
     for cap in (None, 50.0):
         harness.check_attention(
-            kernels,
+            native,
             harness.case(lengths=[(1, 3000), (20, 150)], group=2, scale=scale, soft_cap=cap),
         )
 
 
-def test_nothing_to_attend_to(harness, kernels):
-    harness.check_attention(kernels, harness.case(lengths=[(0, 0)]))
-    harness.check_attention(kernels, harness.case(lengths=[(0, 0), (1, 9), (0, 30)]))
+def test_nothing_to_attend_to(harness, native):
+    harness.check_attention(native, harness.case(lengths=[(0, 0)]))
+    harness.check_attention(native, harness.case(lengths=[(0, 0), (1, 9), (0, 30)]))
     batch = harness.build(harness.case(lengths=[(1, 4), (1, 1)]))
     batch.metadata.seq_lens[0] = 0  # as in a batch's padding
-    out = kernels.paged_attention(
+    out = native.paged_attention(
         batch.query, batch.key_cache, batch.value_cache, batch.metadata, **batch.options
     )
     assert not out[0].any()
     assert out[1].any()
 
 
-@needs_compiler
 class TestNative:
     def test_does_not_look_at_blocks_that_no_query_sees(self, harness, native):
         for limit in ({"sliding_window": 16}, {"chunk": 32}):
@@ -418,7 +385,7 @@ def test_without_a_compiler(tmp_path):
         "                 cache[:, 0, 1], torch.tensor([9]))\n"
         "assert cache.sum() == 64, cache.sum()\n"
         "from octavo.kernels import cpu\n"
-        "assert cpu.write_kv.__module__ == 'octavo.kernels.cpu.fallback'\n"
+        "assert cpu.write_kv.__module__ == 'octavo.kernels.reference'\n"
     )
     environment = os.environ | {"CXX": "no-such-compiler", "XDG_CACHE_HOME": str(tmp_path)}
     root = Path(__file__).parents[2]

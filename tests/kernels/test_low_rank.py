@@ -6,8 +6,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from octavo.kernels import cpu, ops
-from octavo.kernels.cpu import fallback
+from octavo.kernels import cpu, low_rank, ops
 from octavo.kernels.low_rank import TILE_ROWS, sort_rows
 from tests.kernels.low_rank_batches import check_low_rank
 
@@ -22,7 +21,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("kernels", [cpu, fallback], ids=["native", "pytorch"])
+@pytest.mark.parametrize("kernels", [cpu, low_rank], ids=["native", "pytorch"])
 @given(**CASES)
 @example(
     inputs=576,

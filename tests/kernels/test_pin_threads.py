@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from octavo.kernels.cpu import build, fallback
+from octavo.kernels.cpu import build
 from octavo.kernels.cpu.native import NativeKernels
 
 pytestmark = pytest.mark.skipif(
@@ -48,7 +48,6 @@ def test_a_core_may_have_several_cpus():
 
 def test_no_places_are_no_pins():
     assert pin(NativeKernels(), [])[0] is False
-    assert pin(fallback, [(FIRST,), (SECOND,)])[0] is False
 
 
 def test_cpus_that_are_not_there_are_no_error():

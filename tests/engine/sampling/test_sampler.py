@@ -25,9 +25,8 @@ from octavo.engine.sampling.sampler import SamplingRow
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
-from octavo.kernels.cpu.fallback_draws import CANDIDATES
 
-VOCAB = 2 * CANDIDATES
+VOCAB = 512
 DRAWS = 20_000
 PROMPT = (1, 2, 3)
 
@@ -99,7 +98,7 @@ def assert_follows(counts, expected):
         ({"temperature": 0.7}, [TemperatureLogitsWarper(0.7)]),
         ({"temperature": 1.5}, [TemperatureLogitsWarper(1.5)]),
         ({"top_k": 20}, [TopKLogitsWarper(20)]),
-        ({"top_k": CANDIDATES + 50}, [TopKLogitsWarper(CANDIDATES + 50)]),
+        ({"top_k": VOCAB // 2 + 50}, [TopKLogitsWarper(VOCAB // 2 + 50)]),
         ({"top_p": 0.8}, [TopPLogitsWarper(0.8)]),
         ({"top_p": 0.9999}, [TopPLogitsWarper(0.9999)]),
         ({"min_p": 0.1}, [MinPLogitsWarper(0.1)]),
@@ -113,8 +112,8 @@ def assert_follows(counts, expected):
             ],
         ),
         (
-            {"top_k": CANDIDATES + 100, "top_p": 0.98},
-            [TopKLogitsWarper(CANDIDATES + 100), TopPLogitsWarper(0.98)],
+            {"top_k": VOCAB // 2 + 100, "top_p": 0.98},
+            [TopKLogitsWarper(VOCAB // 2 + 100), TopPLogitsWarper(0.98)],
         ),
     ],
     ids=lambda value: " ".join(map(str, value.items())) if isinstance(value, dict) else "",
