@@ -1,8 +1,8 @@
 """The attention implementation that transformers models call.
 
 Every transformers decoder calls attention through `AttentionInterface`, so one function serves all
-of them. It passes Q, K and V to the operator that writes the cache and computes paged attention.
-Where a module's cache keeps latents, it passes these; see `latent.py`.
+of them. It passes Q, K and V to the operator that writes the cache and computes paged attention. If
+a module's cache keeps latents, it passes latents; see `latent.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,17 +17,17 @@ from octavo.engine.attention import operator as paged_attention  # noqa: F401 - 
 from octavo.engine.attention.latent import PRODUCTS, LatentProducts
 
 PAGED_ATTENTION, PROBE = "octavo_paged", "octavo_probe"
-"""Names of implementations: the paged one, and one that records what models ask for."""
+"""Names of the implementations: paged attention, and a probe that records models' calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """One of a module's calls of attention.
+    """One of a module's attention calls.
 
     Attributes:
-        layer: The number of the call in the model.
-        window: A token attends to this many tokens, itself included; None: to all before it.
-        chunk: A token attends to those since the last multiple of this; None: to all before it.
+        layer: The call's number in the model.
+        window: Number of tokens that a token attends to, including itself; None: all before it.
+        chunk: Chunk length: a token attends to its chunk's tokens up to itself; None: no chunks.
     """
 
     layer: int
@@ -36,11 +36,11 @@ class Call:
 
 
 def number_calls(model: nn.Module, calls: Mapping[nn.Module, Sequence[Call]]) -> None:
-    """Assign the model's calls of attention to its modules, in their order.
+    """Assign the model's attention calls to its modules, in order.
 
     Args:
-        model: The model, each run of which begins with every module's first call.
-        calls: The calls of each of its modules.
+        model: The model; each run begins with every module's first call.
+        calls: The calls of each module.
     """
     for module, module_calls in calls.items():
         marked: Any = module
@@ -70,7 +70,7 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    attention_mask: torch.Tensor | None,  # noqa: ARG001 - read by `probe`
+    attention_mask: torch.Tensor | None,  # noqa: ARG001 - `probe` reads it
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: torch.Tensor | None = None,
@@ -80,17 +80,17 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     """Compute attention over the paged cache.
 
     Args:
-        module: The attention layer, whose calls `number_calls` has numbered. `latent` has set
-            `octavo_products` if its cache keeps latents.
+        module: The attention layer, with calls from `number_calls`. If its cache keeps latents,
+            `latent` has set `octavo_products`.
         query: `[1, num_heads, num_tokens, key_dim]`, the flat batch.
-        key: `[1, num_kv_heads, num_tokens, key_dim]`, or of latents
-            `[1, 1, num_tokens, latent_dim + rotated_dim]`.
+        key: `[1, num_kv_heads, num_tokens, key_dim]`, or for latents `[1, 1, num_tokens, latent_dim
+            + rotated_dim]`.
         value: `[1, num_kv_heads, num_tokens, value_dim]`, or `[1, 1, num_tokens, latent_dim]`.
         attention_mask: None.
         scaling: Factor of the logits; default 1 / sqrt(key_dim).
         softcap: Bound of the logits, by tanh.
-        s_aux: `[num_heads]`, attention sinks: a logit of each head that has no value.
-        alibi_slopes: `[num_heads]` float32: factors of the distances that are added to logits.
+        s_aux: `[num_heads]`, attention sinks: an extra logit per head, without a value.
+        alibi_slopes: `[num_heads]` float32: factors of the distances added to logits.
 
     Returns:
         `[1, num_tokens, num_heads, value_dim]`, and None for the weights.

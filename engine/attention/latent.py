@@ -1,10 +1,9 @@
 """Latent attention (DeepSeek-V2, 2024, section 2.1.2): the cache keeps latents.
 
-transformers' modules expand a token's latent to a key and a value of every head, by their
-`expand_kv`, and call attention with these. Both are products with one matrix. So the
-matrix can be applied to the query instead of the key, and to the weighted sum of latents instead of
-every value. Attention then has one key for all heads: the latent and the
-rotated elements beside it. The latent is its value.
+transformers' modules expand a token's latent to each head's key and value by `expand_kv`, and call
+attention with these. Both are products with one matrix. So the matrix can multiply the query
+instead of the keys, and the weighted sum of latents instead of the values. Attention then has one
+key for all heads, the latent and the rotated elements beside it, and the latent as its value.
 """
 
 from dataclasses import dataclass
@@ -16,18 +15,17 @@ from torch import Tensor, nn
 from octavo.engine.attention import operator as paged_attention  # noqa: F401 - defines the operator
 
 EXPANSION, PRODUCTS = "octavo_expansion", "octavo_products"
-"""Attributes of a module whose cache keeps latents: its `Expansion`, and once it is absorbed the
+"""Attributes of a module whose cache keeps latents: its `Expansion`, and after absorption the
 `LatentProducts`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expansion:
-    """The products by which a module makes keys and values from latents.
+    """A module's expansion of latents to keys and values.
 
     Attributes:
-        name: The module's linear layer that maps a latent to each head's key and value, one after
-            the other.
-        key_dim: Elements of a key that are made from a latent.
+        name: The linear layer that maps a latent to each head's key and value, in turn.
+        key_dim: Elements of a key that come from a latent.
         value_dim: Elements of a value.
     """
 
@@ -37,7 +35,7 @@ class Expansion:
 
 
 class LatentProducts(Protocol):
-    """The products of an expansion, as attention takes them."""
+    """An expansion's products, as attention uses them."""
 
     def attend(  # noqa: PLR0917 - as the operator
         self,
@@ -52,8 +50,8 @@ class LatentProducts(Protocol):
         """Write latents to the cache, and attend to the keys and values that they expand to.
 
         Args:
-            query: `[num_tokens, num_heads, key_dim + rest]`; a query's last elements are for those
-                of a key that are kept beside the latent.
+            query: `[num_tokens, num_heads, key_dim + rest]`; its last elements match the part of a
+                key that is kept beside the latent.
             key: `[num_tokens, 1, latent_dim + rest]`.
             layer: See `octavo::paged_attention`.
             scale: See `octavo::paged_attention`.
@@ -79,7 +77,7 @@ class AbsorbedProducts(nn.Module):
         self._key_dim, each = expansion.key_dim, expansion.key_dim + expansion.value_dim
         by_head = weight.detach().view(len(weight) // each, each, weight.shape[1])
         keys, values = by_head[:, : self._key_dim], by_head[:, self._key_dim :].transpose(1, 2)
-        # With strided weights a product of few tokens takes up to ten times as long.
+        # With strided weights, products of few tokens take up to ten times as long.
         self.keys = nn.Parameter(keys.contiguous(), requires_grad=False)
         self.values = nn.Parameter(values.contiguous(), requires_grad=False)
 
@@ -106,8 +104,8 @@ class AbsorbedProducts(nn.Module):
         """Map queries of keys to queries of latents.
 
         Args:
-            query: `[num_heads, num_tokens, key_dim + rest]`; a query's last elements are for those
-                of a key that are kept beside the latent.
+            query: `[num_heads, num_tokens, key_dim + rest]`; its last elements match the part of a
+                key that is kept beside the latent.
 
         Returns:
             `[num_heads, num_tokens, latent_dim + rest]`.
@@ -133,7 +131,7 @@ def absorb_expansions(model: nn.Module) -> None:
         if expansion is not None:
             linear: nn.Module = module.get_submodule(expansion.name)
             products = AbsorbedProducts(expansion, linear.get_parameter("weight"))
-            setattr(module, expansion.name, None)  # frees it: there may be no memory for all twice
+            setattr(module, expansion.name, None)  # frees it: memory may not hold all twice
             attention: Any = module
             attention.octavo_products, attention.expand_kv = products, _keep
 

@@ -1,9 +1,9 @@
 """Paged attention as a PyTorch operator: `octavo::paged_attention`.
 
-With an operator the compiler captures a model in one graph. It takes the layer's index, not the
-cache: `attending` sets the current step around the model. With cache and block tables as arguments,
-a compiled graph would hold thirty functional copies of one tensor, and each call would wrap seven
-more tensors.
+With an operator, the compiler captures a model in one graph. The operator takes the layer's index
+instead of the cache: `attending` sets the current step around the model. With cache and block
+tables as arguments, a compiled graph would hold thirty functional copies of one tensor, and each
+call would wrap seven more tensors.
 
 This module does not import transformers, which is slow to import.
 """
@@ -26,10 +26,10 @@ class PagedStep:
     """The batch and the cache of the current step.
 
     Attributes:
-        groups: The batch's sequences and their slots in the cache, as each layer group has them.
+        groups: The batch's sequences and their cache slots, for each layer group.
         layers: Each layer's cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 cache; else None.
-        states: Each state's place in the cache.
+        states: Each state's location in the cache.
     """
 
     groups: Sequence[AttentionMetadata]
@@ -128,7 +128,7 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     metadata = step.groups[group]
     key_scale, value_scale = step.kv_scales[layer] if step.kv_scales else (1.0, 1.0)
     scales = Scales(key_scale=key_scale, value_scale=value_scale)
-    if cos is not None and sin is not None:  # if not `written`, it writes the same again
+    if cos is not None and sin is not None:  # if not `written`, this writes the same again
         assert value_cache is not None  # queries of latents are not rotated as a whole
         cache = (key_cache, value_cache, metadata.slot_mapping)
         query = rotate_and_write(query, key, value, cos, sin, *cache, **scales)
@@ -177,5 +177,5 @@ _library.define(  # type: ignore[no-untyped-call]
 )
 _library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
 register_fake("octavo::paged_attention", _fake)
-# It writes the cache, which is not an argument: no call may be dropped or merged.
+# The operator writes the cache, which is no argument: no call may be dropped or merged.
 torch.fx.node.has_side_effect(torch.ops.octavo.paged_attention.default)

@@ -1,8 +1,8 @@
 """Latent attention on a CPU, as an operator: `octavo::latent_attention`.
 
-For a decode, absorbed products take the fewest multiplications; for a long chunk of a prefill,
-expanding the latents once takes fewer. The better way differs between the sequences of a step, so
-the kernel chooses: see kernels/cpu/latent_attention.cpp.
+For decodes, absorbed products take the fewest multiplications; for long chunks of a prefill,
+expanding the latents once takes fewer. The best way differs between a step's sequences, so the
+kernel chooses: see kernels/cpu/latent_attention.cpp.
 """
 
 # An operator's arguments are positional.
@@ -20,7 +20,7 @@ from octavo.kernels.ops import write_kv
 
 
 class PackedProducts(nn.Module):
-    """The products of an expansion, packed for the kernel.
+    """An expansion's products, packed for the kernel.
 
     Args:
         products: The absorbed products of the expansion.
@@ -60,7 +60,7 @@ class PackedProducts(nn.Module):
 
 
 def pack_latents(model: nn.Module) -> None:
-    """Pack a model's absorbed products where this CPU has a kernel for them.
+    """Pack a model's absorbed products if this CPU has a kernel for them.
 
     Args:
         model: A model on a CPU, after `absorb_expansions`; changed in place.
@@ -134,5 +134,5 @@ _library.impl("latent_attention", _attend, "CompositeExplicitAutograd")  # type:
 register_fake("octavo::latent_attention", _fake)
 OPERATOR = torch.ops.octavo.latent_attention.default
 """The operator. A traced step calls the function of the same name in kernels/cpu/operators.cpp."""
-# It writes the cache, which is not an argument: no call may be dropped or merged.
+# The operator writes the cache, which is no argument: no call may be dropped or merged.
 torch.fx.node.has_side_effect(OPERATOR)

@@ -1,8 +1,8 @@
-"""The functions by which transformers' models update states, over the paged cache.
+"""Replacements of transformers' functions that update states, over the paged cache.
 
-The modules of Mamba, gated delta rules and short convolutions call functions of their source files.
-This module replaces the functions there. Within `attending` the replacements call Octavo's
-operators; elsewhere, as in a reference run, transformers' own functions.
+The modules of Mamba, gated delta rules and short convolutions call functions in their source files;
+this module replaces these. Within `attending`, the replacements call Octavo's operators; elsewhere,
+as in a reference run, they call transformers' own functions.
 """
 
 # The arguments are those of transformers.
@@ -27,11 +27,11 @@ CONVOLUTION, SSD, SCAN = "causal_conv1d_fn", "mamba2_chunk_scan", "mamba_selecti
 DELTAS = "torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention"
 
 Recorder = Callable[[str, dict[str, Any]], Any]
-"""Stands for a function: takes its name and its arguments by name, and returns a like result."""
+"""Replaces a function: takes its name and its arguments by name, and returns a similar result."""
 
 
 class _Calls(threading.local):
-    """The states of the module that runs in this thread."""
+    """The states of the module running in this thread."""
 
     numbers: Iterator[int] = iter(())
     recorder: Recorder | None = None
@@ -51,7 +51,7 @@ def recording(recorder: Recorder) -> Iterator[None]:
 
 
 def number_states(module: nn.Module, numbers: Sequence[int]) -> None:
-    """Let the calls of a module's forward use these states, in their order."""
+    """Assign these states to the calls of a module's forward, in order."""
     forward = module.forward
 
     @functools.wraps(forward)
@@ -66,7 +66,7 @@ def number_states(module: nn.Module, numbers: Sequence[int]) -> None:
 
 
 def replace_functions(model: nn.Module) -> None:
-    """Replace the functions in the source files of a model's modules, once for each file."""
+    """Replace the functions in the source files of a model's modules, once per file."""
     for source in {type(module).__module__ for module in model.modules()}:
         file = sys.modules[source]
         for name, ours in _FUNCTIONS.items():
@@ -77,7 +77,7 @@ def replace_functions(model: nn.Module) -> None:
 
 def _either(name: str, ours: Function, theirs: Function) -> Function:
     @functools.wraps(theirs)
-    def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - as theirs
+    def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - as transformers'
         if _calls.recorder is not None:
             return _calls.recorder(name, _bound(theirs, arguments, keywords))
         return (theirs if any_step() is None else ours)(*arguments, **keywords)

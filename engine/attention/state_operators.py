@@ -1,8 +1,9 @@
-"""The operations of layers that keep a state, as PyTorch operators.
+"""The operations of stateful layers, as PyTorch operators.
 
-Like `octavo::paged_attention` they take the number of a state, not its memory: `attending` sets the
-current step around the model. `octavo.kernels.states` documents them. In traced steps the steps,
-rates and gates of recurrences must be contiguous float32; see kernels/cpu/state_operators.cpp.
+As in `octavo::paged_attention`, they take a state's number, not its memory: `attending` sets the
+current step around the model. `octavo.kernels.states` documents them. In traced steps, the step
+sizes, rates and gates of recurrences must be contiguous float32; see
+kernels/cpu/state_operators.cpp.
 """
 
 # An operator's arguments are positional.
@@ -112,5 +113,5 @@ for _schema, _function, _like in zip(
 
 OPERATORS = tuple(getattr(torch.ops.octavo, schema.partition("(")[0]).default for schema in SCHEMAS)
 for _operator in OPERATORS:
-    # It writes the state, which is not an argument: no call may be dropped or merged.
+    # The operator writes the state, which is no argument: no call may be dropped or merged.
     torch.fx.node.has_side_effect(_operator)

@@ -7,20 +7,20 @@ from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.models.forward import EagerForward
 
 MAX_TOKENS = 1 << 20
-"""The compiler needs a bound of the number of tokens; no step comes near it."""
+"""Upper bound on the number of tokens for the compiler; no step comes near it."""
 EXAMPLE_TOKENS, EXAMPLE_ROWS = 256, 48
-"""The sizes of a busy step, by which the compiler decides where to use threads."""
+"""The sizes of a busy step; the compiler decides by them where to use threads."""
 
 
 def example(
     device: torch.device, tokens: int = EXAMPLE_TOKENS, rows: int = EXAMPLE_ROWS
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return inputs for a step; by default for a busy one."""
+    """Return inputs for a step; by default for a busy step."""
     token_ids = torch.zeros((1, tokens), dtype=torch.int64, device=device)
     return token_ids, token_ids.clone(), torch.arange(rows, device=device)
 
 
-@torch.no_grad()  # else the no_grad parts of models become graphs of their own
+@torch.no_grad()  # otherwise no_grad parts of models become separate graphs
 def capture(forward: EagerForward, device: torch.device) -> ExportedProgram:
     """Capture a step for any number of tokens and rows from 2; the compiler makes 1 a constant.
 
@@ -32,7 +32,7 @@ def capture(forward: EagerForward, device: torch.device) -> ExportedProgram:
         Exception: Torch cannot capture the model.
     """
     tokens, rows = (Dim(name, min=2, max=MAX_TOKENS) for name in ("tokens", "rows"))
-    with attending(DryRun()):  # else modules with states call transformers' functions
+    with attending(DryRun()):  # otherwise stateful modules call transformers' functions
         captured = torch.export.export(
             forward,
             example(device),

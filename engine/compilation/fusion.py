@@ -1,11 +1,10 @@
 """Fuses norms, residuals and rotations into the CPU kernels.
 
-Otherwise each of these is an operator of its own, and some are seven. In a kernel they
-cost little more than their memory accesses: in a step of 48 sequences of SmolLM2-135M, everything
-but products and attention takes 4.1 ms instead of 11.6. Residuals and norms are rounded where the
-model rounds them.
+Otherwise each of these is a separate operator, or even seven. In a kernel they cost little more
+than their memory accesses: in a step of 48 sequences of SmolLM2-135M, everything but products and
+attention takes 4.1 ms instead of 11.6. Residuals and norms are rounded where the model rounds them.
 
-Code that is written unlike most transformers decoders stays as it is.
+Code that differs from most transformers decoders does not change.
 """
 
 import torch
@@ -21,7 +20,7 @@ aten = torch.ops.aten
 
 
 def fuse(graph: Graph) -> None:
-    """Fuse what can be fused.
+    """Fuse all supported operators.
 
     Args:
         graph: A trace's graph; changed in place.
@@ -29,11 +28,11 @@ def fuse(graph: Graph) -> None:
     _fuse_residuals(graph)
     join_norms(graph)
     _fuse_norms(graph)
-    fuse_rotary_embeddings(graph)  # last, as it removes unused nodes
+    fuse_rotary_embeddings(graph)  # last, as this removes unused nodes
 
 
 def _fuse_norms(graph: Graph) -> None:
-    """Fuse norms into the linear layers that use them, if nothing else does."""
+    """Fuse norms into the linear layers that use them, if nothing else uses them."""
     for norm in graph.find_nodes(op="call_function", target=RMS_NORM):
         x, weight, epsilon, rounds_first = norm.args
         rows = [row for permuted in norm.users for row in permuted.users]
@@ -102,6 +101,6 @@ def _set(linear: Node, which: int, value: object) -> None:
 
 
 def _are_alike(*nodes: Node) -> bool:
-    """Return whether nodes are of one type, which the kernels fuse."""
+    """Return whether nodes have one dtype that the kernels fuse."""
     dtypes = {node.meta["val"].dtype for node in nodes}
     return len(dtypes) == 1 and dtypes <= {torch.bfloat16, torch.float32}

@@ -1,7 +1,7 @@
 """The compiled step on a GPU: compiled in this process, before the engine is ready.
 
-Inductor compiles what is between two products (a residual, a norm, a SwiGLU) to one kernel. It
-caches kernels on disk, so the next start is faster.
+Inductor compiles the operators between two products (a residual, a norm, a SwiGLU) to one kernel.
+It caches kernels on disk, so the next start is faster.
 """
 
 import os
@@ -24,7 +24,7 @@ OTHER_SIZES = (2, 2), (3, 2), (1000, 3)
 
 
 class _Reporting(torch.nn.Module):
-    """A step that reports each run in Python, which the compiled code does not do."""
+    """A step that reports each run in Python; compiled code does not report."""
 
     def __init__(self, forward: torch.nn.Module, report: Callable[[int, int], None]) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class _Reporting(torch.nn.Module):
 class JitForward:
     """A model's step, compiled once for any number of tokens from two.
 
-    Other steps, such as one token alone, run uncompiled: no request waits for the compiler. They
+    Other steps, such as of a single token, run uncompiled: no request waits for the compiler. They
     are counted, and those of several tokens are logged. Steps with adapters also run uncompiled, as
     the compiled code applies none.
 
@@ -73,7 +73,7 @@ class JitForward:
         )
         with torch.inference_mode(), attending(DryRun()):
             self._forward(*example(device))
-            # If it were compiled for that size only, all others would run uncompiled.
+            # If only this size were compiled, all others would run uncompiled.
             with torch.compiler.set_stance("fail_on_recompile"):
                 for tokens, rows in OTHER_SIZES:
                     self._forward(*example(device, tokens, rows))

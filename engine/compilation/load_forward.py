@@ -1,4 +1,4 @@
-"""Loads a model, and makes the step that runs it."""
+"""Loads a model, and builds the step that runs it."""
 
 import itertools
 from collections.abc import Mapping
@@ -40,8 +40,8 @@ class LoadedForward:
         cache_dtype: The type of the KV cache.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: The model's device.
-        forward: Runs it.
-        targets: The layers that adapters may adapt; None if it takes no adapters.
+        forward: The function that runs the model.
+        targets: The layers that adapters may adapt; None if the model takes no adapters.
     """
 
     shape: ModelShape
@@ -62,21 +62,21 @@ class LoadedForward:
     @property
     def eager_steps(self) -> int:
         """Number of steps that ran uncompiled although the model is compiled."""
-        count: int = getattr(self.forward, "eager_steps", 0)  # of a `JitForward`
+        count: int = getattr(self.forward, "eager_steps", 0)  # only `JitForward` counts them
         return count
 
 
 @mapping_large()
 def load_forward(settings: EngineSettings, model: str, world: World | None = None) -> LoadedForward:
-    """Load a model, make its step, and check that it computes the same as transformers.
+    """Load a model, build its step, and check that it computes the same as transformers.
 
     Args:
         settings: The engine's settings.
-        model: Its directory.
-        world: The ranks that hold the model, all of which call this. Default: this process alone.
+        model: The model's directory.
+        world: The ranks that hold the model; all of them call this. Default: this process alone.
 
     Raises:
-        UnsupportedModelError: The engine cannot serve the model, or not with these settings.
+        UnsupportedModelError: The engine cannot serve the model with these settings.
         ModelError: The model cannot be read, or lacks weights.
         OSError: There is no such model.
     """
@@ -122,7 +122,7 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
 
 
 class _Forwards:
-    """Makes the step of a loaded model, and checks it."""
+    """Builds the step of a loaded model, and checks it."""
 
     def __init__(
         self, loaded: "LoadedModel", targets: "Targets | None", world: World | None
@@ -136,7 +136,7 @@ class _Forwards:
         """Return the step that passed the self-check.
 
         Args:
-            eager: Run operator by operator in Python.
+            eager: Whether to run operator by operator in Python.
 
         Raises:
             SelfCheckError: No step passes it.
@@ -151,7 +151,7 @@ class _Forwards:
         return self._of_all_ranks(self._eager)
 
     def _traced(self) -> Forward | None:
-        """Return the traced step; None after a warning if there is none that passes."""
+        """Return the traced step; None after a warning if it fails."""
         from octavo.engine.compilation.traced_forward import TracedForward  # noqa: PLC0415 - CPUs'
         from octavo.engine.models.checks.routing import OperatorRouting  # noqa: PLC0415
         from octavo.engine.models.checks.self_check import SelfCheckError  # noqa: PLC0415
@@ -174,7 +174,7 @@ class _Forwards:
         try:
             if count_packed(loaded.model) == len(loaded.check.expected.choices):
                 self._check(forward, OperatorRouting())
-            else:  # no experts can be forced on it
+            else:  # its routing cannot be forced
                 self._check(self._eager)
                 whole = self._of_all_ranks(self._eager, everywhere=True)
                 loaded.check.follow(whole)(self._of_all_ranks(forward, everywhere=True))
@@ -184,7 +184,7 @@ class _Forwards:
         return forward
 
     def _check(self, forward: Forward, routing: "Routing | None" = None) -> None:
-        """Check a step, and that it applies adapters if it takes any."""
+        """Check a step, and its adapters if it takes any."""
         from octavo.engine.lora.trial import TrialForward, check_adapters  # noqa: PLC0415
 
         loaded = self._loaded
@@ -197,7 +197,7 @@ class _Forwards:
         )
 
     def _of_all_ranks(self, forward: Forward, *, everywhere: bool = False) -> Forward:
-        """Return a step of all logits: on rank 0, or on all ranks, if there are several."""
+        """Return a step that gives all columns of logits: on rank 0, or on all ranks."""
         if self._world is None:
             return forward
         return RankForward(
@@ -206,12 +206,12 @@ class _Forwards:
 
 
 def compiled_for_gpu(forward: EagerForward, device: torch.device, check: "SelfCheck") -> Forward:
-    """Return the step compiled; if that fails, log a warning and return it as it is.
+    """Compile the step; if that fails, log a warning and return it uncompiled.
 
     Args:
         forward: The step to compile.
         device: The model's device.
-        check: The self-check, which `forward` has passed.
+        check: The self-check that `forward` has passed.
     """
     from octavo.engine.compilation.jit import JitForward  # noqa: PLC0415 - for a GPU only
 

@@ -1,4 +1,4 @@
-"""Finds RMSNorms in a traced step, and makes each one operator: `octavo::rms_norm`.
+"""Replaces each RMSNorm in a traced step by one operator: `octavo::rms_norm`.
 
 In PyTorch an RMSNorm is seven operators, each with a pass over memory.
 """
@@ -22,9 +22,9 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, rounds_first: boo
 
     Args:
         x: `[..., width]` bfloat16 or float32, the last dimension contiguous.
-        weight: `[width]` of these types: factors of the normed row.
-        epsilon: Added to the mean square.
-        rounds_first: Whether the row is rounded to the type of `x` also before it is multiplied.
+        weight: `[width]` of one of these types: factors of the normed row.
+        epsilon: Term added to the mean square.
+        rounds_first: Whether the row is also rounded to the type of `x` before multiplying.
 
     Returns:
         `[..., width]` of the type of `x`, contiguous.
@@ -47,12 +47,12 @@ RMS_NORM = torch.ops.octavo.rms_norm.default
 
 @dataclass(slots=True)
 class _Norm:
-    """A norm that was found.
+    """A norm in the graph.
 
     Attributes:
         x: Its rows.
         epsilon: The operator's argument.
-        result: The node that has its result so far.
+        result: The node of its result so far.
         weight: The operator's argument; None if no weights multiply it.
         rounds_first: The operator's argument.
     """
@@ -65,10 +65,10 @@ class _Norm:
 
 
 def join_norms(graph: fx.Graph) -> None:
-    """Make each RMSNorm of a trace one operator.
+    """Replace each RMSNorm of a trace by one operator.
 
     Args:
-        graph: The trace's; changed in place.
+        graph: The trace's graph; changed in place.
     """
     for root in graph.find_nodes(op="call_function", target=aten.rsqrt.default):
         norm = _begin(root)
@@ -81,7 +81,7 @@ def join_norms(graph: fx.Graph) -> None:
 
 
 def _join(graph: fx.Graph, norm: _Norm) -> None:
-    """Replace a norm by the operator, in memory that is laid out as before."""
+    """Replace a norm by the operator, with the same memory layout."""
     values: tuple[Tensor, ...] = norm.result.meta[VALUES]
     order = sorted(range(values[0].dim()), key=lambda i: -values[0].stride()[i])
     laid_out = tuple(value.permute(order) for value in values)
@@ -119,7 +119,7 @@ def _begin(root: fx.Node) -> _Norm | None:
 
 
 def _follow(norm: _Norm) -> None:
-    """Add the rounding after a norm, and the weights that multiply it."""
+    """Extend a norm by the rounding after it, and the weights that multiply it."""
     narrow = norm.x.meta["val"].dtype
     rounded = _rounding(norm.result, narrow)
     if rounded is not None:
@@ -140,13 +140,13 @@ def _follow(norm: _Norm) -> None:
 
 
 def _fits(norm: _Norm) -> bool:
-    """Return whether the operator takes a norm and computes the same."""
+    """Return whether the operator supports a norm and computes the same."""
     x = norm.x.meta["val"]
     return x.dtype in TYPES and x.stride(-1) == 1 and norm.result.meta["val"].dtype == x.dtype
 
 
 def _rounding(node: fx.Node, dtype: torch.dtype) -> fx.Node | None:
-    """Return a node's only use, if that rounds it to a type."""
+    """Return a node's only use, if it rounds the node to a type."""
     user = _only_user(node, aten._to_copy.default)  # noqa: SLF001
     return user if user is not None and user.meta["val"].dtype == dtype else None
 

@@ -1,7 +1,7 @@
 """Fuses the rotation of queries and keys into attention's write to the cache.
 
-Inductor alone would compute sines and cosines again for every head of every layer. Here they are
-computed once, in float32, rounded as the model rounds them.
+Inductor alone would recompute sines and cosines for every head of every layer. Here they are
+computed once, in float32, rounded as in the model.
 """
 
 from collections.abc import Callable
@@ -19,16 +19,15 @@ aten = torch.ops.aten
 octavo = torch.ops.octavo
 
 END = (1 << 63) - 1
-"""The end of a slice without an end."""
+"""Value of a slice's end if it has none."""
 
 
 def matches(graph: Graph, pattern: Callable[..., Node]) -> dict[Node, list[Node]]:
-    """Return the nodes that a pattern's parameters match, by the node of its result.
+    """Return the nodes that match a pattern's parameters, by the node of its result.
 
     Args:
         graph: The graph to search.
-        pattern: Its parameters match any node; nodes between them and the result must have no
-            other use.
+        pattern: The pattern. Its parameters match any node; inner nodes must have no other use.
     """
     matcher = SubgraphMatcher(fx.symbolic_trace(pattern).graph)
     return {match.returning_nodes[0]: match.placeholder_nodes for match in matcher.match(graph)}
@@ -43,7 +42,7 @@ def _rotated(x: Node, cos: Node, sin: Node, half: int) -> Node:
 
 
 def fuse_rotary_embeddings(graph: Graph) -> None:
-    """Fuse rotations that are written as in most transformers decoders.
+    """Fuse rotations in the form of most transformers decoders.
 
     Args:
         graph: A captured step's graph; changed in place.
@@ -76,7 +75,7 @@ def fuse_rotary_embeddings(graph: Graph) -> None:
 
 
 def _heads(tokens: Node) -> Node | None:
-    """Return the `[1, heads, tokens, head_dim]` that attention's argument is a view of."""
+    """Return the `[1, heads, tokens, head_dim]` behind attention's argument, which is a view."""
     if tokens.target is not aten.transpose.int or tokens.args[1:] != (0, 1):
         return None
     selected = tokens.args[0]
@@ -86,7 +85,7 @@ def _heads(tokens: Node) -> Node | None:
 
 
 def _angle(node: Node) -> Node | None:
-    """Return the `[1, tokens, head_dim]` of angles that are broadcast over heads."""
+    """Return the `[1, tokens, head_dim]` angles that are broadcast over heads."""
     whole = node.target is aten.unsqueeze.default and node.args[1] == 1
     return node.args[0] if whole else None
 
@@ -107,7 +106,7 @@ def _is_doubled(node: Node) -> bool:
 
 
 def _in_float32(graph: Graph, angle: Node) -> Node:
-    """Return angles as `[tokens, head_dim]` float32, rounded as the model rounds them."""
+    """Return angles as `[tokens, head_dim]` float32, rounded as in the model."""
     with graph.inserting_after(angle):
         wide = graph.call_function(aten.to.dtype, (angle, torch.float32))
     with graph.inserting_after(wide):

@@ -1,8 +1,8 @@
-"""Makes a traced step run without Python's lock: other threads serve requests meanwhile.
+"""Runs a traced step without Python's lock, so that other threads serve requests meanwhile.
 
-Calls of Octavo's operators that follow each other become a program of `octavo.kernels.cpu`, and
-other operators run in PyTorch's interpreter of graphs, TorchScript's. Views cost no call of their
-own: a call takes a strided view of the tensor that owns the memory.
+Consecutive calls of Octavo's operators become a program of `octavo.kernels.cpu`; other operators
+run in TorchScript's interpreter. Views need no extra call: a call takes a strided view of the
+tensor that owns the memory.
 """
 
 import math
@@ -34,9 +34,9 @@ NATIVE = {
     RMS_NORM,
     *state_operators.OPERATORS,
 }
-"""Octavo's operators that programs call, besides those of linear layers."""
+"""Octavo's operators that programs call, besides linear layers."""
 GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"
-"""Transformers' operator in Python for products of experts, which PyTorch's kernel computes too."""
+"""Transformers' Python operator for products of experts; PyTorch's kernel computes the same."""
 ENTRY = """\
 def forward(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
     tokens = token_ids.size(1)
@@ -65,10 +65,10 @@ class Script:
     def __init__(self, traced: Trace) -> None:
         lines = _Lines(traced)
         self.lines = lines.lines
-        self._programs = lines.programs  # kept, as the module has their addresses
+        self._programs = lines.programs  # kept alive, as the module has their addresses
         with warnings.catch_warnings():
-            # PyTorch warns that TorchScript gets no new features; it has nothing else that runs a
-            # graph without Python, without a compiler and without the interpreter's lock.
+            # PyTorch warns that TorchScript is deprecated; but nothing else in it runs a graph
+            # without Python, a compiler and the interpreter's lock.
             warnings.simplefilter("ignore", DeprecationWarning)
             module: Any = torch.jit.script(_module(lines.constants))
             module.define(ENTRY + "".join(f"    {line}\n" for line in self.lines))
@@ -76,7 +76,7 @@ class Script:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Run the step."""
-        # Its optimizations would compile for sizes, which change from step to step.
+        # Its optimizations would specialize for sizes, which change from step to step.
         with optimized_execution(False):
             logits: Tensor = self._module(token_ids, positions, logit_rows)
         return logits
@@ -84,7 +84,7 @@ class Script:
 
 def _module(constants: Mapping[str, Tensor]) -> nn.Module:
     """Return a module of constants."""
-    # Each module has a new class: TorchScript compiles a class's methods only once in a process.
+    # Each module has a new class, as TorchScript compiles a class's methods only once per process.
     module: nn.Module = type("Forward", (nn.Module,), {})()
     for name, constant in constants.items():
         module.register_buffer(name, constant)
@@ -97,7 +97,7 @@ class _Lines:
     Attributes:
         lines: The lines, in order.
         programs: Programs that the lines run.
-        constants: Constants that the lines name.
+        constants: Constants in the lines.
     """
 
     def __init__(self, traced: Trace) -> None:
@@ -106,7 +106,7 @@ class _Lines:
         self.constants: dict[str, Tensor] = {}
         self._traced = traced
         self._names: dict[fx.Node, str] = {}
-        self._owners: dict[int | None, fx.Node] = {}  # of memory, by the first run's storages
+        self._owners: dict[int | None, fx.Node] = {}  # memory's owner, by the first run's storages
         self._last_uses = _last_uses(traced.graph)
         self._waiting: list[fx.Node] = []  # calls of the next program
         for place, node in enumerate(traced.graph.nodes):
@@ -117,7 +117,7 @@ class _Lines:
         if values is not None:
             owner = self._owners.setdefault(storage_of(values[0]), node)
             if owner is not node and node.op == "call_function" and _is_view(node, owner):
-                return  # once it is an argument
+                return  # named when it is an argument
         if node.op == "get_attr":
             self._names[node] = f"self.{node.target}"
         elif node.op == "placeholder":
@@ -133,14 +133,14 @@ class _Lines:
                 self._assign(node, self._call(node))
 
     def _must_follow(self, node: fx.Node) -> bool:
-        """Return whether a node uses results of waiting calls, or changes their arguments."""
+        """Return whether a node uses pending calls' results, or changes their arguments."""
         if node.op == "call_function" and _changes(node):
             return True
         made = set(map(memory_of, self._waiting))
         return not made.isdisjoint(map(memory_of, node.all_input_nodes))
 
     def _add_program(self, place: int) -> None:
-        """Add a line that makes the waiting calls, before the node with this index."""
+        """Add a line with the pending calls, before the node with this index."""
         calls, self._waiting = self._waiting, []
         if not calls:
             return
@@ -168,7 +168,7 @@ class _Lines:
         return node.name
 
     def _name(self, node: fx.Node) -> str:
-        """Return a node's name, once it has one: views get theirs as they are used."""
+        """Return a node's name; views get one when they are first used."""
         if (known := self._names.get(node)) is not None:
             if node.op == "get_attr":
                 self.constants[str(node.target)] = self._traced.constants[str(node.target)]
@@ -191,7 +191,7 @@ class _Lines:
         """Return a call's expression.
 
         Raises:
-            UnscriptableError: There is none.
+            UnscriptableError: The call needs Python.
         """
         target: Any = node.target
         if target is GETITEM:
@@ -254,12 +254,12 @@ def _changes(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node, owner: fx.Node) -> bool:
-    """Return whether a node is a view of another, and no more than that."""
+    """Return whether a node is just a view of another."""
     return not _changes(node) and node.meta[VALUES][0].dtype == owner.meta[VALUES][0].dtype
 
 
 def _last_uses(graph: fx.Graph) -> dict[int | None, int]:
-    """Return the places of the last nodes that use each tensor's memory."""
+    """Return the index of the last node that uses each tensor's memory."""
     return {
         memory_of(source): place
         for place, node in enumerate(graph.nodes)

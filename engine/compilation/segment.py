@@ -1,4 +1,4 @@
-"""A segment of a trace: calls of Octavo's operators that follow each other, as one program."""
+"""A segment of a trace: consecutive calls of Octavo's operators, as one program."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ class Segment:
     """Writes a segment's program.
 
     Args:
-        constants: The trace's.
+        constants: The trace's constants.
         owners: The first node of each memory, by the memory's identity.
     """
 
@@ -32,7 +32,7 @@ class Segment:
         """Return the program.
 
         Args:
-            inputs: The nodes that it takes.
+            inputs: The nodes of its inputs.
             calls: Its calls, in order.
             outputs: Calls whose results are used afterwards, in order.
         """
@@ -51,7 +51,7 @@ class Segment:
     def _frees(
         self, calls: Sequence[fx.Node], outputs: Sequence[fx.Node]
     ) -> dict[fx.Node, list[fx.Node]]:
-        """Return the results that are not used any more, by the last call that uses each."""
+        """Return the results whose memory can be freed after each call."""
         makers = {memory_of(call): call for call in calls}
         last = {call: call for call in calls}
         for call in calls:
@@ -64,11 +64,11 @@ class Segment:
                 frees.setdefault(call, []).append(maker)
         return frees
 
-    def _argument(self, value: Any) -> Any:  # noqa: ANN401 - whatever a call has
+    def _argument(self, value: Any) -> Any:  # noqa: ANN401 - any argument
         return self._number(value) if isinstance(value, fx.Node) else value
 
     def _number(self, node: fx.Node) -> int:
-        """Return the number of a node's tensor; make a view if it is one."""
+        """Return the number of a node's tensor; add a view if the node is one."""
         if (known := self._numbers.get(node)) is not None:
             return known
         values = node.meta[VALUES]
@@ -95,19 +95,19 @@ class Segment:
 
 def operator_name(target: Any) -> str:  # noqa: ANN401 - an OpOverload
     """Return an operator's name without its namespace."""
-    name: str = target._schema.name  # noqa: SLF001 - has no public name
+    name: str = target._schema.name  # noqa: SLF001 - no public name
     return name.partition("::")[2]
 
 
 def arguments_of(call: fx.Node) -> list[Any]:
-    """Return all arguments of an operator's call, in order, with the defaults of those left out."""
+    """Return all arguments of an operator's call, in order, including defaults."""
     declared = call.target._schema.arguments  # type: ignore[union-attr] # noqa: SLF001
     passed = dict(zip((one.name for one in declared), call.args, strict=False)) | call.kwargs
     return [passed.get(one.name, one.default_value) for one in declared]
 
 
 def memory_of(node: fx.Node) -> int | None:
-    """Return the identity of the memory of a node's tensor, if that was traced."""
+    """Return the identity of the memory of a node's tensor, if it was traced."""
     values = node.meta.get(VALUES)
     return None if values is None else storage_of(values[0])
 

@@ -1,9 +1,9 @@
 """Traces a step: runs it a few times, and records the operators that it calls, with arguments.
 
-Each run has another number of tokens and of rows. A number that differs between the runs is a
-linear function of these two; whatever else differs cannot be traced. Octavo's operators are not
-run: their weights are most of a model's, and their results do not matter. So a trace of 30
-layers takes about a second, however large they are.
+Each run has other numbers of tokens and of rows. Values that differ between runs must be linear in
+these two; any other difference cannot be traced. Octavo's operators do not run: their weights are
+most of a model's, and their results do not matter. So a trace of 30 layers takes about a second,
+however large they are.
 """
 
 import mmap
@@ -23,19 +23,19 @@ from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.models.forward import EagerForward
 
 RUNS = (5, 3), (7, 3), (7, 4), (11, 6)
-"""Tokens and rows of the runs: the second has other tokens than the first, the third other rows
-than the second, and the fourth shows whether numbers are linear in them. None has one token or
-row: for a dimension of 1, PyTorch may call other operators, which are right for no other size."""
+"""Tokens and rows of the runs: the second changes the tokens, the third the rows, and the fourth
+shows whether sizes are linear in them. No run has one token or row: for a dimension of 1, PyTorch
+may call operators that are right for no other size."""
 MANY = 1 << 16, 300
-"""Tokens and rows of a last run, without data, which takes no time to compute. It shows whether
-models call other operators for many tokens, and whether a size has a bound."""
+"""Tokens and rows of a last run without data, which computes nothing. It shows whether models call
+other operators for many tokens, and whether a size has a bound."""
 UNREAD_BYTES = 1 << 37
-"""Bytes of address space that the last run reserves: more than any of its tensors needs."""
+"""Bytes of address space that the last run reserves: more than any of its tensors."""
 INPUTS = "token_ids", "positions", "logit_rows"
 VALUES = "values"
-"""A node's tensors in all runs, in its `meta`."""
+"""Key in a node's `meta` for its tensors in all runs."""
 FOLDED_BYTES = 1 << 20
-"""Maximum bytes of a tensor that depends on weights alone and so is computed once."""
+"""Maximum bytes of a tensor that depends only on weights and so is computed once."""
 OTHER_ARGUMENTS = "it passes other arguments for other numbers of tokens"
 MASKS = {torch.bool, torch.uint8}
 READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__}
@@ -48,10 +48,10 @@ class UntraceableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """A number that depends on a step's number of tokens and of rows.
+    """A size that depends on a step's numbers of tokens and of rows.
 
     Attributes:
-        constant: The part that does not depend on them.
+        constant: The constant part.
         tokens: Factor of the number of tokens.
         rows: Factor of the number of rows.
     """
@@ -61,7 +61,7 @@ class Size:
     rows: int
 
     def at(self, tokens: int, rows: int) -> int:
-        """Return it for a number of tokens and of rows."""
+        """Return the size for numbers of tokens and of rows."""
         return self.constant + self.tokens * tokens + self.rows * rows
 
 
@@ -70,9 +70,9 @@ class Trace:
     """The calls of a step.
 
     Attributes:
-        graph: Its inputs are placeholders. The constants are `get_attr` nodes. Arguments of calls
-            may be `Size`s, and each node's tensors in the runs are its `meta[VALUES]`.
-        constants: By name.
+        graph: The graph. Inputs are placeholders, and constants are `get_attr` nodes. Arguments of
+            calls may be `Size`s, and `meta[VALUES]` has a node's tensors in the runs.
+        constants: The constants, by name.
     """
 
     graph: fx.Graph
@@ -81,7 +81,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """An operator's call, as one run made it."""
+    """An operator's call in one run."""
 
     operator: OpOverload
     arguments: tuple[tuple[Any, ...], dict[str, Any]]
@@ -89,11 +89,11 @@ class _Call:
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records all calls within.
+    """Records all calls within the context.
 
     Args:
-        known: The calls of an earlier run. With them no operator is run: calls that read data
-            return the earlier result, and all others return tensors of the right sizes.
+        known: The calls of an earlier run. With them no operator runs: calls that read data return
+            the earlier result, and all others return tensors of the right sizes.
 
     Attributes:
         calls: The calls, in order.
@@ -111,7 +111,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what operators return
+    ) -> Any:  # noqa: ANN401 - operators' results
         del types
         kwargs = kwargs or {}
         if operator.namespace == "prim":  # of tensors without data
@@ -137,7 +137,7 @@ class _NoData(TorchFunctionMode):
         types: Sequence[type],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
-    ) -> Any:  # noqa: ANN401 - what functions return
+    ) -> Any:  # noqa: ANN401 - functions' results
         del types
         if function in READS:
             raise UntraceableError("its Python code looks at data")
@@ -145,7 +145,7 @@ class _NoData(TorchFunctionMode):
 
 
 def _reads_data(operator: OpOverload, args: Sequence[Any]) -> bool:
-    """Return whether an operator's result is a number, or of a size, that depends on data."""
+    """Return whether an operator's result is a number or has a size that depends on data."""
     if operator is aten.index.Tensor:  # by a mask
         indices = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args[1]]
         return any(one is not None and one.dtype in MASKS for one in indices)
@@ -159,12 +159,12 @@ def _without_data(
     kwargs: dict[str, Any],
     make: Callable[[Tensor], Tensor],
 ) -> Any:  # noqa: ANN401
-    """Return an operator's result, of the right sizes.
+    """Return a result with the sizes of an operator's.
 
     Args:
-        operator: It is not run.
-        args: Its arguments by place.
-        kwargs: Its arguments by name.
+        operator: The operator, which is not run.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
         make: Returns a tensor like one on the meta device.
     """
     originals: dict[int, Tensor] = {}
@@ -196,7 +196,7 @@ def _map(change: Callable[[Tensor], Tensor], value: Any) -> Any:  # noqa: ANN401
 
 
 def _leaves(value: Any) -> Iterator[Any]:  # noqa: ANN401 - an argument
-    """Yield all values in an argument, nested ones too."""
+    """Yield all values in an argument, including nested ones."""
     if isinstance(value, list | tuple):
         for one in value:
             yield from _leaves(one)
@@ -210,13 +210,13 @@ def _zeros(like: Tensor) -> Tensor:
 
 
 class _Unread:
-    """Tensors of any sizes on the CPU that take no memory, as nobody reads or writes them."""
+    """Makes CPU tensors of any size that take no memory, as nothing reads or writes them."""
 
     def __init__(self) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        memory = mmap.mmap(-1, UNREAD_BYTES, flags, mmap.PROT_READ)  # for which no memory is set by
+        memory = mmap.mmap(-1, UNREAD_BYTES, flags, mmap.PROT_READ)  # no memory is committed for it
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it cannot be written
+            warnings.simplefilter("ignore")  # that the memory is read-only
             self._all = torch.frombuffer(memory, dtype=torch.uint8)
 
     def tensor(self, like: Tensor) -> Tensor:
@@ -233,7 +233,7 @@ def trace(forward: EagerForward, vocab_size: int) -> Trace:
         vocab_size: Number of tokens in the vocabulary.
 
     Returns:
-        The trace, right for one token and one row too.
+        The trace, which is also right for one token and one row.
 
     Raises:
         UntraceableError: Its calls depend on more than its number of tokens and of rows.
@@ -279,17 +279,17 @@ def _check_same(*runs: Sequence[_Call]) -> None:
 
 @contextmanager
 def _compiling() -> Iterator[None]:
-    """Tell models that they are traced, as PyTorch does; otherwise some look at data."""
+    """Let models see that they are traced, as in PyTorch; otherwise some look at data."""
     compiler: Any = torch.compiler
-    compiler._is_compiling_flag = True  # noqa: SLF001 - has no public name
+    compiler._is_compiling_flag = True  # noqa: SLF001 - no public name
     try:
         yield
     finally:
-        compiler._is_compiling_flag = False  # noqa: SLF001 - likewise
+        compiler._is_compiling_flag = False  # noqa: SLF001 - no public name
 
 
 class _Builder:
-    """Makes one graph of the calls of several runs."""
+    """Merges the calls of several runs into one graph."""
 
     def __init__(self, inputs: Sequence[tuple[Tensor, ...]]) -> None:
         self._graph = fx.Graph()
@@ -306,7 +306,7 @@ class _Builder:
             self._add(made, place)
 
     def finish(self, results: Sequence[Tensor], last: Sequence[_Call]) -> Trace:
-        """Add the results of the runs, and check them by the calls of the last run.
+        """Add the runs' results, and check them against the last run's calls.
 
         Raises:
             UntraceableError: A tensor's shape in the last run does not follow from the other runs.
@@ -342,8 +342,8 @@ class _Builder:
                 self._places[part] = place
 
     def _check_writes(self, made: _Call) -> None:
-        """Refuse a call that changes a constant: the next step would find it changed."""
-        schema = made.operator._schema  # noqa: SLF001 - has no public name
+        """Refuse a call that changes a constant: it would change the next step."""
+        schema = made.operator._schema  # noqa: SLF001 - no public name
         written = [
             node
             for declared, node in zip(schema.arguments, made.arguments[0], strict=False)
@@ -358,10 +358,10 @@ class _Builder:
         self._nodes[tuple(map(id, values))] = node
 
     def _fold(self, values: tuple[Any, ...]) -> bool:
-        """Make a call's result a constant, if it is one and small."""
+        """Turn a call's result into a constant, if it is constant and small."""
         first = values[0]
         if not isinstance(first, Tensor):
-            return isinstance(first, int | float)  # which the model has computed with
+            return isinstance(first, int | float)  # the model has computed with it
         is_view = storage_of(first) in self._constant_storages
         if first.nbytes > FOLDED_BYTES and not is_view:
             return False
@@ -377,7 +377,7 @@ class _Builder:
         return node
 
     def _merge_all(self, arguments: Sequence[Any]) -> Any:  # noqa: ANN401
-        """Return the argument, and all that is in it, that stands for those of all runs."""
+        """Merge the runs' arguments, including nested values, into one argument."""
         first = arguments[0]
         if not isinstance(first, list | tuple | dict):
             return self._merge(arguments)
@@ -391,7 +391,7 @@ class _Builder:
         return merged if isinstance(first, list) else tuple(merged)
 
     def _merge(self, values: Sequence[Any]) -> Any:  # noqa: ANN401
-        """Return the argument that stands for those of all runs."""
+        """Merge the runs' arguments into one argument."""
         first = values[0]
         if isinstance(first, Tensor):
             return self._node(tuple(values))
@@ -417,12 +417,12 @@ GETITEM = _getitem
 
 def storage_of(tensor: Tensor) -> int:
     """Return the identity of a tensor's memory."""
-    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - has no public name
+    identity: int = tensor.untyped_storage()._cdata  # noqa: SLF001 - no public name
     return identity
 
 
 def _check_shape(node: fx.Node, last: Tensor) -> None:
-    """Refuse a node whose tensor's shape in the last run does not follow from the other runs."""
+    """Refuse a node whose shape in the last run does not follow from the other runs."""
     shapes = zip(*(value.shape for value in node.meta[VALUES]), strict=True)
     for sizes, actual in zip(shapes, last.shape, strict=True):
         size = merge_numbers(sizes)
@@ -435,7 +435,7 @@ def _are_same(one: Tensor, other: Tensor) -> bool:
 
 
 def _is_constant(args: tuple[Any, ...], kwargs: dict[str, Any], operator: OpOverload) -> bool:
-    """Return whether a call's result depends on constants alone."""
+    """Return whether a call's result depends only on constants."""
     if operator._schema.is_mutable or torch.Tag.nondeterministic_seeded in operator.tags:  # noqa: SLF001
         return False
     leaves = _leaves([args, *kwargs.values()])
@@ -446,13 +446,13 @@ def _is_constant(args: tuple[Any, ...], kwargs: dict[str, Any], operator: OpOver
 
 
 def merge_numbers(values: Sequence[Any]) -> Any:  # noqa: ANN401 - an argument
-    """Return a number for all runs: an argument that is no tensor, or a part of its layout.
+    """Merge the runs' numbers into one: arguments other than tensors, or parts of a layout.
 
     Args:
         values: The number in each run.
 
     Raises:
-        UntraceableError: They differ, and are not linear in the number of tokens and of rows.
+        UntraceableError: They differ and are not linear in the numbers of tokens and rows.
     """
     first = values[0]
     if all(value == first and type(value) is type(first) for value in values):
@@ -470,7 +470,7 @@ def merge_numbers(values: Sequence[Any]) -> Any:  # noqa: ANN401 - an argument
 
 
 def call(graph: fx.Graph, operator: Callable[..., Any], *args: Any) -> fx.Node:  # noqa: ANN401
-    """Add a call that makes a view to a graph, with its tensors in all runs if it is a trace."""
+    """Add a view to a graph, with its tensors in all runs if it is a trace."""
     node = graph.call_function(operator, args)
     if all(VALUES in argument.meta for argument in args if isinstance(argument, fx.Node)):
         values = tuple(operator(*_of_run(args, run)) for run in range(len(RUNS)))

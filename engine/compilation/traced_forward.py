@@ -1,4 +1,4 @@
-"""The step of a CPU: traced, its operators fused, and run without Python."""
+"""A CPU's step: traced, with fused operators, and run without Python."""
 
 from collections.abc import Mapping
 
@@ -66,14 +66,14 @@ class TracedForward:
         """Run the model within `attending`; return each row's most likely token.
 
         Args:
-            token_ids: The argument of calls.
-            positions: The argument of calls.
-            logit_rows: The argument of calls.
-            masks: A mask for each row that has one: `[words]` int32, as for
+            token_ids: See `__call__`.
+            positions: See `__call__`.
+            logit_rows: See `__call__`.
+            masks: Masks of the rows that have one: `[words]` int32, as for
                 `octavo.kernels.ops.mask_logits`.
 
         Returns:
-            The tokens; of those that are equally likely, the first.
+            The tokens; the first on a tie.
         """
         logits = self(token_ids, positions, logit_rows)
         if masks:
@@ -82,7 +82,7 @@ class TracedForward:
         return tokens
 
     def _checked(self, within: PagedStep) -> CheckedCaches:
-        """Return the checked caches of a step; those of the step before are not checked again."""
+        """Return a step's checked caches; reuse the previous step's if they are the same."""
         checked = self._caches
         if checked is None or not checked.are_of(within.layers, within.states):
             checked = self._caches = CheckedCaches(

@@ -1,1 +1,1 @@
-"""Constrain outputs: grammars compiled in the background, and the tokens that they allow."""
+"""Constrains outputs: compiles grammars in the background, and finds the allowed tokens."""

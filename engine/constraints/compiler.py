@@ -1,4 +1,4 @@
-"""Compile constraints in the background, once each, and make the matchers of requests."""
+"""Compiles constraints in the background, once each, and creates requests' matchers."""
 
 import threading
 import time
@@ -26,9 +26,9 @@ from octavo.engine.constraints.token_table import TokenTable
 log = structlog.get_logger(__name__)
 
 LIGHT_SECONDS = 0.05
-"""Processor time of a trial. A constraint that takes more is heavy."""
+"""Processor time of a trial above which a constraint is heavy."""
 REFUSED_BYTES = 1024
-"""Bytes that a refused constraint counts in the cache, besides its text."""
+"""Bytes that a refused constraint counts for in the cache, besides its text."""
 
 
 class TokensMissingError(Exception):
@@ -36,7 +36,7 @@ class TokensMissingError(Exception):
 
 
 Outcome = list[Matcher] | ConstraintError | TokensMissingError
-"""A request's matchers, one for each output, or why there are none."""
+"""A request's matchers, one per output, or the reason why there are none."""
 _State: TypeAlias = LLMatcher | ConstraintError | TokensMissingError
 """The outcome of a constraint."""
 
@@ -47,10 +47,10 @@ class Preparation:
 
     Attributes:
         constraint: The constraint to compile.
-        outputs: The tokens that each output has already.
+        outputs: The existing tokens of each output.
         rule: The rule for the ends of outputs.
         done: Called in another thread with the outcome.
-        cancelled: Whether nobody waits for it any more; set by any thread.
+        cancelled: Whether the request has ended; set by any thread.
     """
 
     constraint: Constraint
@@ -76,7 +76,7 @@ class CompileCounters:
         compiled: Constraints compiled.
         refused: Constraints refused.
         cached: Requests whose constraint was compiled already, or being compiled.
-        seconds: Seconds that each took since `take_seconds`, trial included.
+        seconds: Seconds of each since `take_seconds`, including its trial.
     """
 
     compiled: int = 0
@@ -85,17 +85,17 @@ class CompileCounters:
     seconds: list[float] = field(default_factory=list)
 
     def take_seconds(self) -> list[float]:
-        """Return how long each took since the last call."""
+        """Return the seconds of each constraint since the last call."""
         taken, self.seconds = self.seconds, []
         return taken
 
 
 @dataclass(frozen=True, slots=True)
 class _Lane:
-    """Constraints that one thread compiles.
+    """A queue of constraints and its compiling thread.
 
     Attributes:
-        name: The thread's.
+        name: The thread's name.
         heavy: Whether they are compiled at the lowest priority.
         queue: Constraints to compile; None ends the thread.
     """
@@ -106,17 +106,17 @@ class _Lane:
 
 
 class ConstraintCompiler:
-    """Threads of low priority that compile constraints, and the cache of those compiled.
+    """Low-priority threads that compile constraints, and the cache of compiled constraints.
 
-    A constraint is tried in another process first (`sandbox.py`), so that one that takes too
-    long, takes too much memory or crashes the library is refused and harms no other request.
-    Slow constraints have a queue and a thread of their own, so that the others do not wait.
+    Another process tries a constraint first (`sandbox.py`): a constraint that takes too long, takes
+    too much memory or crashes the library is refused and harms no other request. Slow constraints
+    have their own queue and thread, so that the others do not wait.
     """
 
     def __init__(
         self, read_tokens: Callable[[], TokenTable], *, seconds: float, cache_bytes: int
     ) -> None:
-        """Start no thread and read no tokens yet: the first constraint causes both.
+        """Set up the compiler; only the first constraint starts threads and reads the tokens.
 
         Args:
             read_tokens: Returns the model's tokens, or raises ModelError or OSError.
@@ -140,7 +140,7 @@ class ConstraintCompiler:
         self.counters = CompileCounters()
 
     def prepare(self, preparation: Preparation) -> None:
-        """Make a request's matchers in the background; `done` is called with the outcome."""
+        """Create a request's matchers in the background; `done` is called with the outcome."""
         constraint = preparation.constraint
         with self._lock:
             self._start()
@@ -158,7 +158,7 @@ class ConstraintCompiler:
             self._hand_over(preparation, cached.state)
 
     def close(self) -> None:
-        """End the threads, after what they do now."""
+        """End the threads after their current work."""
         for lane in (self._light, self._heavy):
             lane.queue.put(None)
         self._to_finish.put(None)
@@ -209,13 +209,13 @@ class ConstraintCompiler:
                     waiting = self._compiling.pop(constraint)
                 for preparation in waiting:
                     self._hand_over(preparation, state)
-                del waiting, state  # or they would keep the requests until the next one
+                del waiting, state  # otherwise locals would keep requests alive
         finally:
             if sandbox is not None:
                 sandbox.close()
 
     def _wanted(self, constraint: Constraint) -> bool:
-        """Return whether a request still waits for a constraint; forget it if none does."""
+        """Return whether any request still waits for a constraint; else forget it."""
         with self._lock:
             if all(preparation.cancelled for preparation in self._compiling[constraint]):
                 del self._compiling[constraint]
@@ -225,7 +225,7 @@ class ConstraintCompiler:
     def _compile(
         self, constraint: Constraint, tokens: LLTokenizer, sandbox: Sandbox, lane: _Lane
     ) -> LLMatcher | ConstraintError | None:
-        """Try a constraint, compile it, and keep the outcome; None if it is for the heavy lane."""
+        """Try and compile a constraint, and cache the outcome; None for the heavy lane."""
         began = time.perf_counter()
         text = sum(map(len, constraint.texts))
         state: LLMatcher | ConstraintError
@@ -252,11 +252,11 @@ class ConstraintCompiler:
             else:
                 self.counters.compiled += 1
             dropped = self._keep(constraint, _Compiled(state, size + text))
-        del dropped  # which takes milliseconds, without the lock
+        del dropped  # takes milliseconds, so without the lock
         return state
 
     def _keep(self, constraint: Constraint, compiled: _Compiled) -> list[_Compiled]:
-        """Put a constraint into the cache; return those that leave it, the least recently used."""
+        """Cache a constraint; return the least recently used ones that it evicts."""
         self._cache[constraint] = compiled
         self._cached_bytes += compiled.bytes
         dropped: list[_Compiled] = []
@@ -290,14 +290,14 @@ class ConstraintCompiler:
             del job, preparation, state
 
     def _matchers(self, preparation: Preparation, state: LLMatcher) -> Outcome:
-        """Return a matcher for each output, after the tokens that it has already."""
+        """Return a matcher for each output, after its existing tokens."""
         assert self._table is not None
         words = (self._table.size + WORD_BITS - 1) // WORD_BITS
         matchers = []
         for index, token_ids in enumerate(preparation.outputs):
             matcher = Matcher(state.deep_copy(), words, preparation.rule)
             matcher.advance(token_ids)
-            matcher.seconds = 0.0  # it read a whole output
+            matcher.seconds = 0.0  # the output is complete
             if matcher.error is not None:
                 after = f"after the {len(token_ids)} tokens of output {index}: "
                 return ConstraintError(after + matcher.error)
@@ -306,9 +306,9 @@ class ConstraintCompiler:
 
 
 def _compile_when_idle(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
-    """Compile a constraint in a new thread of idle priority, which no thread may leave again.
+    """Compile a constraint in a new thread, as a thread cannot leave idle priority again.
 
-    Compute its first mask too, as the matcher's copies share that work.
+    Also compute its first mask, as the matcher's copies share that work.
 
     Raises:
         ConstraintError: See `compile_grammar`.

@@ -5,7 +5,7 @@ from enum import Enum
 
 
 class ConstraintKind(Enum):
-    """The kinds of octavo.v1.OutputConstraint, by the names of their fields."""
+    """The kinds of octavo.v1.OutputConstraint, by field name."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
@@ -16,10 +16,10 @@ class ConstraintKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Constraint:
-    """The form of a request's outputs; equal constraints share a compiled grammar.
+    """The required form of a request's outputs; equal constraints share a compiled grammar.
 
     Attributes:
-        kind: The notation that it is written in.
+        kind: Its notation.
         texts: The schema, the expression or the grammar alone, or the choices; empty for any
             JSON object.
     """
@@ -29,4 +29,4 @@ class Constraint:
 
 
 class ConstraintError(Exception):
-    """A constraint cannot be served; the message says what is wrong with it, and where."""
+    """A constraint cannot be served; the message says what is wrong, and where."""

@@ -1,4 +1,4 @@
-"""Turn a constraint into a grammar of llguidance."""
+"""Converts a constraint to a grammar of llguidance."""
 
 import json
 from collections.abc import Iterator
@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
 WHITESPACE = r"[ \t\n\r]{1,8}"
-"""Whitespace between two parts of a JSON document; there is none at its end. It is bounded, because
-many models, small ones above all, never stop writing it."""
+"""Whitespace between two parts of a JSON document; none at its end. It is bounded, because many
+models, especially small ones, would never stop writing it."""
 _SPECIAL = frozenset(r"\.+*?()|[]{}^$#&-~/")
-"""Characters that mean something in a regular expression."""
+"""Special characters of regular expressions."""
 DEFAULT_OPTIONS: "JsonCompileOptions" = {"whitespace_pattern": WHITESPACE}
 """Options of JSON Schemas; `x-guidance` in a schema replaces them."""
 FIXED_OPTIONS: "JsonCompileOptions" = {
@@ -24,11 +24,11 @@ FIXED_OPTIONS: "JsonCompileOptions" = {
     "coerce_one_of": False,
     "json_allowed_escapes": 'nrbtf\\"',
 }
-"""Options that no schema can change. `json_allowed_escapes` lacks `u`: else a name in `properties`
-could be written in another way and have a value that its schema does not allow."""
+"""Options that no schema can change. `json_allowed_escapes` lacks `u`: otherwise a name in
+`properties` could be spelled differently and have a value that its schema forbids."""
 EMBEDDED = "%json"
 MAX_ERROR = 1000
-"""Maximum characters of a message of the library."""
+"""Maximum characters of an error message of the library."""
 
 
 def parser_limits() -> LLParserLimits:
@@ -62,7 +62,7 @@ def compile_grammar(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
 
 
 def to_grammar(constraint: Constraint) -> str:
-    """Return a constraint as llguidance reads it.
+    """Return a constraint in llguidance's form.
 
     Raises:
         ValueError: It is not JSON.
@@ -84,7 +84,7 @@ def to_grammar(constraint: Constraint) -> str:
 
 
 def schemas(constraint: Constraint) -> list[object]:
-    """Return the JSON Schemas of a constraint, those in a grammar after `%json` among them."""
+    """Return the JSON Schemas of a constraint, including those after `%json` in a grammar."""
     match constraint.kind:
         case ConstraintKind.JSON_SCHEMA:
             try:
@@ -98,10 +98,10 @@ def schemas(constraint: Constraint) -> list[object]:
 
 
 def _as_object(schema: str) -> str:
-    """Return a schema as an object, which llguidance wants even for a boolean.
+    """Return a schema as an object, which llguidance needs even for a boolean.
 
     Raises:
-        ValueError: It is no schema, or it is false.
+        ValueError: It is not a schema, or it is false.
     """
     match schema.strip()[:1]:
         case "{":
@@ -115,14 +115,14 @@ def _as_object(schema: str) -> str:
 
 
 def _json_grammar(schema: str) -> str:
-    """Return the grammar of a JSON Schema; what llguidance does not support is an error later."""
+    """Return the grammar of a JSON Schema; unsupported parts are an error later."""
     return LLMatcher.grammar_from_json_schema(
         schema, defaults=DEFAULT_OPTIONS, overrides=FIXED_OPTIONS
     )
 
 
 def _with_options(grammar: str) -> str:
-    """Return a Lark grammar whose JSON Schemas have the same options as one by itself."""
+    """Return a Lark grammar whose JSON Schemas have the options of a separate schema."""
     parts, end = [], 0
     for schema, start, after in _embedded(grammar):
         if isinstance(schema, dict):
@@ -152,12 +152,12 @@ def _embedded(grammar: str) -> Iterator[tuple[object, int, int]]:
 
 
 def _literal(text: str) -> str:
-    """Return a regular expression that matches a text alone."""
+    """Return a regular expression that matches exactly a text."""
     return "".join("\\" + c if c in _SPECIAL else c for c in text)
 
 
 def shorten(message: str) -> str:
-    """Return a message of the library without the state that it describes."""
+    """Return the library's message without its dump of the parser's state."""
     for mark in ("<state>", "<non-verbose/>"):
         message = message.partition(mark)[0]
     if "NoExtension" in message:

@@ -1,4 +1,4 @@
-"""Find the places of a JSON Schema at which it cannot be served."""
+"""Finds the parts of a JSON Schema that cannot be served."""
 
 import re
 from collections.abc import Mapping
@@ -7,10 +7,10 @@ from octavo.common.json_schema import has_control, subschemas
 
 
 def unenforceable(schema: object) -> str | None:
-    """Return the part of a schema that its grammar would not enforce although it compiles, or None.
+    """Return the part of a schema that compiles but would not be enforced, or None.
 
-    llguidance lets a name that is not in `properties` occur twice, so it does not count names. It
-    leaves characters out of constants that JSON cannot write without a Unicode escape.
+    llguidance allows a name outside `properties` twice, so it cannot count names. It drops
+    characters of constants that JSON can write only with a Unicode escape.
     """
     for pointer, subschema in subschemas(schema):
         least = subschema.get("minProperties")
@@ -35,7 +35,7 @@ def unenforceable(schema: object) -> str | None:
 
 
 def locate(schema: object, message: str) -> str:
-    """Return llguidance's message about a schema, with the places that it means."""
+    """Return llguidance's message about a schema, with the places in the schema."""
     keywords = re.search(r"Unimplemented keys: \[(.*)\]", message)
     if keywords:
         names = re.findall(r'"([^"]+)"', keywords[1])

@@ -1,8 +1,8 @@
-"""Keep control tokens out of text: a grammar's text is spelt in ordinary tokens.
+"""Keeps control tokens out of text: ordinary tokens spell a grammar's text.
 
-llguidance never matches text with a control token, but it has the tokenizer spell the text that a
-grammar forces, and a tokenizer takes `<|im_end|>` in it for the token. So llguidance gets a
-tokenizer that has another name for each control token: one that no text has, as it is random.
+llguidance never matches text with a control token. But the tokenizer spells the text that a grammar
+forces, and would turn `<|im_end|>` in it into the token. So llguidance gets a tokenizer with random
+names for control tokens, which no text contains.
 """
 
 import json
@@ -12,21 +12,21 @@ from collections.abc import Collection
 from typing import Any
 
 SECRET = secrets.token_hex(8)
-"""Part of the control tokens' names; every process has its own."""
+"""Random part of the control tokens' names; every process has its own."""
 _BYTE = re.compile(r"<0x[0-9A-Fa-f]{2}>")
-"""A token of one byte, in tokenizers that spell unknown characters so."""
+"""Pattern of one-byte tokens, in tokenizers with byte fallback."""
 _REFERENCES = re.compile(
     r'"(?:\\.|[^"\\])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<name><(?!\[)[^<>\s]+>)', re.DOTALL
 )
-"""Strings, comments and regular expressions of a Lark grammar, where names mean nothing; or a
-token's name."""
+"""Pattern of strings, comments and regular expressions of a Lark grammar, where names mean nothing;
+or of a token's name."""
 
 
 def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
-    """Return a tokenizer that takes no text for a control token.
+    """Return a tokenizer that turns no text into a control token.
 
-    Control tokens are those that are special, those in angle brackets, as llguidance has it, and
-    those that end an output. Other added tokens are text.
+    Control tokens are special tokens, tokens in angle brackets (as in llguidance), and tokens that
+    end an output. Other added tokens are text.
 
     Args:
         tokenizer: Text of a tokenizer.json.
@@ -43,7 +43,7 @@ def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
         if not is_byte and (is_control or token["id"] in eos_token_ids):
             names[content] = hidden(content)
         elif content in known:
-            continue  # an ordinary token, which the model of the tokenizer spells
+            continue  # an ordinary token, which the tokenizer's model spells
         elif not content.isascii():
             names[content] = hidden(content)  # decoders read its characters as bytes, or as spaces
         added.append(
@@ -58,7 +58,7 @@ def hide_markers(tokenizer: str, eos_token_ids: Collection[int]) -> str:
             }
         )
     data["added_tokens"] = added
-    data["post_processor"] = None  # it names control tokens, and text needs none
+    data["post_processor"] = None  # it names control tokens, which text does not need
     _rename(model, names)
     return json.dumps(data, ensure_ascii=False)
 
@@ -69,12 +69,12 @@ def hidden(name: str) -> str:
 
 
 def hide_references(grammar: str) -> str:
-    """Return a Lark grammar with the names that control tokens have in the tokenizer."""
+    """Return a Lark grammar with the tokenizer's names of control tokens."""
     return _REFERENCES.sub(lambda one: hidden(one[0]) if one["name"] else one[0], grammar)
 
 
 def shown(message: str) -> str:
-    """Return a message with the control tokens' own names."""
+    """Return a message with the control tokens' original names."""
     return message.replace(SECRET, "")
 
 
@@ -84,7 +84,7 @@ def _pieces(vocabulary: dict[str, int] | list[list[Any]]) -> Collection[str]:
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Rename pieces of a tokenizer's model, and leave out the merges that make one."""
+    """Rename pieces of a tokenizer's model, and drop the merges that form them."""
     vocabulary = model["vocab"]
     if isinstance(vocabulary, dict):
         model["vocab"] = {names.get(piece, piece): i for piece, i in vocabulary.items()}
@@ -97,6 +97,6 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _makes(merge: str | list[str], names: dict[str, str]) -> bool:
-    """Return whether a merge makes one of the pieces, or joins one of them."""
+    """Return whether a merge forms one of the pieces, or joins one of them."""
     first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
     return first in names or second in names or first + second in names

@@ -1,4 +1,4 @@
-"""Compute masks beside the core, so that a slow one holds up its own request alone."""
+"""Computes masks beside the core, so that a slow mask delays only its own request."""
 
 import os
 import threading
@@ -16,14 +16,14 @@ from octavo.engine.speculation.guess import NO_GUESS, Guess
 GRACE_SECONDS = 0.005
 """Maximum time that a step waits for masks."""
 MAX_MASK_SECONDS = 2.0
-"""Maximum processor time of a mask; in a trial, a twentieth of it."""
+"""Maximum processor seconds of a mask; a trial allows a twentieth."""
 SLOWEST_SECONDS = 0.01
-"""Slower masks are computed at the lowest priority."""
+"""Seconds above which masks are computed at the lowest priority."""
 TAKES_LONG_SECONDS = 0.002
-"""A mask that is late goes on at the lowest priority once it has taken this processor time."""
+"""Processor seconds after which a late mask continues at the lowest priority."""
 MAX_QUICK_THREADS = 8
 MAX_STANDINS = 8
-"""Maximum threads that stand in for threads with a slow mask."""
+"""Maximum number of replacements for threads with a slow mask."""
 
 Owner = TypeVar("Owner")
 
@@ -38,11 +38,11 @@ class _Job(Generic[Owner]):
         token_ids: See `request`.
         guess: See `request`.
         awaited: Whether a step waits for it.
-        thread: Ident and native id of the thread that does it, once it is begun.
-        standin: The job of the thread that stands in for this one.
-        began: The processor time that this thread had taken before.
-        abandoned: Whether it took too long, and was reported to its owner.
-        replaced: Whether another thread stands in for its thread.
+        thread: Ident and native id of its thread, once it has begun.
+        standin: The job of the thread that replaces this one's.
+        began: The thread's processor time at its beginning.
+        abandoned: Whether it took too long and was reported to its owner.
+        replaced: Whether another thread replaces its thread.
     """
 
     owner: Owner
@@ -58,7 +58,7 @@ class _Job(Generic[Owner]):
 
     @property
     def seconds(self) -> float:
-        """Processor time that it has taken."""
+        """Its processor time so far."""
         if self.thread is None:
             return 0.0
         return time.clock_gettime(time.pthread_getcpuclockid(self.thread[0])) - self.began
@@ -69,7 +69,7 @@ class Wait:
     """A step's wait for masks.
 
     Attributes:
-        seconds: Seconds that it took.
+        seconds: Its duration.
         late: Masks that are not ready.
     """
 
@@ -79,7 +79,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class MaskFailure(Generic[Owner]):
-    """An output that cannot go on.
+    """An output that cannot continue.
 
     Attributes:
         owner: The owner of the output.
@@ -93,17 +93,16 @@ class MaskFailure(Generic[Owner]):
 class MaskThreads(Generic[Owner]):
     """Threads that advance matchers.
 
-    Most masks take microseconds, and a step waits for those after its model has run. A mask that is
-    late, or whose matcher was slow before, is computed while steps go on without its sequence.
-    Matchers that were slow have threads of their own: one of low priority, and one of the lowest
-    for those that were slower still.
+    Most masks take microseconds, and a step waits for them after its model has run. If a mask is
+    late, or its matcher was slow before, steps continue without its sequence. Slow matchers have
+    their own threads: one of low priority, and one of the lowest priority for the slowest.
     """
 
     def __init__(self, on_late: Callable[[], None]) -> None:
-        """Start no thread yet.
+        """Set up without starting a thread.
 
         Args:
-            on_late: Called in another thread after each mask for which no step waited.
+            on_late: Called in another thread after each mask that no step waited for.
         """
         self._on_late = on_late
         self._quick: SimpleQueue[_Job[Owner]] = SimpleQueue()
@@ -113,7 +112,7 @@ class MaskThreads(Generic[Owner]):
         self._awaited: set[_Job[Owner]] = set()
         self._running: set[_Job[Owner]] = set()
         self._failed: list[MaskFailure[Owner]] = []
-        self._requested = 0  # since the last wait, those of quick matchers among them
+        self._requested = 0  # both since the last wait
         self._quick_requested = 0
         self._standins = 0
         self._started = False
@@ -126,13 +125,13 @@ class MaskThreads(Generic[Owner]):
     def request(
         self, owner: Owner, matcher: Matcher, token_ids: Sequence[int], guess: Guess = NO_GUESS
     ) -> None:
-        """Advance a matcher in a thread; it is not ready until then.
+        """Advance a matcher in a thread; it is not ready until that ends.
 
         Args:
             owner: The owner of the output, for `failures`.
             matcher: The matcher, which is ready.
             token_ids: The tokens after those that it has read.
-            guess: The tokens to draft behind them.
+            guess: The tokens to draft after them.
         """
         self._start()
         matcher.ready = False
@@ -148,7 +147,7 @@ class MaskThreads(Generic[Owner]):
             (self._slow if matcher.seconds < SLOWEST_SECONDS else self._slowest).put(job)
 
     def wait(self) -> Wait | None:
-        """Wait for the quick masks that were requested since the last call, and not for long.
+        """Wait a short time for the quick masks requested since the last call.
 
         Returns:
             The outcome; None if no mask was requested.
@@ -169,7 +168,7 @@ class MaskThreads(Generic[Owner]):
         return Wait(time.perf_counter() - began, late)
 
     def failures(self) -> list[MaskFailure[Owner]]:
-        """Return the outputs that cannot go on, found since the last call."""
+        """Return the outputs found since the last call that cannot continue."""
         if not self._running and not self._failed:
             return []
         with self._done:
@@ -178,7 +177,7 @@ class MaskThreads(Generic[Owner]):
         return failed
 
     def _abandon_slow(self) -> None:
-        """Give up masks that take too long; a thread stands in for each that computes one."""
+        """Give up masks that take too long, and replace the threads that compute them."""
         for job in self._running:
             if job.abandoned or job.awaited or job.seconds < MAX_MASK_SECONDS:
                 continue
@@ -188,13 +187,13 @@ class MaskThreads(Generic[Owner]):
             self._replace(job)
 
     def _demote_late(self) -> None:
-        """Let late masks that take long go on at the lowest priority."""
+        """Continue slow late masks at the lowest priority."""
         for job in self._running:
             if not job.awaited and not job.replaced and job.seconds > TAKES_LONG_SECONDS:
                 self._replace(job)
 
     def _replace(self, job: "_Job[Owner]") -> None:
-        """Let another thread stand in for a job's thread, which ends with the job."""
+        """Start another thread in place of a job's thread, which ends with the job."""
         if job.thread is None or job.replaced or self._standins == MAX_STANDINS:
             return
         self._standins += 1
@@ -237,7 +236,7 @@ class MaskThreads(Generic[Owner]):
                 self._on_late()
             if job.replaced:
                 return
-            del job  # or it would keep the request until the next one
+            del job  # otherwise it would keep the request alive
 
     def _finish(self, job: "_Job[Owner]") -> bool:
         """Record a job's outcome; return whether a step waits for it."""

@@ -1,4 +1,4 @@
-"""Follow one output's tokens through its grammar, and find the tokens that may come next."""
+"""Follows one output's tokens through its grammar, and finds the allowed next tokens."""
 
 import time
 from collections.abc import Collection, Sequence
@@ -12,21 +12,21 @@ from octavo.engine.speculation.guess import NO_GUESS, Guess
 
 WORD_BITS = 32
 QUICK_SECONDS = 0.001
-"""A step waits for a matcher's mask if its last one took less than this."""
+"""Maximum seconds of a matcher's last mask for steps to wait for its next."""
 DRAFT_SECONDS = 0.001
-"""Processor time after which no further token is drafted: a step waits for drafts too."""
+"""Processor seconds after which drafting stops: a step waits for drafts too."""
 
 
 @dataclass(frozen=True, slots=True)
 class EndRule:
     """The rule for tokens that end an output, besides the grammar.
 
-    They are always allowed where the grammar has nothing else.
+    They are always allowed where the grammar allows nothing else.
 
     Attributes:
         min_tokens: Minimum tokens of an output that ends.
         early: Tokens that `min_tokens` forbids.
-        never: Tokens that the client does not want at all.
+        never: Tokens that the client does not allow at all.
     """
 
     min_tokens: int = 0
@@ -34,24 +34,23 @@ class EndRule:
     never: frozenset[int] = frozenset()
 
     def forbidden(self, length: int) -> Collection[int]:
-        """Return the tokens that may not follow an output of `length` tokens."""
+        """Return the end tokens that may not follow an output of `length` tokens."""
         return self.never | self.early if length < self.min_tokens else self.never
 
 
 class Matcher:
     """The state of one output in its grammar.
 
-    One thread at a time may use it: `advance` runs in another one than the rest, while `ready` is
-    false.
+    One thread at a time may use it: `advance` runs in a different thread, while `ready` is false.
 
     Attributes:
-        ready: Whether `mask` is that of the next token.
+        ready: Whether `mask` is the next token's.
         mask: `[words]` int32: bit `i % 32` of word `i // 32` is 1 if token i may be next.
-        draft: Tokens that may come next: those that the grammar forces, or the guess as far as the
+        draft: Possible next tokens: those that the grammar forces, or the guess as far as the
             grammar allows it.
-        draft_masks: The mask after each of these.
+        draft_masks: The mask after each drafted token.
         error: The reason why the grammar cannot go on, or None.
-        seconds: Seconds that the mask took; after a slow one it decays.
+        seconds: Seconds of the last mask; after a slow mask it decays.
     """
 
     def __init__(self, state: LLMatcher, words: int, rule: EndRule) -> None:
@@ -68,12 +67,12 @@ class Matcher:
 
     @property
     def quick(self) -> bool:
-        """Whether its masks take so little time that a step can wait for them."""
+        """Whether its masks are quick enough for steps to wait for them."""
         return self.seconds < QUICK_SECONDS
 
     @property
     def length(self) -> int:
-        """Tokens of the output that it has read."""
+        """Number of the output's tokens that it has read."""
         return self._length
 
     def copy(self) -> "Matcher":
@@ -89,10 +88,10 @@ class Matcher:
     def advance(self, token_ids: Sequence[int], guess: Guess = NO_GUESS) -> None:
         """Read an output's next tokens, compute the mask after them, and draft what follows.
 
-        It never raises; `ready` or `error` is set last.
+        It never raises; it sets `ready` or `error` last.
 
         Args:
-            token_ids: The tokens after those that were read.
+            token_ids: The tokens after those already read.
             guess: The tokens to draft.
         """
         began = time.thread_time()
@@ -102,7 +101,7 @@ class Matcher:
             self.draft, self.draft_masks = [], []
             if error is None and guess.most > 0 and self.quick:
                 error = self._draft(guess)
-        except Exception as failure:  # noqa: BLE001 - the library's: the request fails by it
+        except Exception as failure:  # noqa: BLE001 - the library's: the request fails
             error = str(failure)
         self.error = error
         self.ready = error is None
@@ -120,18 +119,18 @@ class Matcher:
         return None
 
     def _compute_mask(self, length: int) -> np.ndarray:
-        """Return the mask of the token after an output of `length` tokens, which were read."""
+        """Return the next token's mask after an output of `length` tokens, all read."""
         mask = np.empty_like(self.mask)
         self._state.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         for_end = self._rule.forbidden(length)
         return _without(mask, for_end) if for_end else mask
 
     def _draft(self, guess: Guess) -> str | None:
-        """Draft tokens and compute the mask after each; return the error, if there is one.
+        """Draft tokens and compute the mask after each; return the error, if any.
 
-        These are the tokens that the grammar forces, or the guess if the grammar allows more of it.
-        Forced ones may be wrong, as the model may spell the same text in other tokens. A token that
-        ends the output is not drafted.
+        The draft is the tokens that the grammar forces, or the guess if the grammar allows more of
+        it. Forced tokens may be wrong, as the model may spell the same text in other tokens. A
+        token that ends the output is not drafted.
         """
         state, mask, until = self._state, self.mask, time.thread_time() + DRAFT_SECONDS
         guessed = list(guess.token_ids)
@@ -159,7 +158,7 @@ def _allows(mask: np.ndarray, token_id: int) -> bool:
 
 
 def _without(mask: np.ndarray, token_ids: Collection[int]) -> np.ndarray:
-    """Return a mask that forbids some tokens too; the mask itself if it allows no others."""
+    """Return a mask that also forbids some tokens; the mask itself if it allows no others."""
     kept = mask.copy()
     bits = kept.view(np.uint32)
     for token_id in token_ids:

@@ -1,10 +1,10 @@
-"""Try constraints in processes that may fail: some take for ever, and some crash the library.
+"""Tries constraints in processes that may fail: some never end, and some crash the library.
 
     python -m octavo.engine.constraints.sandbox
 
-This process reads the tokens' table and then constraints from its standard input, a line of JSON
-each, and forks for every constraint. The fork has limits of time, memory and stack, and the
-outcome is a line of JSON on standard output.
+This process reads the token table and then constraints from standard input, one line of JSON each,
+and forks for every constraint. The fork has limits of time, memory and stack; the outcome is a line
+of JSON on standard output.
 """
 
 import json
@@ -23,11 +23,11 @@ from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.trial import MAX_MASK_SECONDS, try_constraint
 
 STACK_BYTES = 2 << 20
-"""A quarter of the stack of the engine's threads: a constraint that fits here fits there."""
+"""Stack size, a quarter of the engine's threads': a constraint that fits here fits there."""
 MEMORY_BYTES = 1 << 30
-"""Maximum memory that a trial may take besides that of the process itself."""
+"""Maximum memory of a trial besides the process's own."""
 WALL_FACTOR = 20
-"""Factor of the time limit for a trial that gets little of the processor."""
+"""Factor of the time limit for a trial that gets little processor time."""
 
 
 def main() -> None:
@@ -90,8 +90,8 @@ def _limited(constraint: Constraint, tokens: LLTokenizer, seconds: float) -> dic
 
 
 def _memory() -> tuple[int, int]:
-    """Return this process' bytes of addresses and of memory."""
-    with open("/proc/self/statm") as file:  # noqa: PTH123 - read in a fork
+    """Return this process' bytes of address space and of memory."""
+    with open("/proc/self/statm") as file:  # noqa: PTH123 - in a fork
         size, resident = file.read().split()[:2]
     return int(size) * resource.getpagesize(), int(resident) * resource.getpagesize()
 

@@ -1,4 +1,4 @@
-"""Speak with a sandbox, the process that tries constraints before the engine compiles them."""
+"""Talks to a sandbox, the process that tries constraints before the engine compiles them."""
 
 import json
 import subprocess
@@ -9,19 +9,19 @@ from octavo.engine.constraints.token_table import TokenTable
 
 
 class TrialTooSlowError(ConstraintError):
-    """A constraint takes more processor time than it may."""
+    """A constraint exceeds its processor time."""
 
 
 class Sandbox:
-    """A process that tries constraints; it is started again if it ends."""
+    """A process that tries constraints; it restarts if it ends."""
 
     def __init__(self, table: TokenTable, seconds: float, *, when_idle: bool) -> None:
         """Start the process; it takes about a second to be ready.
 
         Args:
             table: The model's tokens.
-            seconds: Processor time that a constraint may take.
-            when_idle: Whether constraints are tried only where no other thread wants the processor.
+            seconds: Maximum processor time of a constraint.
+            when_idle: Whether trials run only when no other thread needs the processor.
         """
         self._table = table
         self._limits = {"seconds": seconds, "when_idle": when_idle}
@@ -31,7 +31,7 @@ class Sandbox:
         """Try a constraint, and wait for the outcome.
 
         Returns:
-            The bytes of memory that it takes.
+            The bytes of memory that the constraint takes.
 
         Raises:
             TrialTooSlowError: It takes too long.
@@ -51,7 +51,7 @@ class Sandbox:
             self._process = None
 
     def _ask(self, line: str) -> str:
-        """Send a line and return the answer; if the process ended, try once with another."""
+        """Send a line and return the answer; if the process ended, retry once with a new one."""
         for _ in range(2):
             try:
                 answer = self._exchange(line)
@@ -76,7 +76,7 @@ class Sandbox:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            process_group=0,  # Ctrl-C is the engine's to handle
+            process_group=0,  # the engine handles Ctrl-C
         )
         assert process.stdin is not None
         table = {

@@ -12,8 +12,8 @@ class TokenTable:
     """The texts of a model's tokens.
 
     Attributes:
-        json: The tokenizer, as a tokenizer.json has it.
-        size: Number of tokens, those without a text included.
+        json: The tokenizer as the text of a tokenizer.json.
+        size: Number of tokens, including those without text.
         eos_token_ids: The tokens that end an output.
     """
 
@@ -22,9 +22,9 @@ class TokenTable:
     eos_token_ids: tuple[int, ...]
 
     def build(self) -> LLTokenizer:
-        """Return the table as llguidance uses it; it takes about a second.
+        """Return the table in llguidance's form; this takes about a second.
 
-        Grammars for it go through `hide_references` of `markers.py`.
+        Pass its grammars through `hide_references` of `markers.py`.
         """
         tokenizer = hide_markers(self.json, self.eos_token_ids)
         return LLTokenizer(tokenizer, n_vocab=self.size, eos_token=list(self.eos_token_ids))

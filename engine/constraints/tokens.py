@@ -1,4 +1,4 @@
-"""Load the texts of the model's tokens, which grammars need."""
+"""Loads the texts of the model's tokens for grammars."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,11 +13,11 @@ def read_tokens(model: Path, vocab_size: int, eos_token_ids: Sequence[int]) -> T
 
     Args:
         model: The model's directory.
-        vocab_size: The model's number of tokens, of which a tokenizer may leave some out.
+        vocab_size: The model's number of tokens; a tokenizer may lack some of them.
         eos_token_ids: The tokens that end an output.
 
     Raises:
-        ModelError: The tokenizer cannot be read, or is not of a kind that grammars can use.
+        ModelError: The tokenizer cannot be read, or grammars do not support its type.
         OSError: A file cannot be read.
     """
     # Imported here because an engine starts without it if its model was compiled before.

@@ -1,4 +1,4 @@
-"""Compile a constraint and follow some tokens through it, to see what it costs."""
+"""Compiles a constraint and follows some tokens through it, to measure its cost."""
 
 import random
 import signal
@@ -13,19 +13,19 @@ from octavo.engine.constraints.json_schema import locate, unenforceable
 
 TRIAL_TOKENS = 48
 MAX_MASK_SECONDS = 0.1
-"""Maximum seconds of a mask in a trial. Freeing the results of a slower one takes milliseconds, in
-which no other thread has Python's lock."""
+"""Maximum seconds of a mask in a trial. Freeing a slower one's results takes milliseconds, during
+which no other thread gets Python's lock."""
 
 
 def try_constraint(
     constraint: Constraint, tokens: LLTokenizer, *, in_sandbox: bool = False
 ) -> None:
-    """Compile a constraint and draw some tokens at random under it.
+    """Compile a constraint and sample some random tokens under it.
 
     Args:
         constraint: The constraint.
         tokens: The model's tokens.
-        in_sandbox: Whether SIGVTALRM may end the process where a mask takes too long.
+        in_sandbox: Whether SIGVTALRM may end the process if a mask takes too long.
 
     Raises:
         ConstraintError: It is not valid or not supported, or exceeds a limit.
@@ -56,7 +56,7 @@ def try_constraint(
 
 
 def _compile(constraint: Constraint, tokens: LLTokenizer) -> LLMatcher:
-    """Compile a constraint; the error names the place of a schema that is wrong."""
+    """Compile a constraint; an error names the wrong place of a schema."""
     embedded = schemas(constraint)
     for schema in embedded:
         if (why := unenforceable(schema)) is not None:

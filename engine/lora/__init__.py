@@ -1,1 +1,1 @@
-"""LoRA adapters: read from peft's files, kept in memory, added to the layers of a model."""
+"""LoRA adapters: read from peft's files, kept in memory, and applied to a model's layers."""

@@ -1,9 +1,9 @@
-"""Lets the linear layers of a loaded model take adapters.
+"""Makes the linear layers of a loaded model apply adapters.
 
-Packed layers add the products of low rank in their kernels: each has a number, by which it finds
-its matrices of the step's adapters. Layers that are not packed have a hook that adds the products
-to the outputs. Layers keep their names when they are fused or packed, so that they are found by
-name: a part of a fused layer has its own slice of the outputs.
+Packed layers add the low-rank products in their kernels: each has a number that selects its
+matrices among the step's adapters. Layers that are not packed have a hook that adds the products to
+the outputs. Fused and packed layers keep their names, so this module finds them by name. A part of
+a fused layer has its own slice of the outputs.
 """
 
 from collections import Counter
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from octavo.engine.models.load_model import LoadedModel
 
 PROBE_TOKENS, PROBE_ROWS = 3, 2
-"""Tokens, and rows of logits, of the run that shows which layers run for every token."""
+"""Numbers of tokens and of rows of logits in the run that finds layers used for every token."""
 
 
 def adapt_loaded(loaded: "LoadedModel", path: str) -> Targets:
@@ -42,7 +42,7 @@ def adapt_loaded(loaded: "LoadedModel", path: str) -> Targets:
 
     Args:
         loaded: The model, loaded to take adapters.
-        path: Its directory.
+        path: The model's directory.
 
     Returns:
         The layers that adapters may adapt.
@@ -54,13 +54,13 @@ def adapt_loaded(loaded: "LoadedModel", path: str) -> Targets:
 def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> Targets:
     """Make a loaded model's linear layers apply LoRA adapters; see `applying`.
 
-    Layers that it does not call for every token, such as those of experts, are left out, as are
-    layers whose weights became part of something else.
+    It skips layers that the model does not call for every token, such as experts, and layers whose
+    weights were merged into others.
 
     Args:
         model: The model as it runs, fused and packed; changed in place.
-        config: The model's, from which its layers' names and sizes come.
-        dtype: Type of its activations.
+        config: The model's config, which gives its layers' names and sizes.
+        dtype: Type of the activations.
 
     Returns:
         The layers that adapters may adapt.
@@ -82,7 +82,7 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
 
 
 def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
-    """Return the linear layers of a model as transformers makes it, by name."""
+    """Return the linear layers of transformers' unchanged model, by name."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     targets: dict[str, Target] = {}
     for name, layer in model.named_modules():
@@ -98,12 +98,12 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
 
 @dataclass(frozen=True, slots=True)
 class _Located:
-    """A linear layer of the model as it runs.
+    """A linear layer of the running model.
 
     Attributes:
         target: The layer.
-        module: The module that computes it, perhaps with others.
-        half: Its half of a SwiGLU's panels: 0 or 1; None if it has whole panels.
+        module: The module that computes it, maybe with other layers.
+        half: Its half of a SwiGLU's panels, 0 or 1; None if it has whole panels.
     """
 
     target: Target
@@ -112,19 +112,19 @@ class _Located:
 
     @property
     def packed(self) -> PackedLayer | None:
-        """The packed layer that computes it, if one does."""
+        """The packed layer that computes it, if any."""
         module = self.module.shared.layer if isinstance(self.module, FusedPart) else self.module
         return module if isinstance(module, PackedLayer) else None
 
     @property
     def start(self) -> int:
-        """Its first output among those of the packed layer."""
+        """Index of its first output in the packed layer."""
         return self.module.start if isinstance(self.module, FusedPart) else 0
 
 
 @dataclass(slots=True)
 class _CountedCalls:
-    """Counts the calls of each layer, and those with all of its rows."""
+    """Counts each layer's calls, and its calls with all rows."""
 
     all: Counter[str] = field(default_factory=Counter)
     whole: Counter[str] = field(default_factory=Counter)
@@ -153,15 +153,15 @@ class _CountedCalls:
             self.whole[name] += 1
 
     def is_adaptable(self, name: str) -> bool:
-        """Return whether a layer was called, and always with all rows."""
+        """Return whether a layer was called, always with all rows."""
         return 0 < self.all[name] == self.whole[name]
 
 
 class _Placing:
-    """Lets layers take adapters.
+    """Makes layers apply adapters.
 
     Attributes:
-        orders: The orders of inputs of the packed layers placed so far.
+        orders: The input orders of the packed layers placed so far.
     """
 
     def __init__(self) -> None:
@@ -169,7 +169,7 @@ class _Placing:
         self._numbers: dict[PackedLayer, tuple[int, int]] = {}
 
     def place(self, located: _Located) -> Target:
-        """Let a layer take adapters, and return it with its place."""
+        """Make a layer apply adapters; return it with its placement."""
         packed, target = located.packed, located.target
         if packed is None:
             located.module.register_forward_hook(_hook(target))
@@ -186,7 +186,7 @@ class _Placing:
         return replace(target, placement=placement)
 
     def _number(self, packed: PackedLayer) -> tuple[int, int]:
-        """Return a packed layer's number, and that of its order of inputs."""
+        """Return the numbers of a packed layer and of its input order."""
         if packed not in self._numbers:
             number, order = len(self._numbers), -1
             if packed.order is not None:
@@ -198,7 +198,7 @@ class _Placing:
 
 
 def _find(model: nn.Module, name: str) -> tuple[nn.Module, int | None] | None:
-    """Return the module that computes a layer, and its half of that; None if there is none."""
+    """Return the module that computes a layer, and the layer's half; None if none does."""
     owner: Any = model
     *parents, last = name.split(".")
     for parent in parents:
@@ -210,7 +210,7 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, int | None] | None:
 
 
 def _child(owner: object, name: str) -> object:
-    """Return the member of a name, also of a SwiGLU that was replaced; None if there is none."""
+    """Return the submodule of a name, also from a replaced SwiGLU; None if there is none."""
     if isinstance(owner, GatedMLP) and name == "down_proj":
         owner = owner.mlp
     return getattr(owner, name, None)

@@ -1,4 +1,4 @@
-"""An adapter that is loaded, and the names by which requests ask for them."""
+"""Loaded adapters, and the names that requests use for them."""
 
 import threading
 from collections.abc import Collection, Iterator
@@ -11,15 +11,15 @@ from octavo.engine.lora.targets import Targets
 from octavo.engine.lora.weights import AdapterWeights, read_adapter
 
 MEMORY_SHARE = 0.5
-"""Largest share of the free memory that loading an adapter may take."""
+"""Maximum share of the free memory that loading an adapter may take."""
 COPIES = 4
-"""Copies of an adapter's file in memory while it is loaded, at most: a file of 16 bits is widened
-to float32 and converted."""
+"""Maximum copies of an adapter's file in memory while loading: a 16-bit file is widened to float32
+and converted."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Adapter:
-    """An adapter in memory. Requests hold it, so it may be unloaded while they run.
+    """An adapter in memory. Requests hold a reference, so it may be unloaded while they run.
 
     Attributes:
         name: The model name in requests.
@@ -38,7 +38,7 @@ class Adapter:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of its matrices."""
+        """The size of its matrices, in bytes."""
         return self.weights.matrices.nbytes
 
 
@@ -46,9 +46,9 @@ class AdapterRegistry:
     """The adapters that requests may name.
 
     Args:
-        targets: The layers that they may adapt.
+        targets: The layers that adapters may adapt.
         taken: Names that no adapter may have: the model's own.
-        limit: The bytes that adapters may take on the device; None: no limit.
+        limit: Maximum bytes of adapters on the device; None: no limit.
     """
 
     def __init__(self, targets: Targets, taken: Collection[str], limit: int | None = None) -> None:
@@ -69,10 +69,10 @@ class AdapterRegistry:
         return self._adapters.get(name)
 
     def read(self, name: str, path: Path) -> Adapter:
-        """Read an adapter; call it from any thread. One is read at a time.
+        """Read an adapter; any thread may call this. It reads one adapter at a time.
 
         Raises:
-            AdapterError: It cannot be served; the message says why.
+            AdapterError: The adapter cannot be served; the message says why.
         """
         with self._loading:
             try:
@@ -88,7 +88,7 @@ class AdapterRegistry:
         return adapter
 
     def add(self, adapter: Adapter) -> None:
-        """Let requests name an adapter.
+        """Register an adapter, so that requests can name it.
 
         Raises:
             AdapterError: Its name is taken.
@@ -98,12 +98,12 @@ class AdapterRegistry:
         self._adapters[adapter.name] = adapter
 
     def remove(self, name: str) -> Adapter | None:
-        """Forget an adapter, and return it; requests that have it go on with it."""
+        """Remove an adapter, and return it; its running requests keep it."""
         return self._adapters.pop(name, None)
 
 
 def _check_memory(directory: Path) -> None:
-    """Refuse an adapter that there is no memory for."""
+    """Refuse an adapter that does not fit in memory."""
     needed = COPIES * sum(file.stat().st_size for file in directory.glob("*.safetensors"))
     available = resources.memory().available
     if needed > MEMORY_SHARE * available:

@@ -1,6 +1,6 @@
-"""Read `adapter_config.json`, as peft writes it for LoRA (Hu et al. 2021).
+"""Reads `adapter_config.json`, as peft writes it for LoRA (Hu et al. 2021).
 
-A setting that changes outputs and is not applied here is refused by name. Settings that matter
+A setting that changes outputs but is not supported here is refused by name. Settings that matter
 only in training are ignored.
 """
 
@@ -20,10 +20,10 @@ MAX_RANK = 256
 """Maximum rank of an adapter's matrices."""
 MAX_PATTERNS, MAX_PATTERN, MAX_REPEATS = 1024, 256, 3
 """Maximum patterns of a setting, and characters and repetitions of a pattern: a regular expression
-that takes exponential time would stop the engine."""
+with exponential time would block the engine."""
 REPEATS = re.compile(r"[*+{]")
 SLOW = re.compile(r"\)[*+?{]|\\[1-9]|\(\?")
-"""Repeated groups, references to groups, and groups with options."""
+"""Pattern of repeated groups, references to groups, and groups with options."""
 MAX_BYTES, MAX_ALPHA = 1 << 20, 1_000_000
 """Maximum bytes of a config, and maximum alpha."""
 IGNORED = frozenset(
@@ -34,7 +34,7 @@ IGNORED = frozenset(
         *("eva_config", "corda_config", "lora_ga_config", "qalora_group_size", "runtime_config"),
     }
 )
-"""Settings without an effect on outputs: the tensors' names show which layers are adapted."""
+"""Settings that do not affect outputs: tensor names show which layers are adapted."""
 APPLIED = frozenset(
     {
         *("peft_type", "r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_pattern"),
@@ -50,9 +50,9 @@ REASONS = {
     "layer_replication": "it repeats layers of the base model",
     "alora_invocation_tokens": "an activated LoRA applies to the tokens after its invocation alone",
 }
-"""Reasons for refusing settings that users are likely to try."""
+"""Reasons for refusing settings that users are likely to have."""
 UNCHANGED_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of `init_lora_weights` that leave the base model's weights as they were."""
+"""Values of `init_lora_weights` that do not change the base model's weights."""
 
 _Number = TypeVar("_Number", int, float)
 
@@ -64,9 +64,9 @@ class AdapterConfig:
     Attributes:
         rank: Rank of layers that `ranks` does not name.
         alpha: Alpha of layers that `alphas` does not name; products are scaled by alpha / rank.
-        rslora: Whether it is scaled by alpha / sqrt(rank) (Kalajdzievski 2023).
-        ranks: Ranks, by regular expressions of layers' names; the first that matches holds.
-        alphas: Alphas, by regular expressions of layers' names; the first that matches holds.
+        rslora: Whether the scale is alpha / sqrt(rank) instead (Kalajdzievski 2023).
+        ranks: Ranks by regular expressions of layers' names; the first match applies.
+        alphas: Alphas by regular expressions of layers' names; the first match applies.
         base: The model that it was trained for; empty if unknown.
     """
 
@@ -78,7 +78,7 @@ class AdapterConfig:
     base: str = ""
 
     def rank_of(self, layer: str) -> int:
-        """Return the rank of a layer, by its name."""
+        """Return the rank of the layer of a name."""
         return next((rank for pattern, rank in self.ranks if pattern.match(layer)), self.rank)
 
     def scale_of(self, layer: str) -> float:
@@ -118,7 +118,7 @@ def read_config(directory: Path) -> AdapterConfig:
 
 
 def _refuse_unapplied(file: Path, stated: Mapping[str, Any]) -> None:
-    """Refuse settings with an effect on outputs that Octavo does not have."""
+    """Refuse settings that change outputs and that Octavo does not support."""
     if (bias := stated.get("bias", "none")) != "none":
         raise AdapterError(
             f"{file}: bias is {bias!r}, which Octavo does not apply; train with none"
@@ -141,7 +141,7 @@ def _refuse_unapplied(file: Path, stated: Mapping[str, Any]) -> None:
 def _by_pattern(
     file: Path, stated: Mapping[str, Any], name: str, check: Callable[[Path, str, object], _Number]
 ) -> tuple[tuple[re.Pattern[str], _Number], ...]:
-    """Return a setting's numbers, by regular expressions of layers' names or of their ends."""
+    """Return a setting's values by regular expressions of layers' names, or of their ends."""
     patterns = stated.get(name) or {}
     if not isinstance(patterns, dict) or len(patterns) > MAX_PATTERNS:
         raise AdapterError(f"{file}: {name} must be an object of at most {MAX_PATTERNS} patterns")
@@ -152,7 +152,7 @@ def _by_pattern(
 
 
 def _compile(file: Path, name: str, text: str) -> re.Pattern[str]:
-    """Return peft's regular expression of a pattern: it matches a name's end after a dot, too."""
+    """Return peft's regular expression of a pattern: it also matches a name's end after a dot."""
     if len(text) > MAX_PATTERN or len(REPEATS.findall(text)) > MAX_REPEATS or SLOW.search(text):
         raise AdapterError(
             f"{file}: {name} has {text[:80]!r}, which may take too long to match: it may have at"
@@ -187,7 +187,7 @@ def _switch(file: Path, name: str, value: object) -> bool:
 
 
 def _regular(file: Path) -> Path:
-    """Return a file, or raise an OSError: reading a pipe would never end."""
+    """Return a file, or raise OSError if it is not regular: reading a pipe would never end."""
     if file.exists() and not file.is_file():
         raise OSError(f"{file} is no regular file")
     return file

@@ -1,4 +1,4 @@
-"""The adapters on the device: the least recently used give way to those of the next batch."""
+"""The adapters on the device: the next batch's adapters evict the least recently used."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,18 +23,17 @@ class _OnDevice:
 class DeviceAdapters:
     """Copies adapters to the device when a batch needs them, within a limit.
 
-    All lie in the CPU's memory, pinned if the device is a GPU. A copy to the device is in the order
-    of its stream, and freed memory is reused in that order, so a step that was launched
-    keeps its adapters. On a CPU nothing is copied. An adapter that nobody holds any more leaves by
-    itself.
+    All adapters are in host memory, pinned if the device is a GPU. Copies to the device and reuse
+    of freed memory follow the stream's order, so a launched step keeps its adapters. On a CPU
+    nothing is copied. An adapter without references is dropped automatically.
 
     Attributes:
-        copies: Copies to the device so far.
+        copies: Number of copies to the device so far.
 
     Args:
         device: The model's device.
-        limit: Bytes on the device, which the adapters of a batch must fit; None: nothing is copied,
-            as the model is on a CPU.
+        limit: Maximum bytes on the device, which must fit the adapters of a batch; None: nothing is
+            copied, as the model is on a CPU.
         packed: The model's packed layers that adapters adapt.
     """
 
@@ -45,7 +44,7 @@ class DeviceAdapters:
         self._limit = limit
         self._packed = packed
         self.copies = 0
-        # The least recently used first.
+        # Least recently used first.
         self._held: WeakKeyDictionary[Adapter, _OnDevice] = WeakKeyDictionary()
 
     @property
@@ -60,7 +59,7 @@ class DeviceAdapters:
 
         Args:
             spans: Each sequence's adapter and its tokens in the batch, in their order.
-            logit_rows: `[num_rows]` int64, the tokens whose logits are wanted.
+            logit_rows: `[num_rows]` int64, the tokens whose logits are needed.
         """
         numbers: dict[Adapter, int] = {}
         for adapter, _ in spans:
@@ -83,7 +82,7 @@ class DeviceAdapters:
         return StepAdapters(tokens, logits, self._packed)
 
     def _hold(self, wanted: Mapping[Adapter, int]) -> list[_OnDevice]:
-        """Return adapters on the device, after others have made room for them."""
+        """Return adapters on the device; evict others to make room for them."""
         held = []
         for adapter in wanted:
             if (on_device := self._held.pop(adapter, None)) is None:

@@ -2,4 +2,4 @@
 
 
 class AdapterError(Exception):
-    """An adapter cannot be read, or does not fit the model. The message says what and why."""
+    """An adapter cannot be read or does not fit the model; the message says why."""

@@ -1,4 +1,4 @@
-"""The linear layers of a model that adapters may adapt, which an adapter's matrices must fit."""
+"""The linear layers that adapters may adapt; an adapter's matrices must fit them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -17,10 +17,10 @@ class Targets:
 
     Attributes:
         layers: The layers, by their names in transformers' model.
-        dtype: Type of the layers' inputs, which adapters are converted to.
-        pinned: Whether adapters lie in pinned memory, as a GPU copies them from it.
-        orders: Orders of inputs, by their numbers in `Placement`.
-        packed: The packed layers that have some of these layers, by number.
+        dtype: Dtype of the layers' inputs and, after conversion, of adapters.
+        pinned: Whether adapters are in pinned memory, for copies to a GPU.
+        orders: Input orders, by their numbers in `Placement`.
+        packed: The packed layers that contain these layers, by number.
     """
 
     layers: Mapping[str, Target]
@@ -47,7 +47,7 @@ class Targets:
         object.__setattr__(self, "packed", tuple(packed))
 
     def make_records(self) -> np.ndarray:
-        """Return a record for each index, of an adapter that leaves all layers as they are."""
+        """Return a record for each index, of an adapter that adapts no layer."""
         count = max((target.index for target in self.layers.values()), default=-1) + 1
         return np.zeros((count, RECORD), np.int64)
 
@@ -61,10 +61,10 @@ class Targets:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any]) -> "Targets":
-        """Return the targets that `to_json` returned, of a CPU.
+        """Return targets from the JSON of `to_json`, for a CPU.
 
         Raises:
-            ValueError: It did not return these.
+            ValueError: The JSON is not from `to_json`.
         """
         try:
             layers = {}

@@ -1,4 +1,4 @@
-"""Checks that a step applies adapters, with one that is made for it; see `trial_adapter.py`."""
+"""Checks that a step applies adapters, with a trial adapter; see `trial_adapter.py`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -27,7 +27,7 @@ class TrialForward:
         device: The model's device.
 
     Raises:
-        SelfCheckError: The adapter has a layer that adapters may not adapt.
+        SelfCheckError: The trial adapter has a layer that adapters may not adapt.
     """
 
     def __init__(

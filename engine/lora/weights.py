@@ -1,7 +1,7 @@
-"""Read `adapter_model.safetensors`, as peft writes it, and check it against the model.
+"""Reads `adapter_model.safetensors`, as peft writes it, and checks it against the model.
 
-Nothing here computes with PyTorch: it runs beside the steps, and PyTorch would keep a pool of
-threads for the thread that it runs in.
+Nothing here computes with PyTorch: this runs beside the steps, and PyTorch would keep a thread pool
+for the calling thread.
 """
 
 import hashlib
@@ -26,17 +26,17 @@ from octavo.kernels.low_rank import make_record
 
 WEIGHTS = "adapter_model.safetensors"
 NAME = re.compile(r"base_model\.model\.(?P<layer>.+)\.lora_(?P<part>[AB])\.weight")
-"""The name of a matrix: A maps a layer's inputs to `rank` numbers, B these to its outputs."""
+"""Pattern of a matrix's name: A maps a layer's inputs to `rank` values, B maps these to outputs."""
 DTYPES = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 ALIGNMENT = 32
-"""Number of elements; a matrix begins at a multiple of it."""
+"""Alignment of matrices, in elements."""
 BLANK_RANK = 16
 SHOWN = 5
-"""Names that a message lists."""
+"""Maximum names listed in a message."""
 
 
 class Matrices(NamedTuple):
-    """An adapter's part of a layer, as its file has it.
+    """An adapter's part of a layer, from its file.
 
     Attributes:
         layer: The layer's name.
@@ -56,12 +56,11 @@ class AdapterWeights:
     """An adapter's matrices in memory.
 
     Attributes:
-        matrices: `[elements]` of the targets' dtype: of each layer A, `[rank, inputs]`, and B
-            transposed, `[rank, outputs]`, or as its packed layer takes it: see
-            `octavo.kernels.low_rank.LowRankPart`.
+        matrices: `[elements]` of the targets' dtype: each layer's A, `[rank, inputs]`, and B,
+            transposed to `[rank, outputs]` or packed: see `octavo.kernels.low_rank.LowRankPart`.
         records: `[indices of targets, RECORD]` int64, as for
-            `octavo.kernels.low_rank.LowRankBatch`, with the offsets of A and B in bytes in place
-            of their addresses.
+            `octavo.kernels.low_rank.LowRankBatch`, with A's and B's offsets in bytes instead of
+            their addresses.
         max_rank: The highest rank.
         digest: Digest of the adapter's files.
     """
@@ -72,7 +71,7 @@ class AdapterWeights:
     digest: str
 
     def records_at(self, address: int) -> np.ndarray:
-        """Return the records of matrices that lie at an address."""
+        """Return the records of matrices at an address."""
         placed = self.records.copy()
         placed[placed[:, 2] > 0, :2] += address
         return placed
@@ -86,7 +85,7 @@ def read_adapter(directory: Path, targets: Targets) -> AdapterWeights:
         targets: The model's layers.
 
     Raises:
-        AdapterError: It cannot be read, is not applied by Octavo, or does not fit the model.
+        AdapterError: It cannot be read, is not supported, or does not fit the model.
     """
     config = read_config(directory)
     file = directory / WEIGHTS
@@ -126,7 +125,7 @@ def blank_weights(targets: Targets) -> AdapterWeights:
     )
     matrix = torch.zeros(BLANK_RANK * widest, dtype=targets.dtype, pin_memory=targets.pinned)
     for target in targets.layers.values():
-        records[target.index] = make_record(0, 0, BLANK_RANK, 1.0)  # all lie at the same place
+        records[target.index] = make_record(0, 0, BLANK_RANK, 1.0)  # all share the same memory
     return AdapterWeights(matrix, records, BLANK_RANK, digest="")
 
 
@@ -147,7 +146,7 @@ def _check(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]],
     targets: Targets,
 ) -> list[Matrices]:
-    """Return an adapter's matrices, by the targets' order, once names and shapes are right."""
+    """Check names and shapes; return an adapter's matrices in the targets' order."""
     shapes_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in shapes.items():
         named = NAME.fullmatch(name)
@@ -177,7 +176,7 @@ def _check(
 
 
 def _hint(name: str) -> str:
-    """Return a hint for a tensor that is no matrix of LoRA."""
+    """Return a hint about a tensor that is not a LoRA matrix."""
     if name.endswith(("base_layer.weight", "embed_tokens.weight", "lm_head.weight")):
         return (
             "but the base model's, and Octavo keeps one base for all: save the adapter with"
@@ -192,7 +191,7 @@ def _check_layer(
     """Return a layer's matrices.
 
     Raises:
-        AdapterError: One is absent, or has another shape than the model and the config need.
+        AdapterError: One is missing, or its shape does not fit the model and the config.
     """
     rank = config.rank_of(layer)
     expected = {"A": (rank, target.inputs), "B": (target.outputs, rank)}
@@ -214,11 +213,11 @@ def lay_out(
     targets: Targets,
     digest: str,
 ) -> AdapterWeights:
-    """Put all matrices of an adapter into one tensor, as the kernels take them.
+    """Pack all matrices of an adapter into one tensor for the kernels.
 
     Args:
         layers: Its layers.
-        values: Returns a layer's matrix in float32, by the layer's name and the matrix's, A or B.
+        values: Returns a matrix in float32, by the names of the layer and of the matrix (A or B).
         targets: The model's layers.
         digest: Digest of the adapter's files.
     """
@@ -242,7 +241,7 @@ def lay_out(
 
 
 def _width(target: Target) -> int:
-    """Return the outputs of a layer with those that its packed layer's panels have beside them."""
+    """Return the number of a layer's outputs, padded to its packed layer's panels."""
     placement = target.placement
     return (
         target.outputs if placement is None else placement.panels(target.outputs) * placement.lanes
@@ -277,7 +276,7 @@ def _values(file: Path, name: str, stored: Mapping[str, Any], dtype: torch.dtype
     """Return a tensor in float32.
 
     Raises:
-        AdapterError: It has NaN or infinity, or would have it in the model's dtype.
+        AdapterError: It has NaN or infinity, or would have them in the model's dtype.
     """
     raw = np.frombuffer(stored["data"], DTYPES[stored["dtype"]]).reshape(stored["shape"])
     if stored["dtype"] == "BF16":
@@ -293,12 +292,12 @@ def _values(file: Path, name: str, stored: Mapping[str, Any], dtype: torch.dtype
 
 
 def _as_array(tensor: torch.Tensor) -> np.ndarray:
-    """Return a tensor's memory; bfloat16 as 16-bit integers, as NumPy has no such type."""
+    """Return a tensor's memory; bfloat16 as 16-bit integers, since NumPy lacks bfloat16."""
     return (tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor).numpy()
 
 
 def _convert(values: np.ndarray, dtype: torch.dtype) -> np.ndarray:
-    """Return float32 values as `_as_array` has a dtype; rounded to the nearest even."""
+    """Return float32 values in `_as_array`'s form of a dtype; rounded to nearest, ties to even."""
     if dtype != torch.bfloat16:
         return values
     bits = np.ascontiguousarray(values).view(np.uint32)

@@ -1,8 +1,8 @@
-"""The places of each layer's K and V, and of its states, in the blocks of the cache.
+"""The locations of each layer's K and V, and of its states, in the cache's blocks.
 
-All blocks have one size, so that all layer groups share one pool and none has memory that another
-lacks. Layers of one shape make one group, or several of equal size, with 1 to 8 times the tokens
-per block of the smallest: whatever fills the blocks best.
+All blocks have one size, so that all layer groups share one pool and no group has spare memory that
+another lacks. Layers of one shape form one group, or several of equal size, with 1 to 8 times the
+smallest tokens per block: whichever fills the blocks best.
 """
 
 from dataclasses import dataclass
@@ -22,16 +22,16 @@ class Planner(Protocol):
     """Plans the attention of one layer group, on a GPU; see `octavo.kernels.ops`."""
 
     def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> AttentionPlan | None:
-        """Return a batch's plan: `plan_attention`."""
+        """Return a batch's plan; see `plan_attention`."""
 
     def room(self, sequences: int, chunks: int, rows: int) -> AttentionPlan | None:
-        """Return a plan with room for any batch's: `plan_room`."""
+        """Return a plan with room for any batch; see `plan_room`."""
 
 
 TYPICAL_TOKENS = 1024
-"""Length of a sequence for which the layout holds the fewest bytes."""
+"""Sequence length for which the layout is chosen to use the fewest bytes."""
 TABLE_COST = 0.01
-"""Cost of one more group to a step, as a share of the cache's memory."""
+"""Cost of one more group's block tables, as a share of the cache's memory."""
 MAX_PIECES = 16
 ALIGNMENT = 64
 RATIOS = (1, 2, 4, 8)
@@ -39,12 +39,12 @@ RATIOS = (1, 2, 4, 8)
 
 @dataclass(frozen=True, slots=True)
 class LayerPlace:
-    """The place of a layer's K and V in blocks.
+    """The location of a layer's K and V in blocks.
 
     Attributes:
         group: The layer's group.
-        keys: The first element of the keys in a block.
-        values: The first element of the values; meaningless if none are kept.
+        keys: Offset of the keys in a block, in elements.
+        values: Offset of the values in a block; meaningless if there are none.
     """
 
     group: int
@@ -54,11 +54,11 @@ class LayerPlace:
 
 @dataclass(frozen=True, slots=True)
 class StatePlace:
-    """The place of a state in blocks.
+    """The location of a state in blocks.
 
     Attributes:
         group: The state's group.
-        first_row: Its first row in the blocks of a sequence.
+        first_row: Its first row in a sequence's blocks.
         rows_per_block: Rows in each block.
     """
 
@@ -73,10 +73,10 @@ class CacheLayout:
 
     Attributes:
         shape: The model's dimensions.
-        groups: The layer groups: those without a window, those with one, and those of states.
-        shapes: The shape of each group's layers, without those of states.
-        places: The place of each layer.
-        states: The place of each state.
+        groups: The layer groups: first those without a window, then windows, then states.
+        shapes: The shape of each attention group's layers.
+        places: The location of each layer.
+        states: The location of each state.
         block_elements: Elements of the cache's dtype per block.
     """
 
@@ -97,13 +97,13 @@ class CacheLayout:
         return planners + [_StatePlanner()] * (len(self.groups) - len(planners))
 
     def sequence_blocks(self, num_tokens: int) -> list[int]:
-        """Return how many blocks of each group `num_tokens` tokens take if none is released."""
+        """Return the blocks that `num_tokens` tokens take in each group, if none is released."""
         return [group.state_blocks or group.blocks_for(num_tokens) for group in self.groups]
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupPlanner:
-    """The planner of a group of layers of one shape."""
+    """The planner of a group of layers with one shape."""
 
     shape: LayerShape
     dtype: torch.dtype
@@ -144,7 +144,7 @@ class _StatePlanner:
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Layers of one shape."""
+    """Layers with one shape."""
 
     shape: LayerShape
     layers: tuple[int, ...]
@@ -159,7 +159,7 @@ class _Kind:
 
 @dataclass(frozen=True, slots=True)
 class _Choice:
-    """A way to put the layers of a kind into blocks."""
+    """A way to pack a kind of layers into blocks."""
 
     kind: _Kind
     pieces: int
@@ -173,12 +173,12 @@ class _Choice:
 
     @property
     def groups(self) -> int:
-        """Groups that the pieces make; the last may be missing."""
+        """Number of groups of the pieces; the last may be incomplete."""
         return -(-len(self.kind.layers) // self.kind.per_piece(self.pieces))
 
     @property
     def blocks(self) -> float:
-        """Blocks of a typical sequence; on average, the last is half empty."""
+        """Number of blocks of a typical sequence; on average, the last is half empty."""
         reach = self.kind.shape.window or self.kind.shape.chunk or TYPICAL_TOKENS
         return self.pieces * (min(reach, TYPICAL_TOKENS) / self.block_size + 0.5)
 
@@ -188,11 +188,11 @@ class _StateKind:
     """States with rows of one shape."""
 
     numbers: tuple[int, ...]
-    rows: int  # of all together
+    rows: int  # in total
     row_elements: int
 
     def blocks(self, size: int) -> int:
-        """Return the blocks that a sequence takes if a block has `size` elements."""
+        """Return the number of blocks per sequence if a block has `size` elements."""
         return -(-self.rows // (size // self.row_elements))
 
 
@@ -248,18 +248,18 @@ def plan_layout(
 
 
 def _keeper(shape: ModelShape, layer: int) -> int:
-    """Return the layer that keeps a layer's keys and values."""
+    """Return the layer whose keys and values a layer uses."""
     source = shape.layers[layer].source
     return layer if source is None else source
 
 
 def _aligned(elements: int) -> int:
-    """Return at least as many elements, so that every block is aligned for vectors of any type."""
+    """Round up a number of elements, so that blocks are aligned for vectors of any type."""
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
 def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, LayerPlace]) -> None:
-    """Append a kind's groups, and record the places of its layers."""
+    """Append a kind's groups, and record the locations of its layers."""
     kind, size = choice.kind, choice.block_size
     shape, count = kind.shape, kind.per_piece(choice.pieces)
     for i in range(0, len(kind.layers), count):
@@ -273,7 +273,7 @@ def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, L
 def _state_kinds(
     states: tuple[StateShape, ...], dtype: torch.dtype, cache_dtype: torch.dtype
 ) -> list[_StateKind]:
-    """Return the states by the shape and type of their rows."""
+    """Return the states by the shape and dtype of their rows."""
     by_row: dict[tuple[tuple[int, int], bool], list[int]] = {}
     for number, state in enumerate(states):
         by_row.setdefault((state.row_shape, state.full_precision), []).append(number)
@@ -287,7 +287,7 @@ def _state_kinds(
 
 
 def _kinds(layers: tuple[LayerShape, ...]) -> list[_Kind]:
-    """Return the layers with own keys and values by shape, those without a window first."""
+    """Return the layers that have keys and values by shape; those without a window come first."""
     by_shape: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(layers):
         if shape.source is None:
@@ -311,7 +311,7 @@ def _best(choices: list[_Choice]) -> _Choice:
 
 
 def _cost(size: int, chosen: list[_Choice], states: list[_StateKind]) -> float:
-    """Return the elements that a typical sequence takes, with the cost of its tables."""
+    """Return the elements of a typical sequence, including the cost of its tables."""
     tables = sum(choice.pieces for choice in chosen) + len(states)
     blocks = sum(choice.blocks for choice in chosen) + sum(kind.blocks(size) for kind in states)
     return size * blocks * (1 + TABLE_COST * tables)

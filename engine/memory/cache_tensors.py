@@ -16,20 +16,19 @@ from octavo.kernels.ops import copy_blocks
 
 GIB = 1 << 30
 HOST_SHARE = 0.25
-"""Default limit of KV cache and swap space each, as a share of the host's free memory."""
+"""Default limit of the KV cache and of swap space, each as a share of the host's free memory."""
 
 
 class CacheTensors:
-    """A tensor of blocks on the device and one in host memory.
+    """A tensor of blocks on the device, and one in host memory.
 
-    Both are `[num_blocks, block_elements]`. A block is contiguous over all layers of a group, K and
-    V, so one copy moves it. On a GPU, copies to swap space may be pending, so only swaps may read
-    it.
+    Both are `[num_blocks, block_elements]`. A block is contiguous over a group's layers, K and V,
+    so one copy moves it. On a GPU, copies to swap space may be pending, so only swaps may read it.
 
     Attributes:
-        layout: The place of each layer's K and V in a block.
+        layout: The locations of each layer's K and V in a block.
         layers: Each layer's cache, a view of the device's tensor.
-        states: Each state's place in a block.
+        states: Each state's location in a block.
 
     Args:
         layout: The layout of the cache's blocks.
@@ -70,12 +69,12 @@ class CacheTensors:
         Otherwise the steps that first write to them wait for it: 48 requests took 5% longer.
 
         Returns:
-            Whether there were any left.
+            Whether any blocks were left.
         """
         return next(self._populating, False)
 
     def apply(self, transfers: Transfers) -> None:
-        """Do a step's copies, in the order that `Transfers` states."""
+        """Do a step's copies, in the order of `Transfers`."""
         if transfers.swap_out:
             self._swapper.swap_out(transfers.swap_out)
         if transfers.swap_in:
@@ -84,7 +83,7 @@ class CacheTensors:
             copy_blocks(self.device, torch.tensor(pairs))
 
     def take_copy_times(self) -> list[CopyTime]:
-        """Return the times of swaps that have ended since the last call."""
+        """Return the durations of swaps that ended since the last call."""
         return self._swapper.take_times()
 
 
@@ -110,7 +109,7 @@ def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
 
 
 def state_caches(blocks: torch.Tensor, layout: CacheLayout, dtype: torch.dtype) -> list[StateCache]:
-    """Return each state's place, a view of `blocks`, `[num_blocks, block_elements]`."""
+    """Return each state's location, a view of `blocks`, `[num_blocks, block_elements]`."""
     states = []
     for shape, place in zip(layout.shape.states, layout.states, strict=True):
         typed = blocks.view(torch.uint8).view(torch.float32 if shape.full_precision else dtype)
@@ -122,7 +121,7 @@ def state_caches(blocks: torch.Tensor, layout: CacheLayout, dtype: torch.dtype) 
 
 
 def _independent(pairs: list[tuple[int, int]]) -> list[list[tuple[int, int]]]:
-    """Split copies into runs, none of which writes a block that it also reads."""
+    """Split copies into runs; no run writes a block that it also reads."""
     runs: list[list[tuple[int, int]]] = []
     sources: set[int] = set()
     for source, target in pairs:
@@ -144,7 +143,7 @@ def default_cache_gib(
 ) -> float:
     """Return the default size of the KV cache in GiB.
 
-    On a GPU this is `utilisation` of its memory less `taken` bytes, which is everything but the
+    On a GPU this is `utilisation` of its memory less `taken` bytes, which cover everything but the
     cache. On a CPU, whose memory is shared, it is `HOST_SHARE` of the free memory less `taken`
     bytes, which are free but will be needed; at most 4 GiB.
 
@@ -152,7 +151,7 @@ def default_cache_gib(
         device: The cache's device.
         utilisation: The share of the device's memory that the engine may use.
         taken: Bytes that the cache cannot use.
-        memory: The device's memory. Default: as it is now.
+        memory: The device's memory. Default: its current state.
     """
     memory = memory or memory_of(device)
     if device.type == "cuda":

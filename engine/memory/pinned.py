@@ -1,7 +1,7 @@
 """Pins host memory of any size, so that a GPU copies to and from it asynchronously.
 
-PyTorch's allocator of pinned memory rounds sizes up to a power of two: 40 GiB take 64. Memory that
-is registered with the driver keeps its size.
+PyTorch's allocator of pinned memory rounds sizes up to a power of two: 40 GiB take 64. Memory
+registered with the driver keeps its size.
 """
 
 import weakref
@@ -14,11 +14,11 @@ _DEFAULT_FLAGS = 0
 
 
 def pin(tensor: torch.Tensor, *, owner: object) -> None:
-    """Pin a tensor's memory until `owner` is gone.
+    """Pin a tensor's memory until `owner` is freed.
 
     Args:
-        tensor: Contiguous, in host memory; nothing may use it longer than `owner`.
-        owner: Holds the tensor.
+        tensor: A contiguous tensor in host memory; it must not outlive `owner`.
+        owner: The object that holds the tensor.
 
     Raises:
         OSError: The driver cannot pin this much.

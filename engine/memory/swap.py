@@ -1,17 +1,16 @@
 """Copies blocks between the device's cache and swap space in host memory.
 
-On a GPU the copies go through staging buffers and a stream of their own:
+On a GPU the copies use staging buffers and a separate stream:
 
     compute   ... gather | model's step ...               wait, scatter | model's step ...
     side                 wait, copy to the host ...  copy to the device |
 
-So a swap-out overlaps the step, which may overwrite the blocks at once, and the step only waits
-for swap-ins. The side stream copies in the order of the calls, so each read of swap space sees the
-writes before it. Pairs are sorted by swap block: adjacent blocks cross the bus in one copy, and the
-block pool allocates adjacent ones where it can. With a second set of buffers in host memory it
-would always be one copy, but the host would have to move each block between them and swap space,
-and a swap-in would wait for that. A buffer is reused after the event that its last user recorded.
-The host never waits.
+So a swap-out overlaps the step, which may overwrite the blocks at once, and the step only waits for
+swap-ins. The side stream copies in the order of the calls, so each read of swap space sees earlier
+writes. Pairs are sorted by swap block: adjacent blocks cross the bus in one copy, and the block
+pool allocates adjacent blocks if it can. Staging buffers in host memory would always make it one
+copy, but the host would have to move each block between them and swap space, and swap-ins would
+wait for that. A buffer is reused after its last user's event. The host never waits.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ if TYPE_CHECKING:  # so that benchmarks can time swaps with torch alone
     from octavo.engine.kv_cache.transfers import BlockPairs
 
 STAGING_BYTES = 128 << 20
-"""Maximum size of a staging buffer. There are two: after a larger swap-out the compute stream waits
+"""Maximum size of each of the two staging buffers: larger swap-outs make the compute stream wait
 for the bus."""
 
 
 class CopyTime(NamedTuple):
-    """The time to copy a number of blocks over the bus."""
+    """A number of blocks, and the time to copy them over the bus."""
 
     blocks: int
     seconds: float
@@ -53,7 +52,7 @@ class Swapper(Protocol):
         """Copy (swap block, device block) pairs."""
 
     def take_times(self) -> list[CopyTime]:
-        """Return the times of copies that have ended since the last call."""
+        """Return the durations of copies that ended since the last call."""
 
 
 class HostSwapper:
@@ -78,13 +77,13 @@ class HostSwapper:
         self._times.append(CopyTime(len(pairs), time.perf_counter() - began))
 
     def take_times(self) -> list[CopyTime]:
-        """Return the times of copies since the last call."""
+        """Return the durations of copies since the last call."""
         times, self._times = self._times, []
         return times
 
 
 class CudaStream:
-    """A stream, which does its work on a GPU in order."""
+    """A stream, which runs its work on a GPU in order."""
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream | None = None) -> None:
         """Use `stream`, or always the current stream if it is None."""
@@ -101,7 +100,7 @@ class CudaStream:
             work()
 
     def record(self) -> torch.cuda.Event:
-        """Return an event that happens when all work so far is done."""
+        """Return an event for the end of all work so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
@@ -120,7 +119,7 @@ class _Buffer:
 
 
 class StreamSwapper:
-    """Swaps on a GPU: copies overlap the model; see the module."""
+    """Swaps on a GPU: copies overlap the model; see this module's text."""
 
     def __init__(
         self,
@@ -135,7 +134,7 @@ class StreamSwapper:
 
         Args:
             device: `[num_blocks, ...]`, the cache on the GPU.
-            swap: `[num_swap_blocks, ...]` in pinned memory, used by nothing else.
+            swap: `[num_swap_blocks, ...]` in pinned memory, for swaps alone.
             compute: The model's stream.
             side: A stream that nothing else uses.
             staging_bytes: Maximum size of a buffer, which holds at least one block.
@@ -185,7 +184,7 @@ class StreamSwapper:
         buffer: _Buffer,
         places: list[int],
     ) -> torch.cuda.Event:
-        """Launch a copy over the bus on the side stream; return its end."""
+        """Launch a copy over the bus on the side stream; return the event of its end."""
         began = self._side.record()
         self._side.run(partial(copy, buffer.blocks, self._swap, places))
         ended = self._side.record()
@@ -193,7 +192,7 @@ class StreamSwapper:
         return ended
 
     def take_times(self) -> list[CopyTime]:
-        """Return the times of copies that have ended since the last call, without waiting."""
+        """Return the durations of copies that ended since the last call, without waiting."""
         times = []
         while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
             blocks, began, ended = self._running.popleft()
@@ -202,7 +201,7 @@ class StreamSwapper:
 
 
 def _capacity(num_swap_blocks: int, block_bytes: int, staging_bytes: int) -> int:
-    """Return the blocks that a buffer holds."""
+    """Return the number of blocks that a buffer holds."""
     return min(num_swap_blocks, max(1, staging_bytes // block_bytes))
 
 
@@ -224,7 +223,7 @@ def _load(buffer: torch.Tensor, swap: torch.Tensor, places: list[int]) -> None:
 
 
 def _runs(places: list[int]) -> Iterator[tuple[range, int]]:
-    """Yield each run of consecutive numbers in rising `places`: its indices and first number."""
+    """Yield the indices and first number of each run of consecutive numbers in sorted `places`."""
     first = 0
     for i in range(1, len(places) + 1):
         if i == len(places) or places[i] != places[i - 1] + 1:
