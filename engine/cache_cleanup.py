@@ -1,4 +1,4 @@
-"""Removes from the cache what no version needs any more: old kernels, and older versions' steps.
+"""Removes unneeded files from the cache: old kernels, and older versions' compiled steps.
 
 Each version of PyTorch, of the compiler or of this code adds a build of the kernels.
 """
@@ -17,18 +17,18 @@ from octavo.kernels.cpu.build import LIBRARY
 log = structlog.get_logger(__name__)
 
 STEPS = "compiled"
-"""Folder in the cache of the steps that older versions compiled, of hundreds of megabytes each."""
+"""Cache folder of older versions' compiled steps, hundreds of megabytes each."""
 DAY = 86_400.0
 MAX_IDLE = 30 * DAY
-"""Kernels that were not loaded for this long are removed."""
+"""Seconds without a load after which kernels are removed."""
 VERSIONS = 2
-"""Kernels to keep: the current ones and those before."""
+"""Number of builds to keep: the current and the previous one."""
 GRACE = DAY
-"""Kernels and steps used within this time are kept, as several versions may take turns."""
+"""Seconds since the last use within which kernels and steps are kept, as versions may alternate."""
 
 
 def prune() -> None:
-    """Remove old kernels that no process has loaded, and steps that older versions compiled."""
+    """Remove old kernels that no process has loaded, and older versions' compiled steps."""
     libraries = sorted(cache_dir().glob(LIBRARY.format("*")), key=_used, reverse=True)
     for newer, library in enumerate(libraries):
         idle = time.time() - _used(library)
@@ -41,7 +41,7 @@ def prune() -> None:
 
 
 def _used(file: Path) -> float:
-    """Return when a file was loaded or written; 0 if it is gone."""
+    """Return the time of a file's last load or write; 0 if it is gone."""
     with suppress(OSError):
         return file.stat().st_mtime
     return 0.0

@@ -11,7 +11,7 @@ from octavo.engine.scheduling.sequence import TokenLogprob
 
 
 class FailureCode(IntEnum):
-    """The kind of error of a failed request; the numbers are google.rpc.Code's."""
+    """The kind of error of a failed request; values are google.rpc.Code's."""
 
     INVALID_ARGUMENT = 3
     DEADLINE_EXCEEDED = 4
@@ -31,13 +31,13 @@ class Started:
     cached_tokens: int
 
 
-@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make
+@dataclass(slots=True, eq=False)  # creating a frozen one takes three times as long
 class OutputEvent:
     """New tokens of one output; the last ones if `finish_reason` is set.
 
-    A beam search publishes all of each output when it ends, best first, with a score. Drafted
-    tokens, and accepted ones, are counted since the event before. `number` is the output's number
-    in its session, 0 if it has none.
+    A beam search publishes whole outputs at its end, best first, with scores. Drafted and accepted
+    tokens are counted since the previous event. `number` is the output's number in its session, 0
+    if it has none.
     """
 
     session: int
@@ -55,9 +55,9 @@ class OutputEvent:
 
 @dataclass(frozen=True, slots=True)
 class NumberedTokens:
-    """A step's tokens of outputs that need no event of their own, by the outputs' numbers.
+    """A step's tokens of outputs without separate events, by the outputs' numbers.
 
-    An event for each output would take longer than the rest of its step.
+    An event per output would take longer than the rest of the step.
     """
 
     session: int
@@ -84,10 +84,10 @@ class PrefixChange:
     """A change of the prefix cache.
 
     Attributes:
-        session: The new session that gets the whole contents as `stored`; None for a change
-            that all sessions get.
-        stored: Keys of blocks that are new in the cache.
-        evicted: Keys of blocks that have left the cache.
+        session: The new session that gets the whole contents as `stored`; None for a change for all
+            sessions.
+        stored: Keys of new blocks in the cache.
+        evicted: Keys of blocks removed from the cache.
     """
 
     session: int | None
@@ -106,8 +106,8 @@ class Load:
         cache: The KV cache's blocks.
         step_seconds: The last step's duration.
         draining: Whether new requests are refused.
-        step_running_seconds: Seconds that the current step has run, in a load published while it
-            runs; else 0.
+        step_running_seconds: Seconds that the current step has run, if published during a step;
+            else 0.
         drafted_tokens: Tokens drafted since the start.
         accepted_tokens: Drafted tokens that were right.
     """
@@ -126,7 +126,7 @@ class Load:
 def measure_load(
     scheduler: Scheduler, waiting: int, step_seconds: float, *, draining: bool
 ) -> Load:
-    """Return the load now.
+    """Return the current load.
 
     Args:
         scheduler: The scheduler.

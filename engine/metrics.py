@@ -23,7 +23,7 @@ _QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class EngineMetrics:
-    """An engine's metrics, in a registry of their own."""
+    """An engine's metrics, in their own registry."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -53,7 +53,7 @@ class EngineMetrics:
         self.accepted_tokens = counter("accepted_tokens", "Drafted tokens that were right.")
         self.preemptions = counter("preemptions", "Sequence groups preempted, by mode.", "mode")
         for mode in ("swap", "recompute"):
-            self.preemptions.labels(mode)  # 0, not absent, until the first
+            self.preemptions.labels(mode)  # so that it is 0, not absent, before the first
         self.swap_space_full = counter(
             "swap_space_full", "Preemptions that recompute because swap space was full."
         )
@@ -122,7 +122,7 @@ class EngineMetrics:
             batch: The batch that it computed.
             seconds: The duration of the step.
             compiled: Whether the model is compiled.
-            eager_steps: Number of steps since the start that ran eagerly although it is.
+            eager_steps: Number of steps since the start that ran uncompiled.
         """
         eager = eager_steps - self._seen_eager_steps
         self._seen_eager_steps = eager_steps
@@ -133,7 +133,7 @@ class EngineMetrics:
         self.batch_sequences.set(batch.num_sequences)
 
     def show_rank_times(self, times: Times) -> None:
-        """Make the gauge of times read those of rank 0 when it is scraped."""
+        """Make the gauge of times read rank 0's times when scraped."""
         self.rank_seconds.labels("broadcast").set_function(lambda: times.broadcast)
         self.rank_seconds.labels("reduce").set_function(lambda: times.reduce)
         self.rank_seconds.labels("gather").set_function(lambda: times.gather)
@@ -145,7 +145,7 @@ class EngineMetrics:
         self.cached_tokens.inc(cached_tokens)
 
     def observe_constraints(self, counters: CompileCounters) -> None:
-        """Count what was compiled since the last call."""
+        """Count the constraints compiled since the last call."""
         seen = self._seen_constraints
         for outcome in ("compiled", "refused", "cached"):
             new = getattr(counters, outcome) - getattr(seen, outcome)
@@ -156,9 +156,9 @@ class EngineMetrics:
         self._seen_constraints = replace(counters)
 
     def show(self, load: Callable[[], Load]) -> None:
-        """Make the gauges of groups and blocks read the core's load when they are scraped.
+        """Make the gauges of groups and blocks read the core's load when scraped.
 
-        Setting them all after every step would take 0.1 ms of it.
+        Setting them all after every step would add 0.1 ms to it.
         """
 
         def show(gauge: Gauge, read: Callable[[Load], float]) -> None:

@@ -5,17 +5,17 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
-    """One call of attention: most layers have one.
+    """One attention call: most layers have one.
 
     Attributes:
         num_heads: Query heads.
         num_kv_heads: Key and value heads.
         key_dim: Elements per head of a key.
         value_dim: Elements per head of a value.
-        window: A token attends to this many tokens, itself included; None: to all before it.
-        chunk: A token attends to those since the last multiple of this; None: to all before it.
-        source: The number of the call whose keys and values it attends to; None: its own.
-        latent: Whether the first elements of a key are its value, so that no values are kept.
+        window: Number of tokens that a token attends to, including itself; None: all before it.
+        chunk: Chunk length: a token attends to its chunk's tokens up to itself; None: no chunks.
+        source: The number of the call whose keys and values it uses; None: its own.
+        latent: Whether the first elements of a key are its value, so that the cache has no values.
     """
 
     num_heads: int
@@ -29,18 +29,18 @@ class LayerShape:
 
     @property
     def token_elements(self) -> int:
-        """Elements that are kept of a token."""
+        """Cached elements per token."""
         return self.num_kv_heads * (self.key_dim + (0 if self.latent else self.value_dim))
 
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The state of a sequence that one convolution or recurrence of a layer keeps.
+    """The state that one convolution or recurrence of a layer keeps per sequence.
 
     Attributes:
         rows: Number of rows.
         row_shape: The shape of a row.
-        full_precision: Whether it is float32; else of the model's dtype.
+        full_precision: Whether it is float32; else it has the model's dtype.
     """
 
     rows: int
@@ -53,7 +53,7 @@ class ModelShape:
     """A model's dimensions, for memory and validation.
 
     Attributes:
-        layers: Shapes of the calls of attention, in order.
+        layers: Shapes of the attention calls, in order.
         vocab_size: Tokens of the vocabulary.
         max_position: Tokens of the context.
         eos_token_ids: Tokens that end an output.
@@ -67,7 +67,7 @@ class ModelShape:
     states: tuple[StateShape, ...] = ()
 
     def has_kinds_of(self, other: "ModelShape") -> bool:
-        """Return whether all kinds of another model's layers are among those of this one."""
+        """Return whether this model has all kinds of another model's layers."""
         return _kinds(self) >= _kinds(other)
 
 

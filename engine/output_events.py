@@ -13,14 +13,14 @@ from octavo.engine.scheduling.sequence import GroupEvent, Sequence, SequenceGrou
 def output_events(output: StepOutput) -> list[Event]:
     """Return the events of a step's tokens, and of the beam searches that it ends.
 
-    Tokens that need no event of their own are in columns, one event for each session. Columns come
-    first, as the end of an output follows its tokens.
+    Tokens without separate events are in columns, one event per session. Columns come first, as an
+    output's end must follow its tokens.
     """
     samples = output.samples
-    single = samples.numbers == 0  # whether a token has an event of its own
+    single = samples.numbers == 0  # whether a token has a separate event
     single[output.ends] = True
     single[list(output.logprobs)] = True
-    # A comprehension, as nearly all tokens of a step need no event of their own.
+    # A comprehension for speed, as nearly all tokens need no separate event.
     columns = enumerate(zip(samples.groups, samples.sequences, strict=True))
     rare = [i for i, (g, s) in columns if not g.decoding or g.prompt_logprobs or s.drafted_tokens]
     for i in rare:
@@ -39,7 +39,7 @@ def output_events(output: StepOutput) -> list[Event]:
 
 
 def _columns(output: StepOutput, rows: np.ndarray) -> Iterator[NumberedTokens]:
-    """Yield some tokens with the numbers of their outputs, by session."""
+    """Yield some tokens with their outputs' numbers, by session."""
     samples, token_ids = output.samples, np.array(output.token_ids, np.int64)
     for session in set(samples.sessions[rows].tolist()):
         chosen = rows & (samples.sessions == session)
@@ -66,7 +66,7 @@ def _output_event(output: StepOutput, i: int, *, ends: bool) -> OutputEvent:
 
 
 def _ends_draft(samples: Samples, i: int) -> bool:
-    """Return whether a token is the last one of a sequence with drafted tokens in the step."""
+    """Return whether a token is the last of a sequence with drafted tokens in the step."""
     sequence, following = samples.sequences[i], samples.sequences[i + 1 : i + 2]
     return sequence.drafted_tokens > 0 and (not following or following[0] is not sequence)
 
@@ -74,7 +74,7 @@ def _ends_draft(samples: Samples, i: int) -> bool:
 def _search_events(group: SequenceGroup, search: BeamState) -> list[Event]:
     """Return an event for each output of a beam search that ended, best first.
 
-    A constraint may leave fewer than the search's width; then they are repeated.
+    A constraint may leave fewer outputs than the search's width; then they are repeated.
     """
     request, width, count = group.request, search.params.width, len(search.hypotheses)
     hypotheses = [search.hypotheses[rank * count // width] for rank in range(width)]
@@ -94,6 +94,6 @@ def _search_events(group: SequenceGroup, search: BeamState) -> list[Event]:
 
 
 def _scores_to_report(group: SequenceGroup, sequence: Sequence) -> list[TokenLogprob]:
-    """Return the prompt's log-probabilities with the first token of the first output, else none."""
+    """Return the prompt's log-probabilities for the first output's first token, else none."""
     first = group.prompt_logprobs and sequence.num_known_output == 1 and sequence.index == 0
     return group.prompt_logprobs if first else []

@@ -50,14 +50,14 @@ async def serve(
     Args:
         settings: The model and the settings to serve it with.
         on_ready: Called with the address, HOST:PORT, once requests are accepted.
-        socket: Unix socket to listen on, in place of host and port; its path is then the address.
+        socket: Unix socket to listen on instead of host and port; its path is then the address.
 
     Raises:
-        StartupError: The settings do not fit each other, the model or the machine.
+        StartupError: The settings conflict with each other, the model or the machine.
         TlsError: The certificate and key cannot be used.
-        StoppedWhileStartingError: A signal came while the model was being loaded. The thread that
-            loads it goes on, so the caller must end the process.
-        BackgroundError: A part that the engine needs has ended.
+        StoppedWhileStartingError: A signal came while the model was being loaded. The loading
+            thread continues, so the caller must end the process.
+        BackgroundError: A required background part has ended.
         OSError: The engine cannot listen on the address, or a package for tracing is missing.
     """
     tracing = Tracing(settings.otlp_endpoint, "octavo-engine")
@@ -79,8 +79,8 @@ async def serve(
         max_message_bytes=settings.max_message_bytes,
         limits=settings.connection_limits,
     )
-    # One thread builds and computes. OpenMP keeps a pool of threads for each thread that ever
-    # computed, and pools with more threads than cores sleep between loops.
+    # One thread builds and computes: OpenMP keeps a thread pool for each thread that ever computed,
+    # and pools with more threads than cores sleep between loops.
     thread = OneThread("engine-core")
     try:
         # The ports come first, so that a port in use is reported before the model takes minutes.
@@ -123,11 +123,11 @@ async def serve(
                     if ranks is not None:
                         ranks.begin_to_stop()
                     await thread.call(parts.leader.stop)
-            finally:  # in any case, sessions send the core's last events
+            finally:  # sessions always send the core's last events
                 service.close()
                 await server.stop(grace=1.0)
     finally:
-        await server.stop(grace=None)  # or it would outlive an error
+        await server.stop(grace=None)  # otherwise it would outlive an error
         thread.close()
         await tracing.close()
     log.info("engine stopped")
@@ -151,7 +151,7 @@ def _started_ranks(
 
 
 def _build(settings: EngineSettings, place: RankPlace | None) -> Parts:
-    """Load the model, and pin the threads that will compute to their cores."""
+    """Load the model, and pin the compute threads to their cores."""
     parts = build(settings, place)
     if parts.leader is not None:
         parts.leader.watch()
@@ -162,9 +162,9 @@ def _build(settings: EngineSettings, place: RankPlace | None) -> Parts:
 
 
 def _exclude_from_collection() -> None:
-    """Exclude the objects that exist now from garbage collection.
+    """Exclude existing objects from garbage collection.
 
-    To scan all objects of torch and transformers takes as long as many steps.
+    Scanning all objects of torch and transformers takes as long as many steps.
     """
     gc.collect()
     gc.freeze()
@@ -194,7 +194,7 @@ async def _running(core: EngineCore, thread: OneThread) -> AsyncIterator[asyncio
     try:
         yield run
     finally:
-        core.stop()  # or its thread would outlive an error
+        core.stop()  # otherwise its thread would outlive an error
         await asyncio.gather(run, return_exceptions=True)  # `_until_stopped` raises its error
 
 
@@ -219,7 +219,7 @@ async def _until_stopped(
     """Wait for a signal.
 
     Raises:
-        BackgroundError: The core, its heartbeat or the server ended; its cause says why.
+        BackgroundError: The core, its heartbeat or the server ended; the cause says why.
     """
     parts = first_to_end(
         **{
@@ -240,7 +240,7 @@ async def _drain(core: EngineCore, timeout: float) -> None:
     core.drain()
     try:
         async with asyncio.timeout(timeout):
-            # Until the load shows that it drains, requests may wait in the queue of calls.
+            # Requests may wait in the queue of calls until the load shows draining.
             while not (core.load.draining and core.idle):  # noqa: ASYNC110 - in another thread
                 await asyncio.sleep(DRAIN_POLL_SECONDS)
     except TimeoutError:

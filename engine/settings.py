@@ -267,7 +267,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @model_validator(mode="after")
     def _adapters_have_names_of_their_own(self) -> Self:
-        """Refuse an adapter that is named like the model."""
+        """Refuse an adapter with a name of the model."""
         for name in self.model_names:
             if name in self.adapters:
                 raise ValueError(
@@ -278,7 +278,7 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def listeners(self) -> list[Listener]:
-        """Addresses to listen on; a default metrics port may be replaced, and is not among them."""
+        """Addresses to listen on, except a default metrics port, which may be replaced."""
         listeners = [Listener(self.host, self.port)]
         if "metrics_port" in self.model_fields_set:
             listeners.append(metrics_listener(self.host, self.metrics_port))

@@ -1,7 +1,7 @@
-"""A CPU engine's process without PyTorch's compiler and other packages that it does not need.
+"""Keeps unneeded packages, such as PyTorch's compiler, out of a CPU engine's process.
 
-Transformers marks functions for the compiler while it is imported, which imports the compiler and
-its libraries: half of all the time that imports take. No CPU engine compiles anything.
+Transformers marks functions for the compiler when imported, which imports the compiler and its
+libraries: half of the whole import time. A CPU engine compiles nothing.
 """
 
 import importlib
@@ -16,13 +16,13 @@ import torch
 
 COMPILER = "torch._dynamo"
 NEEDED = f"{COMPILER}._trace_wrapped_higher_order_op"
-"""A module of the compiler that transformers' masks use. It needs no other."""
+"""The only module of the compiler that transformers' masks need."""
 
 
 def keep_compiler_out() -> None:
     """Import transformers without the compiler, distributed tensors and SciPy.
 
-    Code that uses other names of the first two than those here imports them.
+    Other names of the first two than those given here import them on use.
     """
     marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
     compiler = _Placeholder(COMPILER, marks)
@@ -30,19 +30,19 @@ def keep_compiler_out() -> None:
     sys.modules.setdefault(COMPILER, compiler)
     importlib.import_module(NEEDED)
     del compiler.__path__
-    # PyTorch asks whether a tensor of a class like `DeferredTensor` is one of these.
+    # PyTorch checks whether tensors of classes like `DeferredTensor` are instances of these.
     tensors = "torch.distributed.tensor"
     sys.modules.setdefault(tensors, _Placeholder(tensors, {"DTensor": _NoTensor}))
     with _unavailable():
-        from transformers.utils import import_utils  # noqa: PLC0415 - not before
+        from transformers.utils import import_utils  # noqa: PLC0415 - not earlier
 
-        import_utils.is_torch_distributed_available()  # it remembers the answers
+        import_utils.is_torch_distributed_available()  # it caches the answers
         import_utils.is_scipy_available()
 
 
 @contextmanager
 def _unavailable() -> Iterator[None]:
-    """Let PyTorch's distributed package and SciPy be unavailable."""
+    """Make PyTorch's distributed package and SciPy appear unavailable."""
     distributed: Any = torch.distributed
     is_available = distributed.is_available
     distributed.is_available = lambda: False
@@ -56,7 +56,7 @@ def _unavailable() -> Iterator[None]:
 
 
 class _Placeholder(ModuleType):
-    """A module that is imported when one of its names is used, but for some that have a stand-in.
+    """A module that is imported when a name is used, except names with a stand-in.
 
     Args:
         name: The module's name.
@@ -77,9 +77,9 @@ class _Placeholder(ModuleType):
 
 
 class _NoTensor(torch.Tensor):
-    """A class that no tensor has."""
+    """A class without instances."""
 
 
 def _mark(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:  # noqa: ANN401
-    """Stand in for a mark of the compiler: return the function unchanged, or a decorator."""
+    """Replace a mark of the compiler: return the function unchanged, or a decorator."""
     return _mark if function is None else function

@@ -1,1 +1,1 @@
-"""The ranks of an engine: processes that each hold a part of one model."""
+"""An engine's ranks: processes that each hold a part of one model."""

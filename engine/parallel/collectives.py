@@ -17,7 +17,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 
 def add_up(x: Tensor) -> Tensor:
-    """Return the same from the ranks that this process computes with, which it must have."""
+    """Sum over the ranks of this process' world, which must be set."""
     world = current_world()
     assert world is not None
     return world.sum(x)

@@ -1,4 +1,4 @@
-"""The rank of this process, by the variables that torchrun and other launchers set."""
+"""This process's rank, from the variables of torchrun and other launchers."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +29,12 @@ class RankPlace:
     local_size: int
 
     def variables(self) -> dict[str, str]:
-        """Return the environment variables that give a process this place."""
+        """Return the environment variables of a process at this place."""
         numbers = self.rank, self.size, self.local_rank, self.local_size
         return dict(zip(NAMES, map(str, numbers), strict=True))
 
     def share_of(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
-        """Return this rank's share of a machine's cores: at least one, which others may share."""
+        """Return this rank's share of a machine's cores: at least one, perhaps shared."""
         cores = [(node, core) for node in nodes for core in node.cores]
         first, end = (len(cores) * i // self.local_size for i in self._ends)
         own_cores = cores[first : max(end, first + 1)]
@@ -51,14 +51,14 @@ class RankPlace:
 
 
 def place_from_launcher(environment: Mapping[str, str], size: int) -> RankPlace | None:
-    """Return the place that a launcher gave this process; None if there was no launcher.
+    """Return this process's place from a launcher; None without a launcher.
 
     Args:
         environment: The environment variables.
         size: The value of --tensor-parallel-size.
 
     Raises:
-        RankError: The variables are wrong, or do not fit the setting.
+        RankError: The variables are wrong or do not fit the setting.
     """
     if "WORLD_SIZE" not in environment or "RANK" not in environment:
         return None

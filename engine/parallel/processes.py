@@ -1,4 +1,4 @@
-"""Starts the other ranks of an engine on this machine, and ends with them."""
+"""Starts an engine's other ranks on this machine; if one ends, the engine ends."""
 
 import os
 import subprocess
@@ -19,9 +19,9 @@ from octavo.engine.parallel.world import STORE
 
 MODULE = "octavo.engine.startup.follower"
 STOP_SECONDS = 5.0
-"""Seconds that ranks have to end after the message to stop, before they are killed."""
+"""Seconds that ranks have to end after the stop message before they are killed."""
 START_SECONDS = 5.0
-"""Seconds that rank 0 has to find its own error, when another rank fails while starting."""
+"""Seconds that rank 0 has to report its own error when another rank fails at startup."""
 LOOPBACK = "lo"
 
 log = structlog.get_logger(__name__)
@@ -31,16 +31,16 @@ class RankProcesses:
     """The other ranks, as child processes.
 
     Args:
-        size: Number of ranks, this one included.
+        size: Number of ranks, including this one.
         settings: The engine's settings, as JSON.
-        folder: A directory of this process' own.
+        folder: A directory that only this process uses.
     """
 
     def __init__(self, size: int, settings: str, folder: Path) -> None:
         self._stopping = threading.Event()
         self._ready = threading.Event()
         os.environ[STORE] = str(folder / "store")
-        # Ranks of one machine need no other network.
+        # Ranks on one machine need only loopback.
         if Path(f"/sys/class/net/{LOOPBACK}").exists():
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         self._children = [
@@ -82,7 +82,7 @@ class RankProcesses:
             child.wait()
 
     def _wait(self, rank: int, child: "subprocess.Popen[bytes]") -> None:
-        """End the engine when a rank ends that should not."""
+        """End the engine when a rank ends unexpectedly."""
         code = child.wait()
         if self._stopping.wait(0 if self._ready.is_set() else START_SECONDS):
             return
@@ -94,14 +94,14 @@ class RankProcesses:
 def started_ranks(
     size: int, settings: str
 ) -> Iterator[tuple[RankPlace | None, RankProcesses | None]]:
-    """Start the other ranks for a block, unless a launcher has; they have ended at its end.
+    """Start the other ranks for a block, unless a launcher has; end them after it.
 
     Args:
         size: The value of --tensor-parallel-size.
         settings: The engine's settings, as JSON.
 
     Yields:
-        The place of this rank, None if it is the only one; and the ranks that it started.
+        The place of this rank, None if it is alone; and the ranks that it started.
 
     Raises:
         RankError: A launcher's variables do not fit the setting.

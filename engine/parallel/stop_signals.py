@@ -1,7 +1,7 @@
 """Notices SIGTERM and SIGINT on a rank that waits in a collective.
 
-Python runs its handlers only between its own instructions, and such a rank runs none until rank 0
-sends something. So the signals are read from a socket, which the interpreter writes at once.
+Python runs signal handlers only between its own instructions, and such a rank runs none until rank
+0 sends a message. So this reads the signals from a socket, to which the interpreter writes at once.
 """
 
 import signal
@@ -9,9 +9,9 @@ import socket
 
 
 class StopSignals:
-    """The stop signals that this process has got; from now on they have no other effect.
+    """The stop signals of this process; from now on they have no other effect.
 
-    Make it in the main thread.
+    Create it in the main thread.
     """
 
     def __init__(self) -> None:
@@ -24,7 +24,7 @@ class StopSignals:
         self._came = False
 
     def came(self) -> bool:
-        """Return whether a signal has come, now or earlier."""
+        """Return whether a signal has arrived."""
         try:
             self._came = self._came or bool(self._reader.recv(1))
         except BlockingIOError:

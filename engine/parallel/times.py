@@ -1,14 +1,14 @@
-"""The time that a rank spends on others."""
+"""The time that a rank spends on communication."""
 
 from dataclasses import dataclass
 
 
 @dataclass(slots=True)
 class Times:
-    """The time that a rank spent on others, in seconds.
+    """The time that a rank spent on communication, in seconds.
 
     Attributes:
-        broadcast: Time in messages of rank 0; on other ranks, most of it is waiting for work.
+        broadcast: Time in messages of rank 0; on other ranks, mostly waiting for work.
         reduce: Time in all-reduces of layers.
         gather: Time in gathering logits or tokens on rank 0.
     """

@@ -1,10 +1,10 @@
-"""Ends a rank when another is silent: it died, hangs or is cut off.
+"""Ends a rank when another rank is silent: dead, hung or cut off.
 
-Once a second all ranks meet in a collective of a group of its own. A rank whose process is stopped
-does not come, and one that died breaks its connections. Either ends the others within the group's
-timeout, as their next step would never end. The engine's router then moves its requests.
+Once a second, all ranks join a collective in a separate group. A stopped process does not join, and
+a dead one breaks its connections. Either way the other ranks end within the group's timeout, as
+their next step would never end; the router then migrates the engine's requests.
 
-In the same collective a rank reports a signal to stop. Rank 0 then acts as if it got it: it drains.
+In the same collective, ranks report stop signals. Rank 0 then drains, as if it got the signal.
 """
 
 import os
@@ -22,7 +22,7 @@ from octavo.engine.parallel.world import World
 
 PERIOD_SECONDS = 1.0
 GRACE_SECONDS = 1.0
-"""Seconds that a rank waits, when another has left, for the message that they all stop."""
+"""Seconds that a rank waits for the stop message after another rank has left."""
 EXIT_CODE = 1
 
 log = structlog.get_logger(__name__)
@@ -33,7 +33,7 @@ class Watch:
 
     Args:
         world: The ranks.
-        stop_requested: Returns whether this rank got a signal to stop.
+        stop_requested: Returns whether this rank got a stop signal.
     """
 
     def __init__(self, world: World, stop_requested: Callable[[], bool] = lambda: False) -> None:
@@ -61,7 +61,7 @@ class Watch:
                 exit_at_once(EXIT_CODE)
 
     def _meet(self) -> None:
-        """Wait for all ranks; if one got a signal to stop, send it to rank 0."""
+        """Wait for all ranks; if one got a stop signal, send it to rank 0."""
         requested = torch.tensor([int(self._stop_requested())])
         dist.all_reduce(requested, group=self._world.watch)
         if int(requested) and not self._world.rank:

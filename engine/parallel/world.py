@@ -1,7 +1,7 @@
 """The process groups of an engine's ranks, and their messages.
 
-All of it is torch.distributed: gloo between CPUs, NCCL between GPUs. Messages of rank 0 go
-through a group of their own, always gloo, as they are arrays in the host's memory.
+They use torch.distributed: gloo between CPUs, NCCL between GPUs. Rank 0's messages use a separate
+gloo group, as they are arrays in host memory.
 """
 
 import math
@@ -23,20 +23,20 @@ from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.times import Times
 
 STORE = "OCTAVO_RANK_STORE"
-"""Environment variable: the file by which ranks of one machine find each other. Without it, they
-use MASTER_ADDR and MASTER_PORT, as a launcher sets them."""
+"""Environment variable: the file through which ranks on one machine find each other. Without it,
+they use a launcher's MASTER_ADDR and MASTER_PORT."""
 FIRST_NUMBERS = 2048
-"""Numbers of a message's first part; a longer message has a second part."""
+"""Length of a message's first part; longer messages have a second part."""
 FOREVER = timedelta(days=365)
-"""Timeout of waiting for rank 0's next message: it sends none as long as it has nothing to do."""
+"""Timeout of waiting for rank 0's next message: an idle rank 0 sends none."""
 POLLED_SECONDS = 0.002
-"""Seconds that a rank polls whether a collective has ended, before it sleeps: a sleeping core wakes
-up later than most sums end."""
+"""Seconds that a rank polls for a collective's end before it sleeps: most sums end before a
+sleeping core would wake up."""
 GATHERED_BYTES = 1 << 20
-"""Bytes of a tensor above which more than two ranks add up in a ring, which sends less, in more
-turns."""
+"""Bytes of a tensor above which more than two ranks sum in a ring: it sends less data in more
+rounds."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
-"""The types of tensors that ranks may share, by their number in a message."""
+"""Dtypes of tensors that ranks may share, by their number in a message."""
 
 
 @dataclass(slots=True)
@@ -45,9 +45,9 @@ class World:
 
     Attributes:
         place: The place of this rank.
-        tensors: The group of layers' sums and gathers.
-        control: The group of messages from rank 0.
-        watch: The group by which ranks know that the others are alive.
+        tensors: The group for layers' sums and gathers.
+        control: The group for messages from rank 0.
+        watch: The group in which ranks check that the others are alive.
         times: The times measured so far.
     """
 
@@ -91,17 +91,17 @@ class World:
         return torch.cat([first[1:], rest]).numpy()
 
     def least(self, *numbers: int) -> list[int]:
-        """Return the minimum of all ranks' numbers, for each argument."""
+        """Return the minimum over all ranks, for each argument."""
         minima = torch.tensor(numbers, dtype=torch.int64)
         dist.all_reduce(minima, dist.ReduceOp.MIN, group=self.control)
         least: list[int] = minima.tolist()
         return least
 
     def share(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
-        """Return the tensors of rank 0, on the CPU, on all ranks.
+        """Broadcast rank 0's tensors to all ranks, on the CPU.
 
         Args:
-            tensors: The tensors on rank 0; None on others.
+            tensors: The tensors on rank 0; None on other ranks.
         """
         if tensors is not None:
             shapes = [(DTYPES.index(each.dtype), each.dim(), *each.shape) for each in tensors]
@@ -116,8 +116,7 @@ class World:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a contiguous tensor over all ranks, the same on all.
 
-        On CPUs each rank adds the parts in the order of the ranks, in float32 if there are more
-        than two.
+        On CPUs each rank adds the parts in rank order, in float32 if there are more than two.
         """
         with self._timed("reduce"):
             if x.is_cuda or (self.size > 2 and x.nbytes > GATHERED_BYTES):
@@ -140,7 +139,7 @@ class World:
 
         Args:
             columns: `[rows, n]`, this rank's columns; the last rank may have fewer than the others.
-            width: The columns of all ranks.
+            width: The number of columns of all ranks.
 
         Returns:
             `[rows, width]` on rank 0; None on the others.
@@ -167,11 +166,11 @@ class World:
         ).contiguous()
 
     def part(self, count: int) -> int:
-        """Return how many of `count` a rank has; the last may have fewer."""
+        """Return a rank's share of `count`; the last rank's may be smaller."""
         return -(-count // self.size)
 
     def start_of(self, count: int) -> int:
-        """Return the first of `count` that this rank has."""
+        """Return the first index of this rank's share of `count`."""
         return self.part(count) * self.rank
 
     @contextmanager
@@ -186,7 +185,7 @@ def _finish(work: dist.Work | None, tensor: Tensor) -> None:
 
     Args:
         work: The collective.
-        tensor: One of its tensors; those of a GPU wait on the GPU itself.
+        tensor: One of its tensors; a GPU waits for its own.
     """
     assert work is not None
     if not tensor.is_cuda:
@@ -197,7 +196,7 @@ def _finish(work: dist.Work | None, tensor: Tensor) -> None:
 
 
 def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
-    """Yield tensors of shapes that numbers describe: each by dtype, number of dimensions, sizes."""
+    """Yield empty tensors from numbers: for each, dtype, number of dimensions, and sizes."""
     while numbers:
         kind, dims = numbers[0], numbers[1]
         yield torch.empty(numbers[2 : 2 + dims], dtype=DTYPES[kind])
@@ -205,15 +204,15 @@ def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
 
 
 def join(place: RankPlace, device: torch.device, *, watch_seconds: float) -> World:
-    """Join the other ranks, once; wait until all have joined.
+    """Join the other ranks once; wait until all have joined.
 
     Args:
         place: The place of this rank.
         device: The model's device; a GPU becomes the current one of this thread.
-        watch_seconds: Seconds that a rank may be silent.
+        watch_seconds: Maximum seconds of a rank's silence.
 
     Raises:
-        RuntimeError: They cannot be reached.
+        RuntimeError: The other ranks cannot be reached.
     """
     if (world := current_world()) is not None:
         return world
@@ -239,7 +238,7 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float) -> Wor
 
 
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
-"""Lets another thread have this core, such as the one that receives."""
+"""Yield this core to another thread, such as the receiving one."""
 _joined: list[World] = []
 
 

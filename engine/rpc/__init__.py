@@ -1,1 +1,1 @@
-"""The RPCs of an engine, and the path of results from its core to clients."""
+"""An engine's RPCs, and the path of results from its core to clients."""

@@ -18,7 +18,7 @@ log = structlog.get_logger(__name__)
 
 
 class AdapterService:
-    """The adapters of an engine, as its service offers them.
+    """Loads and unloads the adapters of an engine's service.
 
     Args:
         registry: The adapters; None if the engine takes none.
@@ -56,7 +56,7 @@ class AdapterService:
         except AdapterError as error:
             log.warning("adapter refused", adapter=name, path=path, reason=str(error))
             raise rpc.invalid("path", str(error)) from error
-        _check_free(registry, name)  # another call may have loaded one meanwhile
+        _check_free(registry, name)  # another call may have loaded it meanwhile
         registry.add(adapter)
         log.info("adapter loaded", adapter=name, path=path, digest=adapter.digest)
         self._announce(self.message())

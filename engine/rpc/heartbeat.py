@@ -15,9 +15,9 @@ log = structlog.get_logger(__name__)
 
 CPU_STEP_TIMEOUT, GPU_STEP_TIMEOUT = 300.0, 120.0
 SILENT_SECONDS = 1.5 * HEARTBEAT_SECONDS
-"""Seconds of silence after which a step must be running: an idle core publishes more often."""
+"""Seconds without a report after which a step must be running: an idle core reports more often."""
 LONG_SECONDS = 30.0
-"""Seconds after which a running step is logged, unless half of its timeout is less."""
+"""Seconds after which a running step is logged, at most half of its timeout."""
 
 
 async def watch(
@@ -25,18 +25,17 @@ async def watch(
 ) -> None:
     """Send the load once a second while the core is silent, until cancelled.
 
-    The core publishes nothing while a step runs. The event loop runs beside it and sends
-    heartbeats, so routers do not mistake a long step for a hanging engine. A step that takes
-    longer than `step_timeout` ends the process with exit code 1, after a traceback of every
-    thread on stderr: a thread that hangs cannot be stopped, and keeps the process from exiting
-    in any other way. The timer does not need Python's lock, so it also ends a process that
-    never releases the lock.
+    The core publishes nothing while a step runs. The event loop sends heartbeats meanwhile, so that
+    routers do not mistake a long step for a hung engine. A step that exceeds `step_timeout` ends
+    the process with exit code 1, after printing a traceback of every thread to stderr: a hung
+    thread cannot be stopped, and prevents any other exit. The timer does not need Python's lock, so
+    it also ends a process that never releases the lock.
 
     Args:
         core: The core to watch.
-        send: Called with the load, which has the seconds that the step has run.
+        send: Called with the load, which includes the running step's seconds.
         device: "cpu", or a GPU's name.
-        step_timeout: Maximum seconds of a step; 0 for none, None for the device's default.
+        step_timeout: Maximum seconds of a step; 0: no limit; None: the device's default.
     """
     if step_timeout is None:
         step_timeout = CPU_STEP_TIMEOUT if device == "cpu" else GPU_STEP_TIMEOUT
@@ -46,7 +45,7 @@ async def watch(
         while True:
             if core.reported != reported:
                 reported, logged = core.reported, False
-                if step_timeout:  # a core that is idle reports in time before a beat
+                if step_timeout:  # an idle core reports before the first beat
                     limit = step_timeout + HEARTBEAT_SECONDS
                     faulthandler.dump_traceback_later(limit, exit=True)
             silence = time.monotonic() - reported

@@ -1,4 +1,4 @@
-"""EngineService while the model is being loaded, and after."""
+"""EngineService while the model loads and afterwards."""
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -15,10 +15,10 @@ RETRY_SECONDS = 1.0
 
 
 class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
-    """Answers UNAVAILABLE until the model is loaded; then passes calls on.
+    """Answers UNAVAILABLE until the model is loaded; then forwards calls.
 
     Attributes:
-        loaded: The service that answers calls; None while the model is being loaded.
+        loaded: The service that answers calls; None while the model loads.
     """
 
     def __init__(self) -> None:
@@ -27,7 +27,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
-        """Carry one router's requests and tokens."""
+        """Serve one router's session."""
         session: Any = self._service().Session(request_iterator, context)  # type: ignore[arg-type]
         async with aclosing(session) as responses:
             async for response in responses:
@@ -36,7 +36,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
     async def GetEngineInfo(
         self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
-        """Return the description of the engine and its load."""
+        """Return the engine's description and load."""
         answer: Any = self._service().GetEngineInfo(request, context)  # type: ignore[arg-type]
         info: engine_pb2.GetEngineInfoResponse = await answer
         return info
@@ -61,7 +61,7 @@ class LoadingEngineService(engine_pb2_grpc.EngineServiceServicer):
         """Return the loaded service.
 
         Raises:
-            rpc.RpcError: UNAVAILABLE while there is none.
+            rpc.RpcError: UNAVAILABLE while the model loads.
         """
         if self.loaded is None:
             raise rpc.unavailable("the engine is loading its model; try again", RETRY_SECONDS)

@@ -1,4 +1,4 @@
-"""EngineService: the RPCs of an engine for routers, over one core."""
+"""EngineService: an engine's RPCs for routers, over one core."""
 
 import asyncio
 import uuid
@@ -87,7 +87,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def Session(
         self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
     ) -> AsyncIterator[engine_pb2.SessionResponse]:
-        """Carry one router's requests and tokens."""
+        """Serve one router's session."""
         number = next(self._ids)
         translate = partial(
             to_request,
@@ -111,7 +111,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def GetEngineInfo(
         self, request: engine_pb2.GetEngineInfoRequest, context: Context
     ) -> engine_pb2.GetEngineInfoResponse:
-        """Return the description of the engine and its load."""
+        """Return the engine's description and load."""
         parts, limits, settings = self._parts, self._parts.limits, self._settings
         (budget,) = limits.budgets
         return engine_pb2.GetEngineInfoResponse(
@@ -152,19 +152,19 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def LoadAdapter(
         self, request: engine_pb2.EngineServiceLoadAdapterRequest, context: Context
     ) -> engine_pb2.EngineServiceLoadAdapterResponse:
-        """Load an adapter beside the requests that run."""
+        """Load an adapter while requests run."""
         adapter = await self._adapters.load(request.name, request.path)
         return engine_pb2.EngineServiceLoadAdapterResponse(adapter=adapter)
 
     async def UnloadAdapter(
         self, request: engine_pb2.EngineServiceUnloadAdapterRequest, context: Context
     ) -> engine_pb2.EngineServiceUnloadAdapterResponse:
-        """Unload an adapter; requests that have it finish."""
+        """Unload an adapter; its running requests finish."""
         self._adapters.unload(request.name)
         return engine_pb2.EngineServiceUnloadAdapterResponse()
 
     def _request_ended(self, group: SequenceGroup, outcome: str) -> None:
-        """Log the end of a request, and trace it; called in the core's thread."""
+        """Log and trace the end of a request; called in the core's thread."""
         log.info(
             "request ended",
             request_id=group.request.request_id,
@@ -179,7 +179,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             session.set_adapters(adapters)
 
     def close(self) -> None:
-        """End all sessions once they have sent what the core published last."""
+        """End all sessions once they have sent the core's last events."""
         for session in self._sessions.values():
             session.close()
 
@@ -220,7 +220,7 @@ def _compiler(settings: EngineSettings, parts: Parts) -> ConstraintCompiler | No
 
 @contextmanager
 def _isolated(session: Session) -> Iterator[None]:
-    """End a session that cannot take its events; the others go on."""
+    """End a session that cannot process its events; the others continue."""
     try:
         yield
     except Exception:

@@ -1,4 +1,4 @@
-"""One router's stream: turn its messages into calls of the core, and events into its messages."""
+"""One router's stream: converts its messages to calls of the core, and events to messages."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
@@ -28,7 +28,7 @@ Translate = Callable[[engine_pb2.Submit], Request]
 class Session:
     """Receives a router's requests and sends one message per step.
 
-    If a router reads slowly, steps are merged into one message. So a session keeps no more than its
+    If a router reads slowly, steps are merged into one message, so a session buffers at most its
     requests' tokens and the prefix cache's keys.
     """
 
@@ -74,7 +74,7 @@ class Session:
             self._core.close_session(session)
 
     def set_adapters(self, adapters: engine_pb2.Adapters) -> None:
-        """Put the adapters that are loaded into the next message."""
+        """Put the loaded adapters into the next message."""
         self._pending.adapters.CopyFrom(adapters)
         self._pending.load.CopyFrom(to_load(self._core.load))
         self._ready.set()
@@ -140,9 +140,9 @@ class Session:
         self._ready.set()
 
     def _add_numbered(self, event: NumberedTokens) -> None:
-        """Put tokens into columns, or into an output's entry if it has one already."""
+        """Put tokens into columns, or into an output's existing entry."""
         numbers, token_ids = event.numbers, event.token_ids
-        if self._numbered:  # rare: a router that is slow to read
+        if self._numbered:  # rare: the router reads slowly
             columns = [list[int](), list[int]()]
             for number, token_id in zip(numbers, token_ids, strict=True):
                 if (entry := self._numbered.get(number)) is not None:
@@ -157,8 +157,8 @@ class Session:
     def add_prefixes(self, change: PrefixChange) -> None:
         """Put a change of the prefix cache into the next message that `add` completes.
 
-        Changes are ignored until the session has got the whole contents. A block that was
-        stored and evicted since the last message, or the reverse, is not mentioned.
+        Changes are ignored until the session has received the whole contents. A block stored and
+        evicted since the last message, or the reverse, is omitted.
         """
         if change.session is not None:
             self._prefixes = {}

@@ -14,17 +14,16 @@ log = structlog.get_logger(__name__)
 class ThreadBridge:
     """Passes the core's events to the event loop, in order.
 
-    The loop takes everything that has gathered in one call. If each step had a call of its own,
-    calls would pile up in the queue of a loop that is behind, as with many sessions or too few
-    CPUs.
+    One call of the loop takes all pending events. With one call per step, calls would pile up in
+    the queue of a loop that lags behind, as with many sessions or too few CPUs.
 
     Args:
         loop: The event loop.
         on_prefixes: Called in the loop with each change of the prefix cache.
         on_events: Called in the loop with events, after the prefix changes of their steps, and
             the newest load.
-        on_error: Called in the loop after an exception in one of the two: their events are
-            lost, so no session can go on.
+        on_error: Called in the loop after an exception in one of the two: their events are lost, so
+            no session can continue.
     """
 
     def __init__(
@@ -53,12 +52,12 @@ class ThreadBridge:
             self._loop.call_soon_threadsafe(self._take)
 
     def _take(self) -> None:
-        self._scheduled = False  # first: events from now on get their own call
+        self._scheduled = False  # first: later events get their own call
         try:
             self._pass_on()
         except Exception:
             log.exception("events lost on their way to the sessions")
-            self._published.clear()  # all of it is for sessions that end now
+            self._published.clear()  # pending events are only for sessions that end now
             self._on_error()
 
     def _pass_on(self) -> None:

@@ -1,4 +1,4 @@
-"""The spans of one request on an engine, all made when it has ended."""
+"""The spans of a request on an engine, created at its end."""
 
 import time
 
@@ -14,7 +14,7 @@ FAULTS = ("internal", "unavailable", "deadline_exceeded")
 
 
 class RequestTracer:
-    """Makes spans from the history of a group that has ended.
+    """Creates spans from the history of an ended group.
 
     The request's span has a child for each phase: queue, prefill, decode. Preemptions and
     swaps are events of the request's span.
@@ -25,7 +25,7 @@ class RequestTracer:
         self._model = model
 
     def ended(self, group: SequenceGroup, outcome: str) -> None:
-        """Make the spans of a group that has just ended."""
+        """Create the spans of a group that has just ended."""
         request, now, epoch_ns = group.request, time.monotonic(), epoch_clock()
         span = self._tracer.start_span(
             "request",

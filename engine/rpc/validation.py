@@ -1,4 +1,4 @@
-"""Convert a router's Submit to a request, or raise an error that names the invalid field."""
+"""Converts a router's Submit to a request, or raises an error that names the invalid field."""
 
 import secrets
 import time
@@ -22,7 +22,7 @@ from octavo.v1 import engine_pb2, sampling_pb2
 
 FindAdapter = Callable[[str], RequestAdapter | None]
 MAX_NUMBER = (1 << 64) - 1
-"""Maximum number of an output."""
+"""Maximum number of an output in its session."""
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
@@ -34,17 +34,17 @@ def to_request(
     eos_token_ids: Collection[int],
     find_adapter: FindAdapter = lambda _: None,
 ) -> Request:
-    """Checks a Submit and translates it.
+    """Check a Submit and convert it to a request.
 
     Args:
         submit: The message.
-        session: Its router's session.
+        session: Number of its router's session.
         limits: The engine's limits.
         eos_token_ids: The tokens that end an output.
         find_adapter: Returns the loaded adapter of a name; None if there is none.
 
     Raises:
-        RpcError: This engine can never serve it.
+        RpcError: This engine can never serve the request.
     """
     adapter = find_adapter(submit.adapter) if submit.adapter else None
     if submit.adapter and adapter is None:
@@ -98,7 +98,7 @@ def to_request(
 def _resume(
     entries: Iterable[engine_pb2.Resume], outputs: int, max_tokens: int, limits: Limits
 ) -> dict[int, Resumption]:
-    """Checks and translates the tokens that other engines sampled, by output."""
+    """Check and convert the tokens that other engines sampled, by output."""
     resume: dict[int, Resumption] = {}
     for i, entry in enumerate(entries):
         if entry.index >= outputs or entry.index in resume:
@@ -121,12 +121,12 @@ def _resume(
 
 
 def _seconds(duration: Duration) -> float:
-    """Return a float, which holds any duration that a router may send, unlike a timedelta."""
+    """Return a duration as a float, which holds any that a router may send, unlike a timedelta."""
     return duration.seconds + duration.nanos / 1e9
 
 
 def _constraint(message: sampling_pb2.OutputConstraint) -> Constraint:
-    """Translate a constraint that was checked."""
+    """Convert a checked constraint."""
     kind = ConstraintKind(message.WhichOneof("kind"))
     match kind:
         case ConstraintKind.JSON_OBJECT:
@@ -148,7 +148,7 @@ def _beam(params: sampling_pb2.BeamSearchParams) -> BeamSearch:
 def _sampling(
     params: sampling_pb2.SamplingParams, output: sampling_pb2.OutputOptions
 ) -> SamplingParams:
-    """Translate parameters that were checked; those that are not set have their defaults."""
+    """Convert checked parameters; unset ones get their defaults."""
     fields = {
         name: value
         for message, of in ((params, "sampling"), (output, "output"))

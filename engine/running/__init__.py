@@ -1,1 +1,1 @@
-"""Run batches on a model over a paged KV cache. Knows no policy."""
+"""Runs batches on a model over a paged KV cache, without any policy."""

@@ -1,22 +1,22 @@
 """Steps as CUDA graphs: the host launches a whole step of the model at once.
 
-A graph is recorded for each of several batch sizes, with inputs at fixed addresses. A step
-copies its inputs there, padded to the next size. A padded row is one of a sequence of no tokens:
-it attends to nothing, writes no K/V, and its logits are cut off. Larger steps, steps with adapters
-and those with prompt log-probabilities are launched kernel by kernel.
+A graph is recorded for each of several batch sizes, with inputs at fixed addresses. A step copies
+its inputs there, padded to the next size. A padding row belongs to a sequence without tokens: it
+attends to nothing, writes no K/V, and its logits are dropped. Larger steps, steps with adapters and
+steps with prompt log-probabilities are launched kernel by kernel.
 
-A step that verifies drafts has several rows of some sequences: the last token and the drafted
-ones. Its graphs have room for drafts of any length, but the rows lie end to end as in any batch,
-and the graph reads where each sequence begins. So no sequence is longer than it is, and none
-sees keys that nobody wrote. What is left of the room belongs to one more sequence of no tokens.
+A step that verifies drafts has several rows for some sequences: the last token and the drafted
+ones. Its graphs have room for drafts of any length, but rows are contiguous as in any batch, and
+the graph reads the begin of each sequence. So no sequence is padded, and none sees unwritten keys.
+The remaining rows belong to one extra dummy sequence without tokens.
 
 A mixed step has chunks of prompts beside decodes and drafts. Its graphs have room for any mix: the
-plan of attention, which lists the tiles of queries and the pieces of keys, is an input too, and so
-are the rows whose logits are wanted. So attention splits the keys of a few long sequences as
-outside of a graph. If a kernel found its tiles by itself, as in vLLM's unified attention, all
-batches of a size would have one number of pieces: too few for a few sequences, or too many for
-many. The price is programs that a batch leaves idle. A graph for each part of the model between two
-calls of attention (piecewise graphs) would leave a few launches per layer to the host.
+attention plan, which lists the tiles of queries and the pieces of keys, is also an input, and so
+are the rows whose logits are needed. So attention splits the keys of a few long sequences as it
+does without a graph. If a kernel found its tiles itself, as in vLLM's unified attention, all
+batches of a size would have the same number of pieces: too few for a few sequences, or too many for
+many. The price is some idle programs. Piecewise graphs, one for each part of the model between two
+attention calls, would leave a few launches per layer to the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -37,7 +37,7 @@ from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, LayerCache
 
 Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
-"""Records work on inputs at fixed addresses; returns what replays it."""
+"""Records work on inputs at fixed addresses; returns its replay function."""
 
 WARM_UPS = 2
 
@@ -46,15 +46,14 @@ WARM_UPS = 2
 class RecordedStep:
     """The graph of one size.
 
-    A graph holds addresses and does not keep the tensors alive that it reads, so they are
-    kept here.
+    A graph holds addresses and does not keep its tensors alive, so this object does.
 
     Attributes:
-        replay: Runs the step again.
-        query_starts: Where each sequence begins; an input if they have several rows.
+        replay: Function that runs the step again.
+        query_starts: First row of each sequence; an input if sequences have several rows.
         paged: The metadata and the caches that attention reads.
         inputs: Tokens, positions and logit rows.
-        idle: The items of each group's plan, where they are an input: those of no batch.
+        idle: The idle items of each group's plan, if plans are an input.
     """
 
     replay: Replay
@@ -67,8 +66,8 @@ class RecordedStep:
 class StepGraphs:
     """A model's recorded steps.
 
-    All sizes write their logits to one buffer: one per size would take 0.8 GB for a
-    vocabulary of 128k tokens.
+    All sizes write their logits to one buffer: a buffer per size would take 0.8 GB for a vocabulary
+    of 128k tokens.
     """
 
     def __init__(
@@ -92,15 +91,15 @@ class StepGraphs:
             layers: The cache, as in `PagedStep`.
             kv_scales: Scales of keys and values, as in `PagedStep`.
             states: States, as in `PagedStep`.
-            sizes: Sizes to record. A step takes the first that it fits into.
+            sizes: Sizes to record. A step uses the first size that it fits into.
             widths: Maximum number of blocks in a sequence's table of each layer group.
             max_model_len: Maximum number of tokens of a sequence.
             device: The model's device.
-            planners: Plan the attention of each layer group.
-            record: Records; `cuda_recorder` on a GPU.
+            planners: Planners of each layer group's attention.
+            record: The recorder; `cuda_recorder` on a GPU.
         """
         rows = max(size.rows for size in sizes)
-        most = 1 + max(size.sequences for size in sizes)  # with that of no tokens
+        most = 1 + max(size.sequences for size in sizes)  # with the dummy sequence
         self._forward = forward
         self._sizes = sizes
         self._max_model_len = max_model_len
@@ -116,7 +115,7 @@ class StepGraphs:
         ]
         self._logits: torch.Tensor | None = None
         self._recorded: dict[GraphSize, RecordedStep] = {}
-        # The smaller fit into the memory of the larger.
+        # Smaller sizes fit into the larger ones' memory.
         for size in sorted(sizes, key=lambda size: size.rows, reverse=True):
             query_starts = _query_starts(size).to(device)
             groups = self._metadata(size, query_starts, planners)
@@ -147,7 +146,7 @@ class StepGraphs:
         ]
 
     def _plan(self, size: GraphSize, planner: Planner) -> AttentionPlan | None:
-        """Return the plan of a graph: of mixed steps an input, else right for all steps."""
+        """Return a graph's plan: an input for mixed steps, else fixed for all steps."""
         if size.mixed:
             return planner.room(size.sequences, size.chunks, size.rows)
         query_lens = _query_lens(size)
@@ -159,15 +158,15 @@ class StepGraphs:
         """Run the step and return its logits, as the first rows of the shared buffer."""
         with attending(paged):
             logits = self._forward(*inputs)
-        if self._logits is None:  # the first is the largest, and runs before it is recorded
+        if self._logits is None:  # the first is the largest, and runs before recording
             self._logits = logits.new_empty((self._num_logits, logits.shape[1]))
         return self._logits[: len(logits)].copy_(logits)
 
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Return a step's logits, one per wanted row; None if there is no graph for it.
+        """Return a step's logits, one row per needed token; None if no graph fits.
 
-        There is none if there are prompt log-probabilities, or if the batch is too large. The
-        logits are overwritten by the next step.
+        No graph fits if there are prompt log-probabilities or the batch is too large. The next step
+        overwrites the logits.
         """
         rows, batch, wanted = inputs.token_ids.shape[1], inputs.groups[0], len(inputs.logit_rows)
         count = len(batch.seq_lens)
@@ -196,7 +195,7 @@ class StepGraphs:
 
     @staticmethod
     def _take_plans(recorded: RecordedStep, groups: Sequence[AttentionMetadata]) -> None:
-        """Copy the plans of a mixed step's layer groups, where there are any."""
+        """Copy the plans of a mixed step's layer groups, if there are any."""
         rooms = [group.plan for group in recorded.paged.groups if group.plan is not None]
         plans = [group.plan for group in groups if group.plan is not None]
         for room, plan, idle in zip(rooms, plans, recorded.idle, strict=True):
@@ -204,7 +203,7 @@ class StepGraphs:
 
 
 def _query_lens(size: GraphSize) -> np.ndarray:
-    """Return how many rows each sequence has at most, in a graph without chunks: `[n]` int32.
+    """Return each sequence's maximum number of rows in a graph without chunks: `[n]` int32.
 
     In a graph of decodes, each missing sequence has one padding row. Otherwise one extra dummy
     sequence holds all padding rows.
@@ -216,7 +215,7 @@ def _query_lens(size: GraphSize) -> np.ndarray:
 def _query_starts(size: GraphSize) -> torch.Tensor:
     """Return the first row of each sequence while a graph is recorded: `[n + 1]` int32.
 
-    Decodes always begin there. Otherwise, all rows are padded.
+    In graphs of decodes these are fixed. In other graphs, all rows are padding while recording.
     """
     if size.longest == 1:
         return torch.arange(size.sequences + 1, dtype=torch.int32)
@@ -229,10 +228,10 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
     """Return a recorder of CUDA graphs that share their memory.
 
     Args:
-        check_inputs: Raise at a replay if a tensor that PyTorch saw the graph read was freed.
-            It is for tests of uncompiled models: PyTorch finds the tensors in a mode in which
-            compiled steps run uncompiled, and checks each before each replay. It has no
-            effect before PyTorch 2.13.
+        check_inputs: Whether a replay raises if a tensor that the graph reads was freed. It is for
+            tests of uncompiled models: PyTorch finds the tensors in a mode in which compiled steps
+            run uncompiled, and checks each before each replay. It has no effect before PyTorch
+            2.13.
     """
     pool = torch.cuda.graph_pool_handle()
     options: dict[str, Any] = {}
@@ -240,7 +239,7 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
         options["check_input_liveness"] = True
 
     def record(work: Replay) -> Replay:
-        for _ in range(WARM_UPS):  # so that nothing is compiled or allocated while it records
+        for _ in range(WARM_UPS):  # so that recording compiles and allocates nothing
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
@@ -262,14 +261,14 @@ def graph_memory(
     record: Record,
     free: Callable[[], int],
 ) -> int:
-    """Return the bytes of the device that graphs of all `sizes` take.
+    """Return the device bytes that graphs of all `sizes` take.
 
-    It records few of them. The largest of decodes, of drafts and of mixed steps take the memory
-    that all sizes share, and the smallest only the memory that each graph takes for itself.
+    It records only a few of them. The largest of decodes, of drafts and of mixed steps take the
+    memory that all sizes share; the smallest take only what each graph needs for itself.
 
     Args:
-        sizes: Graphs of each of these kinds by rising rows, the smallest first.
-        record_sizes: Makes `StepGraphs` of some sizes; they are dropped at the end.
+        sizes: Sizes of each of these kinds in ascending order of rows.
+        record_sizes: Creates `StepGraphs` of some sizes; they are dropped at the end.
         record: The argument of `StepGraphs`.
         free: Returns the bytes that are free on the device.
     """

@@ -1,8 +1,8 @@
 """A small model that drafts tokens for a large one.
 
-It computes each sequence in a paged cache of its own, and draws every token as the large model
-will: with the request's parameters and the random number of the token's position. So a draft model
-that agrees with the large one is right at any temperature, not only for greedy outputs.
+It computes each sequence in its own paged cache, and samples every token as the large model will:
+with the request's parameters and the random number of the token's position. So a draft model that
+agrees with the large one is right at any temperature, not only for greedy outputs.
 """
 
 from collections import OrderedDict
@@ -23,12 +23,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(slots=True)
 class _Shadow:
-    """A sequence as the draft model has it.
+    """The draft model's copy of a sequence.
 
     Attributes:
-        group: A group of its own: its request asks for no more than tokens.
-        sequence: Its tokens, drafted ones last.
-        num_agreed: Tokens that are known to be those of the large model's sequence.
+        group: Its own group, whose request asks only for tokens.
+        sequence: Its tokens; drafted ones are last.
+        num_agreed: Number of tokens known to equal the large model's sequence.
     """
 
     group: SequenceGroup
@@ -50,9 +50,9 @@ class DraftModel:
         """Set up for all sequences of an engine.
 
         Args:
-            executor: Runs the draft model.
-            cache: Manages its blocks; without a prefix cache.
-            max_model_len: Maximum number of tokens of a sequence that the draft model takes.
+            executor: The draft model's executor.
+            cache: The manager of its blocks, without a prefix cache.
+            max_model_len: Maximum length of the draft model's sequences.
             max_num_batched_tokens: Maximum number of tokens that it computes at a time.
         """
         self._executor = executor
@@ -60,13 +60,13 @@ class DraftModel:
         self._max_model_len = max_model_len
         self._max_num_batched_tokens = max_num_batched_tokens
         self._failed = False
-        self._shadows: OrderedDict[int, _Shadow] = OrderedDict()  # least recently drafted for first
+        self._shadows: OrderedDict[int, _Shadow] = OrderedDict()  # least recently drafted first
 
     def draft(self, wanted: list[Wanted]) -> list[list[int]]:
-        """Return tokens that may follow each sequence: as many as are wanted, or fewer.
+        """Return drafts for each sequence: as many tokens as requested, or fewer.
 
-        A sequence that the draft model has not caught up with, such as one whose prompt is longer
-        than a step, has no draft yet. After an error nothing is drafted any more.
+        A sequence that the draft model has not caught up with, for example because its prompt is
+        longer than a step, has no draft yet. After an error there are no more drafts.
         """
         if self._failed:
             return [[] for _ in wanted]
@@ -93,7 +93,7 @@ class DraftModel:
         return list(drafts.values())
 
     def forget(self, sequence_id: int) -> None:
-        """Drop a sequence that ended, if there is one of this id, and its blocks."""
+        """Drop the sequence of this id, if any, and its blocks."""
         if self._shadows.pop(sequence_id, None) is not None and self._cache.holds(sequence_id):
             self._cache.free(sequence_id)
 
@@ -105,7 +105,7 @@ class DraftModel:
         return min(wanted.most, self._max_model_len - wanted.sequence.num_tokens)
 
     def _follow(self, wanted: Wanted) -> _Shadow:
-        """Return a sequence's shadow, with its tokens; what was drafted wrongly is rolled back."""
+        """Return a sequence's shadow with its current tokens; roll back wrong drafts."""
         own, shadow = wanted.sequence, self._shadows.pop(wanted.sequence.id, None)
         if shadow is None:
             shadow = _shadow_of(wanted)
@@ -116,18 +116,18 @@ class DraftModel:
         agreed += sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], drafted))
         sequence.token_ids[agreed:] = own.token_ids[agreed:]
         shadow.num_agreed = own.num_tokens
-        computed = min(agreed, own.num_tokens - 1)  # the last one's logits are wanted again
+        computed = min(agreed, own.num_tokens - 1)  # the last token's logits are needed again
         if computed < sequence.num_computed:
             sequence.num_computed = computed
             self._cache.roll_back(own.id, computed)
         return shadow
 
     def _compute(self, shadows: Iterable[_Shadow], keep: Iterable[int]) -> list[_Shadow]:
-        """Compute what sequences lack; return those for which a token was drawn.
+        """Compute sequences' missing tokens; return those that got a sampled token.
 
         Args:
             shadows: The sequences.
-            keep: Ids of sequences whose blocks are not taken for others.
+            keep: Ids of sequences that keep their blocks.
         """
         batch, left = Batch(), self._max_num_batched_tokens
         for shadow in shadows:
@@ -153,9 +153,9 @@ class DraftModel:
         ]
 
     def _make_room(self, shadow: _Shadow, end: int, keep: Iterable[int]) -> bool:
-        """Make a sequence's tokens up to `end` writable; return whether there are blocks for them.
+        """Make a sequence's tokens up to `end` writable; return whether blocks suffice.
 
-        Sequences that are not drafted for now give theirs up, the least recently drafted for first.
+        Sequences without a current draft give up their blocks, least recently drafted first.
         """
         id_, kept = shadow.sequence.id, set(keep)
         while True:
@@ -173,7 +173,7 @@ class DraftModel:
 
     @staticmethod
     def _take(shadow: _Shadow, draft: list[int]) -> bool:
-        """Put the token that was drawn into a draft; return whether more may follow it.
+        """Add the sampled token to a draft; return whether more may follow.
 
         A token that ends the output is not drafted: the step samples it anyway.
         """

@@ -38,7 +38,7 @@ from octavo.kernels.ops import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256
-"""Rows of prompt logits that are turned into log-probabilities at a time."""
+"""Rows of prompt logits that are converted to log-probabilities at a time."""
 
 
 class Executor:
@@ -60,7 +60,7 @@ class Executor:
         Args:
             loaded: The model, or this rank's part of it.
             cache: The cache's tensors.
-            leader: Tells other ranks what to compute, if there are any.
+            leader: Sends steps to the other ranks, if there are any.
             adapters: The adapters on the device, if the model takes any.
         """
         self.cache = cache
@@ -76,18 +76,18 @@ class Executor:
     def asynchronous(self) -> bool:
         """Whether `launch` returns before the step is computed.
 
-        Not with several ranks: the others would not have the tokens of the step before.
+        It does not with several ranks: the others would lack the previous step's tokens.
         """
         return self._device.type == "cuda" and self._leader is None
 
     @torch.inference_mode()
     def prepare(self, batch: Batch, previous: PendingStep | None = None) -> StepInputs | None:
-        """Copy a batch's blocks and lay its sequences out as tensors.
+        """Copy a batch's blocks and convert its sequences to tensors.
 
         Args:
-            batch: What to compute.
-            previous: The step before it, if its tokens are not collected yet: it fills this
-                step's placeholders in.
+            batch: The batch.
+            previous: The previous step, if its tokens are not collected yet: it fills in this
+                step's placeholders.
 
         Returns:
             The step's inputs; None for a batch that only copies blocks.
@@ -118,19 +118,18 @@ class Executor:
     ) -> PendingStep:
         """Run the model; `sample` must follow before the next launch.
 
-        On a GPU it returns at once, and the step goes on by itself. On a CPU it returns when
-        the model has run; other threads have the interpreter meanwhile.
+        On a GPU it returns at once, while the step continues. On a CPU it returns when the model
+        has run; other threads get the interpreter meanwhile.
 
         Args:
-            batch: What to compute.
-            inputs: What `prepare` made of it.
-            late: Ids of sequences whose masks are not ready; None: `sample` reads all masks. A mask
-                that is ready once the model has run is late all the same, if the model itself
-                takes the tokens.
+            batch: The batch.
+            inputs: The batch's inputs from `prepare`.
+            late: Ids of sequences whose masks are not ready; None: `sample` reads all masks. If the
+                model itself samples, a mask that becomes ready while it runs is also late.
         """
         if inputs is None:
             return PendingStep(batch)
-        # With several ranks, rank 0 tells the others before the masks are ready.
+        # With several ranks, rank 0 sends the step before the masks are ready.
         masked = late is not None and self._leader is None
         if inputs.take_greatest and (masked or not batch.constrained):
             greatest = self._most_likely(inputs, late or ())
@@ -140,7 +139,7 @@ class Executor:
 
     @torch.inference_mode()
     def sample(self, step: PendingStep, left_out: Collection[int] = ()) -> None:
-        """Sample the tokens of a step whose model was launched; on a GPU it does not wait.
+        """Sample the tokens of a launched step; on a GPU this does not wait.
 
         Args:
             step: The step, which gets its tokens.
@@ -175,10 +174,10 @@ class Executor:
         return step.collect()
 
     def device_lost(self) -> bool:
-        """Return whether the device cannot compute any more, as after some errors of a GPU.
+        """Return whether the device can no longer compute, as after some GPU errors.
 
-        Such an error is sticky: every later call in this process fails with it. With several
-        ranks every error is: the others may be in the middle of the step.
+        Such an error is sticky: every later call in this process fails with it. With several ranks
+        every error counts as sticky, as the others may be in the middle of the step.
         """
         if self._leader is not None:
             return True
@@ -192,7 +191,7 @@ class Executor:
 
     @property
     def compiled(self) -> bool:
-        """Whether steps run compiled now."""
+        """Whether steps currently run compiled."""
         return self._loaded.compiled
 
     @property
@@ -201,16 +200,15 @@ class Executor:
         return self._loaded.eager_steps - self._eager_before
 
     def take_copy_times(self) -> list[CopyTime]:
-        """Return how long swaps took that have ended since the last call."""
+        """Return the durations of swaps that ended since the last call."""
         return self.cache.take_copy_times()
 
     @torch.inference_mode()
     def warm_up(self, max_model_len: int) -> None:
         """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
-        These are a decode alone, a decode beside a prompt's chunk, each with an adapter of all
-        layers too, the sampling of their tokens, and a copy of a block. Call it while the cache is
-        empty.
+        It runs a decode alone, a decode beside a prompt's chunk, both also with an adapter of all
+        layers, sampling of their tokens, and a block copy. Call it while the cache is empty.
 
         Args:
             max_model_len: Maximum number of tokens of a sequence.
@@ -254,10 +252,10 @@ class Executor:
         Args:
             max_num_seqs: Maximum number of sequences in a batch.
             max_model_len: Maximum number of tokens of a sequence.
-            record: Records a step.
-            num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
+            record: The recorder of steps.
+            num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
             max_num_batched_tokens: Maximum number of tokens of a step with chunks of prompts; 0:
-                record none of these.
+                record no such steps.
 
         Raises:
             RuntimeError: The device cannot record the model.
@@ -276,14 +274,14 @@ class Executor:
         num_drafted: int = 0,
         max_num_batched_tokens: int = 0,
     ) -> int:
-        """Return the bytes that `record_graphs` will take on the device; record nothing.
+        """Return the bytes that `record_graphs` will take on the device; keep no graphs.
 
         Args:
             max_num_seqs: Maximum number of sequences in a batch.
             max_model_len: Maximum number of tokens of a sequence.
-            record: Records a step.
-            free: Returns the bytes that are free on the device.
-            num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
+            record: The recorder of steps.
+            free: Returns the device's free bytes.
+            num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
             max_num_batched_tokens: Maximum number of tokens of a step with chunks of prompts.
 
         Raises:
@@ -311,7 +309,7 @@ class Executor:
         )
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
-        """Return logits `[num_rows, vocab_size]` of the wanted tokens."""
+        """Return logits `[num_rows, vocab_size]` of the needed tokens."""
         graphs = self._graphs if inputs.adapters is None else None  # recorded without adapters
         if graphs is not None and (logits := graphs.run(inputs)) is not None:
             return logits
@@ -319,7 +317,7 @@ class Executor:
             return self._loaded.forward(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
-        """Return the most likely next token of each wanted token; None if the step gives logits."""
+        """Return the most likely next token of each needed row; None if the step gives logits."""
         forward = self._loaded.forward
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         with self._attending(inputs):
@@ -341,7 +339,7 @@ class Executor:
             yield
 
     def _score(self, logits: torch.Tensor, row: int, scheduled: ScheduledSequence) -> list[Report]:
-        """Return a scheduled sequence's prompt log-probabilities, a few rows in each report."""
+        """Return a scheduled sequence's prompt log-probabilities, a few rows per report."""
         count = scheduled.group.request.sampling.prompt_logprobs or 0
         token_ids = scheduled.sequence.token_ids
         targets = [token_ids[position + 1] for position in scheduled.scored]
@@ -355,6 +353,6 @@ class Executor:
 
 
 def _sizes(max_num_seqs: int, max_tokens: int, num_drafted: int) -> list[GraphSize]:
-    """Return the sizes to record, those of mixed steps last: they take what fits into no other."""
+    """Return the sizes to record; mixed steps are last, for steps that fit into no other size."""
     own = graph_sizes(max_num_seqs, num_drafted)
     return own + mixed_sizes(max_num_seqs, max_tokens, num_drafted)

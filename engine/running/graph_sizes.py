@@ -1,31 +1,31 @@
-"""The sizes of steps that are recorded as CUDA graphs."""
+"""The sizes of steps recorded as CUDA graphs."""
 
 from operator import ge
 from typing import NamedTuple
 
 MAX_ROWS = 256
-"""Most rows of a recorded step without chunks of prompts. Above it, the step of a large model takes
+"""Maximum rows of a recorded step without chunks of prompts. With more, a large model's step takes
 longer to compute than to launch."""
 MAX_MIXED_ROWS = 512
-"""Most rows of a recorded step with chunks of prompts."""
+"""Maximum rows of a recorded step with chunks of prompts."""
 MIXED_STRIDE = 64
-"""Rows from one size of mixed steps to the next. It makes 8 sizes, and at most 63 padded rows."""
+"""Rows between sizes of mixed steps: this gives 8 sizes, and at most 63 padding rows."""
 MOST_CHUNKS = 32
-"""Most chunks of a recorded mixed step without drafts. Room for more would add programs that most
-steps leave idle."""
+"""Maximum chunks of a recorded mixed step without drafts. Room for more would add programs that are
+idle in most steps."""
 
 
 class GraphSize(NamedTuple):
-    """What a graph has room for, or what a step needs.
+    """The room of a graph, or the needs of a step.
 
     Attributes:
         sequences: Maximum number of sequences of a step.
-        longest: Maximum number of rows of a sequence: 1 for a decode, and with drafts its last
-            token and those that are drafted behind it.
-        rows: Maximum number of rows of all sequences together.
-        chunks: Most sequences of several rows in a mixed step: chunks of prompts and drafts. A
-            graph with none is not of mixed steps: it gives the logits of all rows.
-        logits: Maximum number of rows of a mixed step whose logits are wanted.
+        longest: Maximum number of rows of a sequence: 1 for a decode; with drafts, its last token
+            and the drafted ones.
+        rows: Maximum number of rows of all sequences.
+        chunks: Maximum sequences with several rows in a mixed step: chunks of prompts and drafts. A
+            graph with 0 is not for mixed steps: it gives the logits of all rows.
+        logits: Maximum rows of a mixed step whose logits are needed.
     """
 
     sequences: int
@@ -36,7 +36,7 @@ class GraphSize(NamedTuple):
 
     @property
     def mixed(self) -> bool:
-        """Whether a graph of this size takes steps with chunks of prompts."""
+        """Whether a graph of this size is for steps with chunks of prompts."""
         return self.chunks > 0
 
     def holds(self, step: "GraphSize") -> bool:
@@ -49,12 +49,11 @@ class GraphSize(NamedTuple):
 def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
     """Return the sizes to record for decodes and for steps that verify drafts, fewest rows first.
 
-    In batches of more sequences than may all have the longest draft, some have a shorter one or
-    none: one more size is for these.
+    One more size is for batches of too many sequences for all to have the longest draft.
 
     Args:
         max_num_seqs: Maximum number of sequences in a batch.
-        num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
+        num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
     """
     most = min(max_num_seqs, MAX_ROWS)
     sizes = [GraphSize(count, 1, count) for count in _batch_sizes(most)]
@@ -68,9 +67,9 @@ def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
 
 
 def _batch_sizes(most: int) -> list[int]:
-    """Return the batch sizes to record, rising: padding adds at most 7 sequences, or a quarter.
+    """Return the batch sizes to record, ascending: padding adds at most 7 sequences, or a quarter.
 
-    They start at 2: one token alone would not run compiled, see `compilation.jit`.
+    They start at 2: a single token would not run compiled, see `compilation.jit`.
     """
     most = max(most, 2)
     sizes = [2, 4, *range(8, 65, 8), *range(80, 129, 16), *range(160, MAX_ROWS + 1, 32)]
@@ -83,7 +82,7 @@ def mixed_sizes(max_num_seqs: int, max_tokens: int, num_drafted: int = 0) -> lis
     Args:
         max_num_seqs: Maximum number of sequences in a batch.
         max_tokens: Maximum number of tokens in a batch.
-        num_drafted: Maximum number of drafted tokens of a sequence; 0: none are.
+        num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
     """
     most = min(max_tokens, MAX_MIXED_ROWS)
     if most < 2:

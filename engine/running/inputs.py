@@ -1,4 +1,4 @@
-"""Turn a batch into the tensors that one step of the model takes."""
+"""Converts a batch to the tensors of one step of the model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +17,14 @@ from octavo.kernels.metadata import AttentionMetadata
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
-    """What a step computes, as plain arrays: all that another rank must know of a batch.
+    """A step's work as plain arrays: all that other ranks need of a batch.
 
     Attributes:
         laid: `[2 + groups, num_tokens]` int64: token ids, positions, and the slots of each group.
         query_starts: `[num_seqs + 1]` int32, each sequence's first token in the batch.
-        query_lens: `[num_seqs]` int32, each sequence's tokens in the batch.
-        seq_lens: `[num_seqs]` int32, and with those before.
-        rows: `[num_rows]` int64, the tokens whose logits are wanted; the first where none are.
+        query_lens: `[num_seqs]` int32, each sequence's number of tokens in the batch.
+        seq_lens: `[num_seqs]` int32, the same plus all earlier tokens.
+        rows: `[num_rows]` int64, the tokens whose logits are needed; the first if none are.
         tables: `[num_seqs, width]` int32, each group's block tables.
     """
 
@@ -38,18 +38,17 @@ class StepArrays:
 
 @dataclass(frozen=True, slots=True)
 class StepInputs:
-    """One step's tensors, all sequences laid end to end, and what its logits are for.
+    """One step's tensors, with all sequences contiguous, and the uses of its logits.
 
     Attributes:
         token_ids: `[1, num_tokens]` int64.
         positions: `[1, num_tokens]` int64.
-        logit_rows: `[num_rows]` int64, the tokens whose logits are wanted; the first
-            where none are.
+        logit_rows: `[num_rows]` int64, the tokens whose logits are needed; the first if none are.
         groups: Metadata for the attention of each layer group.
-        samples: The tokens to sample, but for those of beams.
+        samples: The tokens to sample, except beams'.
         sample_rows: Row of logits of each of `samples`.
         beams: The beams to find continuations of.
-        scored: Sequences that want prompt log-probabilities, each with the first row of its
+        scored: Sequences with prompt log-probabilities to compute, each with the first row of its
             prompt's logits.
         adapters: The sequences' adapters; None if no sequence has one.
         num_chunks: Number of sequences with several tokens: chunks of prompts and drafts.
@@ -68,7 +67,7 @@ class StepInputs:
 
     @property
     def take_greatest(self) -> bool:
-        """Whether the step is for the most likely of the allowed tokens alone."""
+        """Whether the step only needs the most likely allowed tokens."""
         if self.beams or self.scored:
             return False
         return self.samples.take_greatest
@@ -77,13 +76,13 @@ class StepInputs:
 def make_inputs(
     batch: Batch, *, layout: CacheLayout, device: torch.device, planners: Sequence[Planner]
 ) -> tuple[StepArrays, StepInputs]:
-    """Lay a batch's sequences end to end.
+    """Concatenate a batch's sequences.
 
     Args:
-        batch: What to compute.
+        batch: The batch.
         layout: Layout of the cache.
         device: The cache's device.
-        planners: Plan the attention of each layer group.
+        planners: Planners of each layer group's attention.
     """
     starts, ends = batch.starts, batch.ends
     query_lens = (ends - starts).astype(np.int32)
@@ -109,7 +108,7 @@ def make_inputs(
     # A token is sampled from the logits of the token before it.
     flat = query_starts[samples.rows] + samples.positions - 1 - starts[samples.rows]
     first = np.ones(len(flat), np.bool_)
-    first[1:] = flat[1:] != flat[:-1]  # outputs that begin share the logits of their prompt
+    first[1:] = flat[1:] != flat[:-1]  # new outputs share their prompt's logits
     wanted, others = flat[first], list[int]()
     beams: list[SamplingRow] = []
     scored: list[tuple[ScheduledSequence, int]] = []
@@ -160,13 +159,13 @@ def to_inputs(
     planners: Sequence[Planner],
     longest: int | None = None,
 ) -> StepInputs:
-    """Return a step's tensors, without what its logits are for.
+    """Return a step's tensors, without the uses of its logits.
 
     Args:
-        arrays: What to compute.
+        arrays: The step's arrays.
         device: The cache's device.
-        planners: Plan the attention of each layer group.
-        longest: Tokens per sequence that attention is planned for; default: those there are.
+        planners: Planners of each layer group's attention.
+        longest: Tokens per sequence that attention is planned for; default: the actual ones.
     """
     laid = to_device(arrays.laid, device)
     query_starts = to_device(arrays.query_starts, device)
@@ -194,7 +193,7 @@ def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:
     """Return a step that reads the cache's first block, and writes only states there.
 
     Args:
-        query_lens: Tokens of each sequence, none before them.
+        query_lens: Tokens of each sequence, which has no earlier ones.
         layout: The cache's layout.
     """
     lengths = np.array(query_lens, np.int32)

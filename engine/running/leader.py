@@ -1,8 +1,8 @@
-"""What rank 0 tells the other ranks, and what they do.
+"""The messages from rank 0 to the other ranks, and their work.
 
-Every rank has its part of the model and of each block, so block numbers mean the same on all.
-Before each step rank 0 sends one message of numbers: the copies of blocks, token ids, positions,
-slots and block tables. Then all ranks copy and compute at once.
+Every rank has its part of the model and of each block, so block numbers mean the same on all ranks.
+Before each step, rank 0 sends one message of numbers: block copies, token ids, positions, slots and
+block tables. Then all ranks copy and compute simultaneously.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +23,7 @@ from octavo.engine.running.inputs import StepArrays, to_inputs
 
 
 class Kind(IntEnum):
-    """What a message asks for."""
+    """The type of a message."""
 
     ALLOCATE = 0
     COUNT = 1
@@ -46,25 +46,25 @@ class Leader:
         self._watch: Watch | None = None
 
     def allocate(self, num_blocks: int, num_swap_blocks: int) -> None:
-        """Have the others make a cache of their own."""
+        """Make the other ranks allocate their caches."""
         self._send(Kind.ALLOCATE, [num_blocks, num_swap_blocks])
 
     def count(self, num_blocks: int, num_swap_blocks: int) -> list[int]:
-        """Return the least blocks, on the device and in swap space, that any rank has room for."""
+        """Return the minimum over ranks of the blocks that fit on the device and in swap space."""
         self._send(Kind.COUNT, [])
         return self.world.least(num_blocks, num_swap_blocks)
 
     def copy(self, transfers: Transfers) -> None:
-        """Have the others copy blocks."""
+        """Make the other ranks copy blocks."""
         self._send(Kind.COPY, _pack_transfers(transfers))
 
     def run(self, transfers: Transfers, arrays: StepArrays, *, most_likely: bool) -> None:
-        """Have the others compute a step, which this rank must compute at once.
+        """Make the other ranks compute a step; this rank must compute it right afterwards.
 
         Args:
-            transfers: The copies that it begins with.
-            arrays: What it computes.
-            most_likely: Whether the most likely tokens are wanted, not logits.
+            transfers: The step's copies.
+            arrays: The step's arrays.
+            most_likely: Whether to return the most likely tokens instead of logits.
         """
         kind = Kind.MOST_LIKELY if most_likely else Kind.LOGITS
         self._send(kind, _pack_transfers(transfers), pack(arrays))
@@ -75,7 +75,7 @@ class Leader:
         self._watch = Watch(self.world)
 
     def stop(self) -> None:
-        """Have the others end."""
+        """Make the other ranks end."""
         if self._watch is not None:
             self._watch.close()
         self._send(Kind.STOP, [])
@@ -94,7 +94,7 @@ def _pack_transfers(transfers: Transfers) -> list[int]:
 
 
 def _take_transfers(numbers: np.ndarray) -> tuple[Transfers, np.ndarray]:
-    """Return the copies at the beginning of a message, and what follows."""
+    """Return the copies at the beginning of a message, and the rest."""
     counts, at = numbers[:3].tolist(), 3
     found = []
     for count in counts:
@@ -113,7 +113,7 @@ def pack(arrays: StepArrays) -> np.ndarray:
 
 
 def unpack(numbers: np.ndarray) -> StepArrays:
-    """Return the arrays that `pack` has packed."""
+    """Return the arrays from the result of `pack`."""
     lanes, tokens, seqs, rows = numbers[:4].tolist()
     widths = numbers[4 : 4 + lanes - 2].tolist()
     parts = _take(
@@ -142,14 +142,14 @@ def _take(numbers: np.ndarray, counts: Sequence[int]) -> Iterator[np.ndarray]:
 
 
 class Follower:
-    """The side of every other rank.
+    """The other ranks' side.
 
     Args:
         world: The ranks.
         loaded: This rank's part of the model.
         allocate: Returns a cache of some blocks on the device and in swap space.
-        count: Returns how many this rank has room for; called with its latest cache.
-        told_to_stop: Returns whether this rank was, by a signal.
+        count: Returns the numbers of blocks that fit on this rank; called with its latest cache.
+        told_to_stop: Returns whether this rank got a stop signal.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class Follower:
 
     @torch.inference_mode()
     def run(self) -> None:
-        """Do what rank 0 says, until it says stop."""
+        """Execute rank 0's messages until it sends stop."""
         watch: Watch | None = None
         while True:
             numbers = self._world.receive()

@@ -1,4 +1,4 @@
-"""A step that the device was given and may still be computing."""
+"""A launched step that the device may still be computing."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -17,17 +17,17 @@ from octavo.kernels.host import AsyncCopy, to_device
 class PendingStep:
     """A step from its launch until it is collected.
 
-    First it has what its tokens are sampled from: `inputs` and `logits`, or `greatest` and `late`.
-    These are dropped as soon as `set_tokens` is called, since logits take much memory.
+    First it holds the inputs of sampling: `inputs` and `logits`, or `greatest` and `late`.
+    `set_tokens` drops these, since logits take much memory.
 
     Attributes:
         batch: The step's batch.
         inputs: The model's inputs; None for a batch that only copies blocks.
         logits: `[num_rows, vocab_size]`; None if the model gave tokens.
-        greatest: The most likely token of each row of logits, if the model gave these.
-        late: Ids of the sequences whose masks the model did not have, if it gave tokens: theirs
+        greatest: The most likely token of each row of logits, if the model sampled itself.
+        late: Ids of the sequences whose masks were not ready when the model sampled: their tokens
             are wrong.
-        samples: The sequences that tokens are sampled for.
+        samples: The sequences that get tokens.
         token_ids: `[len(samples)]` int64, kept alive until the next step has read them.
     """
 
@@ -52,13 +52,13 @@ class PendingStep:
         continued: Continued | None = None,
         scores: list[tuple[SequenceGroup, list[Report]]] | None = None,
     ) -> None:
-        """Set what the step samples, which may be on its way to the host.
+        """Set the sampled tokens, which may still be on their way to the host.
 
         Args:
             samples: The sequences.
             token_ids: Their tokens.
-            reports: Log-probabilities, with the indices of the tokens that asked for them.
-            continued: The most likely next tokens of its beams, if it has any.
+            reports: Log-probabilities, with the indices of their tokens.
+            continued: The most likely next tokens of its beams, if any.
             scores: Prompt log-probabilities of groups, in parts.
         """
         self.inputs = self.logits = self.greatest = None
@@ -84,14 +84,14 @@ class PendingStep:
         return output
 
     def fill_placeholders(self, batch: Batch, token_ids: torch.Tensor) -> None:
-        """Put the tokens that this step samples into the inputs of the step after it.
+        """Put the tokens that this step samples into the next step's inputs.
 
-        The device does it, so the host need not wait for the tokens.
+        The device does this, so the host does not wait for the tokens.
 
         Args:
-            batch: The batch of the step after it.
-            token_ids: `[1, num_tokens]`, that step's tokens, changed in place where they are
-                placeholders.
+            batch: The next step's batch.
+            token_ids: `[1, num_tokens]`, the next step's tokens; placeholders are replaced in
+                place.
         """
         sequences = batch.sequences
         waiting = [i for i, sequence in enumerate(sequences) if sequence.num_placeholders]

@@ -1,1 +1,1 @@
-"""Draw tokens from logits."""
+"""Samples tokens from logits."""

@@ -1,8 +1,8 @@
-"""Uniform random numbers that depend on a seed and a position alone.
+"""Uniform random numbers that depend only on a seed and a position.
 
 SplitMix64 (Steele, Lea, Flood: "Fast Splittable Pseudorandom Number
-Generators", OOPSLA 2014) read at any index: it keeps no state, so a number is
-the same whatever shares the batch, and after preemption or on another engine.
+Generators", OOPSLA 2014) read at any index: it has no state, so a number is the same in any batch,
+after preemption, and on another engine.
 """
 
 import numpy as np

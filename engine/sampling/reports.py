@@ -15,7 +15,7 @@ class Report:
     """Log-probabilities of rows' tokens and of the most likely ones, on their way to the host.
 
     Args:
-        logits: `[n, vocab_size]`, as the model gave them.
+        logits: `[n, vocab_size]`, the model's unchanged logits.
         tokens: `[n]` int64, the token to report in each row.
         counts: `[n]`, number of the most likely tokens to report.
     """
@@ -26,7 +26,7 @@ class Report:
         self._columns = [AsyncCopy(column) for column in (tokens, *scores)]
 
     def logprobs(self) -> list[TokenLogprob]:
-        """Wait until they have arrived, and return one for each row."""
+        """Wait for them, and return one per row."""
         columns = (column.tolist() for column in self._columns)
         return [
             TokenLogprob(token, logprob, list(zip(ids[:count], values[:count], strict=True)))
@@ -39,7 +39,7 @@ class Continued:
 
     Args:
         ids: Sequence ids of the beams.
-        counts: `[len(ids)]`, number of tokens that each one's search looks at.
+        counts: `[len(ids)]`, number of tokens that each beam's search looks at.
         token_ids: `[len(ids), max(counts)]` int64, most likely first.
         logprobs: Their log-probabilities, in the same shape.
     """
@@ -56,7 +56,7 @@ class Continued:
         self._columns = AsyncCopy(token_ids), AsyncCopy(logprobs)
 
     def collect(self) -> dict[int, Continuations]:
-        """Wait until they have arrived; return tokens and log-probabilities by sequence id."""
+        """Wait for them; return tokens and log-probabilities by sequence id."""
         columns = (column.tolist() for column in self._columns)
         return {
             id_: [

@@ -1,8 +1,8 @@
-"""Sample the next token of every sequence of a batch at once.
+"""Samples the next tokens of all sequences of a batch at once.
 
 The order is the contract's: logit bias, penalties, stop tokens masked before
-`min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to the
-result of the one before it. Log-probabilities are those of the model's own distribution.
+`min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to the previous
+result. Log-probabilities are those of the model's own distribution.
 """
 
 import math
@@ -31,7 +31,7 @@ class SamplingRow(NamedTuple):
         group: The sequence's group.
         sequence: The sequence.
         row: Row of the step's logits to sample from.
-        draft: Drafted tokens behind the sequence's own, which this one is to follow.
+        draft: Drafted tokens between the sequence's own tokens and this one.
     """
 
     group: SequenceGroup
@@ -46,13 +46,13 @@ class SamplingRow(NamedTuple):
 
     @property
     def token_ids(self) -> list[int]:
-        """The tokens that the sampled one follows."""
+        """The tokens before the sampled one."""
         token_ids = self.sequence.token_ids
         return [*token_ids, *self.draft] if self.draft else token_ids
 
     @property
     def mask(self) -> np.ndarray | None:
-        """The mask of the tokens that its constraint allows next; None without a constraint."""
+        """The mask of the tokens that its constraint allows; None without a constraint."""
         matcher = self.sequence.matcher
         if matcher is None:
             return None
@@ -70,18 +70,18 @@ def sample(
     rows: Rows[int],
     inputs: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, tuple[list[int], Report] | None]:
-    """Sample tokens. On a GPU it does not wait for the device.
+    """Sample tokens. On a GPU this does not wait for the device.
 
     Args:
-        logits: `[num_rows, vocab_size]`, as the model gave them; may be changed.
+        logits: `[num_rows, vocab_size]` from the model; may be changed.
         samples: The samples to take, at least one token.
-        rows: Row of logits of each one.
+        rows: Row of logits of each sample.
         inputs: `[num_rows]` int64, the token that each row of logits follows; needed if
             `penalizes_placeholders(samples)`.
 
     Returns:
-        The tokens, `[len(samples)]` int64. The log-probabilities, with the indices of the tokens
-        that asked for them; None if none did.
+        The tokens, `[len(samples)]` int64. The requested log-probabilities, with their tokens'
+        indices; None without requests.
     """
     logits = _select_logits(logits, list(rows))
     if samples.take_greatest:
@@ -119,7 +119,7 @@ def rows_of(
 
 
 def _select_logits(logits: torch.Tensor, chosen: list[int]) -> torch.Tensor:
-    """Return some rows of logits; the tensor itself if they are all its rows in order."""
+    """Return some rows of logits; the tensor itself if these are all rows in order."""
     return logits if chosen == list(range(len(logits))) else _copy_rows(logits, chosen)
 
 
@@ -130,10 +130,10 @@ def _copy_rows(tensor: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
 def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> Continued:
     """Find each beam's most likely next tokens, as many as its search looks at.
 
-    On a GPU it does not wait for the device.
+    On a GPU this does not wait for the device.
 
     Args:
-        logits: `[num_rows, vocab_size]`, as the model gave them.
+        logits: `[num_rows, vocab_size]`, the model's unchanged logits.
         beams: Running beams, at least one.
     """
     logprobs = torch.log_softmax(
@@ -160,9 +160,9 @@ def penalizes_placeholders(samples: Samples) -> bool:
 
 
 def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
-    """Return the masks of constrained rows, by the row of the logits.
+    """Return the masks of constrained rows, by row of logits.
 
-    Outputs that begin share a row. They have no tokens yet, so their masks are the same.
+    New outputs share a row. They have no tokens yet, so their masks are equal.
     """
     return {row.row: mask for row in rows if (mask := row.mask) is not None}
 
@@ -177,7 +177,7 @@ def _moves_logits(row: SamplingRow) -> bool:
 
 
 def _masks_stop_tokens(row: SamplingRow) -> bool:
-    """Return whether an output is too short to stop; a constraint's mask has that already."""
+    """Return whether an output is too short to stop; a constraint's mask includes this already."""
     least = row.group.request.min_tokens
     return least > 0 and row.num_output < least and row.sequence.matcher is None
 
@@ -211,15 +211,15 @@ def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow], inputs: torch.Tenso
     anywhere = _Occurrences(flat, starts, [row.token_ids for row in chosen], pending, lasts)
     repetition = anywhere.each([row.params.repetition_penalty for row in chosen])
     before = flat[anywhere.places]
-    # A token that occurs twice is written twice, with the same value. The smallest penalties would
-    # make logits infinite, and those have no softmax.
+    # A token that occurs twice is written twice, with the same value. Logits are clamped, as the
+    # smallest penalties would make them infinite, which softmax cannot take.
     factor = torch.where(before > 0, 1 / repetition, repetition)
     flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
     in_output = [row.token_ids[row.sequence.num_prompt :] for row in chosen]
     outputs = _Occurrences(flat, starts, in_output, pending, lasts)
     flat[outputs.places] -= outputs.each([row.params.presence_penalty for row in chosen])
     frequency = outputs.each([row.params.frequency_penalty for row in chosen])
-    flat.scatter_add_(0, outputs.places, -frequency)  # once for each
+    flat.scatter_add_(0, outputs.places, -frequency)  # once per token
 
 
 class _Occurrences:
@@ -230,7 +230,7 @@ class _Occurrences:
         starts: Index of each row's first logit.
         token_lists: The tokens in each row's sequence.
         pending: The rows whose last token is a placeholder.
-        lasts: `[len(pending)]` int64, tokens in place of the placeholders; None if there are none.
+        lasts: `[len(pending)]` int64, tokens that replace placeholders; None if there are none.
 
     Attributes:
         places: `[n]` int64, the index of each occurrence's logit.
@@ -255,7 +255,7 @@ class _Occurrences:
             self.places.index_copy_(0, to_device(ends, flat.device), indices)
 
     def each(self, values: Rows[float]) -> torch.Tensor:
-        """Return each row's value once for each of its occurrences."""
+        """Return each row's value once per occurrence."""
         repeated = np.repeat(np.array(values, np.float32), self._lengths)
         return to_device(repeated, self._like.device)
 
@@ -273,11 +273,11 @@ def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
 
 
 def _constrain(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
-    """Make tokens impossible that an output's constraint does not allow next.
+    """Mask the tokens that outputs' constraints do not allow.
 
     Args:
         logits: `[n, vocab_size]`.
-        rows: The samples, by the row of these logits.
+        rows: The samples by row of logits.
     """
     masks = {i: mask for i, row in rows.items() if (mask := row.mask) is not None}
     if masks:

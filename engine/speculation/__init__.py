@@ -1,5 +1,5 @@
 """Drafting: guesses of a sequence's next tokens, which one step of the model verifies.
 
-It knows tokens alone: no blocks, no requests. `engine/scheduling/drafting.py` decides which
-sequences of a batch may have a draft and which drafted tokens were right.
+It knows only tokens: no blocks, no requests. `engine/scheduling/drafting.py` decides which
+sequences of a batch get a draft, and which drafted tokens were right.
 """

@@ -1,7 +1,7 @@
-"""Draft the next tokens of a sequence that has just departed from the text it copies.
+"""Drafts for a sequence that has just departed from the text that it copies.
 
 Right after a copy replaces, adds or omits a token, its last two tokens do not occur in the source.
-But the copy most likely continues near the place that it has reached there.
+But the copy most likely continues near its current place in the source.
 """
 
 import numpy as np
@@ -10,39 +10,39 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 BEFORE, AFTER = 32, 64
-"""Tokens before and after the expected place that are searched for the last token."""
+"""Search range for the last token: tokens before and after the expected place."""
 LAPSE = 16
-"""Maximum tokens since the last match. After more, only a new match gives a draft."""
+"""Maximum tokens since the last match; after that, only a new match gives a draft."""
 REPLACED = 4
-"""Maximum tokens to draft after a token that the source does not have near the place."""
+"""Maximum drafted tokens after a token that is not in the source near the place."""
 
 
 class Alignment:
     """The place in its own tokens that a sequence copies from.
 
     Attributes:
-        drafted: Whether the sequence's last draft was made here, without a match.
+        drafted: Whether the sequence's last draft came from here, without a match.
     """
 
     def __init__(self) -> None:
         self.drafted = False
         self._place = 0
-        self._length = 0  # of the sequence when it was at this place
-        self._until = 0  # length of the sequence at which the place lapses
+        self._length = 0  # length of the sequence at this place
+        self._until = 0  # length of the sequence at which the place expires
 
     def match(self, place: int, length: int) -> None:
         """Record a match.
 
         Args:
-            place: Place of the token that follows the tokens which match the sequence's end.
+            place: Index of the token after those that match the sequence's end.
             length: Length of the sequence.
         """
         self._place, self._length, self._until = place, length, length + LAPSE
 
     def draft(self, tokens: Tokens, most: int) -> list[int]:
-        """Return the tokens that follow the last one near the expected place.
+        """Return the tokens after the last token's occurrence near the expected place.
 
-        If the last token does not occur there, it is assumed to replace the token at that place.
+        If the last token does not occur there, assume that it replaces the token at that place.
 
         Args:
             tokens: `[n]` int32, the sequence.

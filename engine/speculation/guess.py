@@ -1,4 +1,4 @@
-"""Tokens that a method of drafting proposes for a sequence."""
+"""Tokens that a draft method proposes for a sequence."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that a method proposes to draft for a sequence, and how many may be drafted.
+    """Tokens that a method proposes to draft for a sequence, and the maximum to draft.
 
     Attributes:
         token_ids: The tokens that the method proposes; may be empty.

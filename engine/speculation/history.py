@@ -6,11 +6,11 @@ from octavo.engine.speculation.alignment import Alignment, Tokens
 
 
 class History:
-    """A sequence's prompt and output, as far as they are known.
+    """A sequence's known prompt and output tokens.
 
     Attributes:
-        num_prompt: Tokens of the prompt, at the front.
-        salt: Only sequences with the same salt may see what is learnt from this one.
+        num_prompt: Number of prompt tokens.
+        salt: Salt; only sequences with the same salt get drafts from this one's output.
         alignment: The place that the sequence copies from.
     """
 

@@ -1,4 +1,4 @@
-"""Find earlier occurrences of a sequence's last tokens."""
+"""Finds earlier occurrences of a sequence's last tokens."""
 
 from typing import NamedTuple
 
@@ -8,17 +8,17 @@ from numpy.typing import NDArray
 from octavo.engine.speculation.alignment import Tokens
 
 LONGEST = 32
-"""Maximum tokens that are compared: a longer match adds nothing."""
+"""Maximum compared tokens: a longer match adds nothing."""
 FEW = 32
-"""Maximum places that are compared: the latest ones."""
+"""Maximum compared places: the latest ones."""
 
 
 class Matches(NamedTuple):
-    """The earlier places that match the most of the last tokens.
+    """The earlier places with the longest match of the last tokens.
 
     Attributes:
-        length: Number of last tokens that are the same there, up to `LONGEST`; 0 if none are.
-        ends: `[n]` int64, one past each place, rising.
+        length: Length of the match, up to `LONGEST`; 0 without a match.
+        ends: `[n]` int64, one past each match, ascending.
     """
 
     length: int
@@ -41,13 +41,13 @@ def find_matches(tokens: Tokens) -> Matches:
 
 
 def longest_of(tokens: Tokens, ends: NDArray[np.int64], tail: Tokens, length: int) -> Matches:
-    """Return the places before which the longest end of `tail` occurs.
+    """Return the places after which the longest suffix of `tail` ends.
 
     Args:
         tokens: `[n]` int32, the tokens to search.
-        ends: `[m]` int64, one past each place, rising; the last `length` tokens are the same there.
+        ends: `[m]` int64, one past each candidate, ascending; its last `length` tokens match.
         tail: `[k]` int32, the tokens to find.
-        length: Number of them that are known to match.
+        length: Number of tokens already known to match.
     """
     if not len(ends):
         return NOWHERE

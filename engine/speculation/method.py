@@ -1,4 +1,4 @@
-"""The interface of methods of drafting, `Method`, and their state of a sequence, `DraftState`."""
+"""The interface of draft methods, `Method`, and their state per sequence, `DraftState`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -8,11 +8,11 @@ from octavo.engine.speculation.history import History
 
 @dataclass(slots=True, eq=False)
 class DraftState:
-    """The state of drafting for one sequence.
+    """The drafting state of one sequence.
 
     Attributes:
         history: Its tokens.
-        acceptance: The estimated probability that a drafted token is right if those before it are.
+        acceptance: Estimated probability that a drafted token is right if those before are.
         aligned: The same probability for drafts without a match; see `Alignment`.
         pause: Tokens to sample before the next draft.
         last_pause: Length of the last pause; 0 if the last draft paid.
@@ -26,11 +26,11 @@ class DraftState:
 
 
 class Method(ABC):
-    """Drafts tokens from those that were seen."""
+    """Drafts tokens from earlier tokens."""
 
     @abstractmethod
     def draft(self, history: History, most: int) -> list[int]:
-        """Return tokens that may follow a sequence's: at most `most`, maybe none."""
+        """Return likely next tokens of a sequence: at most `most`, maybe none."""
 
     @abstractmethod
     def learn(self, history: History) -> None:

@@ -1,4 +1,4 @@
-"""The names of the methods of drafting: settings need them without their code."""
+"""The names of draft methods: settings need them without their code."""
 
 METHOD_TEXTS = {
     "ngram": "what followed the same tokens in the request's prompt or output",

@@ -1,4 +1,4 @@
-"""The methods of drafting by name, and the speculation of each value of `--speculation`."""
+"""Draft methods by name, and the speculation of each value of `--speculation`."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.speculation.suffix_lookup import SuffixLookup
 
 METHODS: dict[str, Callable[[], Method]] = {"ngram": PromptLookup, "suffix": SuffixLookup}
-"""Each method's class by its name, as in `method_names.py`; a draft model has none."""
+"""Method classes by name, as in `method_names.py`; a draft model has none."""
 AUTO_METHOD = "suffix"
 """The method of `auto`."""
 

@@ -1,8 +1,8 @@
-"""The rule of `--speculation auto`: draft where it is measured to pay.
+"""The rule of `--speculation auto`: draft where it measurably pays.
 
-A step of more tokens takes longer. A drafted token pays if the tokens that it yields are worth more
-than the time that it adds to the step. Both are measured: how long steps of each number of tokens
-take, and how often the drafts of this sequence were right.
+A step of more tokens takes longer. A drafted token pays if its expected gain exceeds the time that
+it adds to the step. Both are measured: the duration of steps by number of tokens, and the share of
+this sequence's drafted tokens that were right.
 """
 
 import numpy as np
@@ -11,17 +11,17 @@ from octavo.engine.speculation.history import History
 from octavo.engine.speculation.method import DraftState
 
 PRIOR = 0.6
-"""Acceptance that is assumed before anything was measured."""
+"""Assumed acceptance before any measurement."""
 MIN_ALIGNED = 0.2
-"""Minimum acceptance of drafts without a match for a new sequence, so that they are tried again."""
+"""Minimum acceptance of drafts without a match for a new sequence, so that it tries them."""
 MEMORY = 0.8
-"""Share of a sequence's earlier acceptance that remains after a drafted token of weight 1."""
+"""Decay of a sequence's acceptance per drafted token of weight 1."""
 ENGINE_MEMORY = 0.99
-"""The same share for the acceptance of all sequences, which a new one begins with."""
+"""The same decay for the acceptance of all sequences, from which new ones start."""
 STEP_MEMORY = 0.9
-"""Share of the earlier measure of steps of one size that remains after a step."""
+"""Decay per step of the measured duration of one size of steps."""
 MIN_GAIN = 0.05
-"""Minimum gain of a draft, in tokens of its sequence beyond its cost."""
+"""Minimum gain of a draft beyond its cost, in tokens of its sequence."""
 LONGEST_PAUSE = 64
 """Maximum tokens between two trials of a sequence whose drafts do not pay."""
 LEVELS = 32
@@ -31,11 +31,10 @@ MINUTE = 1e-9
 
 
 class StepTimes:
-    """Durations of steps by their number of tokens, from those that were measured.
+    """Durations of steps by number of tokens, from measured steps.
 
-    Sizes are kept apart up to a factor of 2; between them, time grows evenly. A step that is larger
-    than all measured ones is assumed to take as long as the largest, up to twice its size, so that
-    it is tried.
+    Each doubling of the size has its own measurement, with linear interpolation between. A step up
+    to twice as large as the largest measured one is assumed to take as long, so that it is tried.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class StepTimes:
         """Record a step."""
         bucket = (tokens - 1).bit_length()
         size, before = self._buckets.get(bucket, (float(tokens), seconds))
-        # One slow step, such as the first of its size, must not count for long.
+        # One slow step, such as the first of its size, must not weigh for long.
         seconds = min(seconds, 2 * before)
         keep = STEP_MEMORY
         measured = keep * size + (1 - keep) * tokens, keep * before + (1 - keep) * seconds
@@ -57,7 +56,7 @@ class StepTimes:
         self._seconds = np.maximum.accumulate(table[:, 1])
 
     def __call__(self, tokens: np.ndarray) -> np.ndarray:
-        """Return the seconds of steps of `tokens` tokens, `[n]`; all 0 before the first measure."""
+        """Return the seconds of steps of `tokens` tokens, `[n]`; 0 without measurements."""
         if not len(self._sizes):
             return np.zeros(len(tokens))
         beyond = np.maximum(tokens / (2 * self._sizes[-1]), 1.0)
@@ -69,25 +68,25 @@ class DraftPolicy:
     """Decides how many tokens to draft for a sequence in a step.
 
     Attributes:
-        acceptance: The share of drafted tokens that were right, over all sequences lately.
+        acceptance: The recent share of right drafted tokens over all sequences.
         aligned: The same share for drafts without a match.
     """
 
     def __init__(self, longest: int) -> None:
-        """Begin without a measure.
+        """Begin without measurements.
 
         Args:
             longest: Maximum tokens of a draft.
         """
         self.acceptance = self.aligned = PRIOR
-        # The tokens that drafts of 1, 2, ... tokens yield on average, for each level of acceptance.
+        # Expected tokens from drafts of 1, 2, ... tokens, for each level of acceptance.
         levels = np.arange(LEVELS + 1) / LEVELS
         self._yields = np.cumsum(levels[:, None] ** np.arange(1, longest + 1), axis=1)
         self._more = np.arange(longest + 1)
         self._times = StepTimes()
         self._decodes = 1
-        self._tokens = 1  # of the step, with drafts so far
-        self._best: list[int] = []  # length that pays most, by level of acceptance; 0 if none does
+        self._tokens = 1  # tokens of the step, including drafts so far
+        self._best: list[int] = []  # best length by level of acceptance; 0 if none pays
 
     def begin(self, history: History) -> DraftState:
         """Return the draft state of a new sequence."""
@@ -100,14 +99,14 @@ class DraftPolicy:
         return self._best[-1] > 0
 
     def _choose_lengths(self) -> None:
-        """Find the length of a further draft that pays most, for each level of acceptance."""
+        """Find the best length of a further draft, for each level of acceptance."""
         seconds = self._times(self._tokens + self._more)
-        worth = max(seconds[0], MINUTE) / self._decodes  # of a token of one sequence, in seconds
+        worth = max(seconds[0], MINUTE) / self._decodes  # seconds per token of one sequence
         gains = self._yields - (seconds[1:] - seconds[0]) / worth
         self._best = np.where(gains.max(1) >= MIN_GAIN, gains.argmax(1) + 1, 0).tolist()
 
     def length(self, state: DraftState) -> int:
-        """Return how many tokens to draft for a sequence now."""
+        """Return the number of tokens to draft for a sequence now."""
         if state.pause > 0:
             state.pause -= 1
             return 0
@@ -119,7 +118,7 @@ class DraftPolicy:
         return best
 
     def aligned_length(self, state: DraftState) -> int:
-        """Return how many tokens to draft for a sequence now without a match."""
+        """Return the number of tokens to draft for a sequence now without a match."""
         return self._best[int(state.aligned * LEVELS)]
 
     def drafted(self, count: int) -> None:
@@ -128,9 +127,9 @@ class DraftPolicy:
         self._choose_lengths()
 
     def observe_draft(self, state: DraftState, drafted: int, accepted: int) -> None:
-        """Record how many drafted tokens of a sequence were right.
+        """Record the number of right drafted tokens of a sequence.
 
-        Tokens behind the first wrong one are not counted.
+        Tokens after the first wrong one do not count.
         """
         tried = min(accepted + 1, drafted)
         keep, keep_all = MEMORY**tried, ENGINE_MEMORY**tried
@@ -152,5 +151,5 @@ class DraftPolicy:
 
 
 def _rest(state: DraftState) -> None:
-    """Pause a sequence's drafting for a while, twice as long as the last time."""
+    """Pause a sequence's drafting, twice as long as the last time."""
     state.pause = state.last_pause = min(max(2, 2 * state.last_pause), LONGEST_PAUSE)

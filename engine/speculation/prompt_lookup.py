@@ -1,6 +1,6 @@
-"""Prompt look-up: the tokens that followed the same tokens before, in the prompt or the output.
+"""Prompt lookup: drafts the tokens after an earlier occurrence of the last tokens.
 
-As in "Prompt Lookup Decoding" (Saxena, 2023), with the longest match, not one of fixed length.
+This is "Prompt Lookup Decoding" (Saxena, 2023), with the longest match, not a fixed length.
 """
 
 import numpy as np
@@ -10,11 +10,11 @@ from octavo.engine.speculation.matches import find_matches
 from octavo.engine.speculation.method import Method
 
 SHORTEST = 2
-"""Minimum tokens that must be the same."""
+"""Minimum length of a match."""
 
 
 class PromptLookup(Method):
-    """Drafts the tokens that followed the latest of the longest matches."""
+    """Drafts the tokens after the latest of the longest matches."""
 
     def draft(self, history: History, most: int) -> list[int]:
         """See `Method`. A match that overlaps the end is a repetition: the draft continues it."""
@@ -26,4 +26,4 @@ class PromptLookup(Method):
         return following
 
     def learn(self, history: History) -> None:
-        """Drop an output that ended: only a sequence's own tokens are looked up."""
+        """Ignore an output that ended: only a sequence's own tokens are looked up."""

@@ -7,7 +7,7 @@ from octavo.engine.speculation.policy import DraftPolicy
 
 
 class Speculation:
-    """A method of drafting, and the rule for when to use it.
+    """A draft method, and the rule for when to use it.
 
     Attributes:
         num_tokens: Maximum tokens of a draft.
@@ -19,9 +19,9 @@ class Speculation:
         """Set up for all sequences of an engine.
 
         Args:
-            method: Drafts tokens; None where a model does.
+            method: The draft method; None for a draft model.
             num_tokens: Maximum tokens of a draft.
-            policy: Decides where drafts pay; None: sequences have all drafts of the method.
+            policy: The policy that decides where drafts pay; None: use all of the method's drafts.
         """
         self.num_tokens = num_tokens
         self._method = method
@@ -41,10 +41,10 @@ class Speculation:
         return self._policy.begin(History(num_prompt, salt))
 
     def guess(self, state: DraftState, token_ids: list[int], most: int) -> Guess:
-        """Return tokens that may follow a sequence, and how many drafted tokens may pay.
+        """Return likely next tokens of a sequence, and the number of drafted tokens that may pay.
 
         Args:
-            state: The sequence's.
+            state: The sequence's drafting state.
             token_ids: Its prompt and output, all known.
             most: Maximum tokens to draft.
         """
@@ -71,7 +71,7 @@ class Speculation:
         return self._policy is None or state is None or state.pause <= 1
 
     def end_draft(self, state: DraftState, drafted: int, accepted: int) -> None:
-        """Record how many drafted tokens of a sequence were right."""
+        """Record the number of right drafted tokens of a sequence."""
         if self._policy is not None:
             self._policy.observe_draft(state, drafted, accepted)
 

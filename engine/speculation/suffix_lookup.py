@@ -1,10 +1,10 @@
-"""Suffix look-up: the tokens that most often followed the same tokens, here or in earlier outputs.
+"""Suffix lookup: drafts the most frequent continuation of the last tokens, here or in old outputs.
 
-As in SuffixDecoding (Oliaro et al., 2024): the draft is what followed an earlier copy of the
-sequence's longest repeated end; the longer the match, the longer the draft. The paper uses suffix
-trees. Here an index of the places of every three tokens in a row leads to the candidates, and array
-operations compare them: it takes microseconds, and two numbers for each token that is kept. Where
-nothing matches, a sequence that copied before most likely goes on near the place it copied from.
+As in SuffixDecoding (Oliaro et al., 2024), the draft is the continuation of an earlier copy of the
+sequence's longest repeated suffix; the longer the match, the longer the draft. The paper uses
+suffix trees. Here an index of all 3-grams gives the candidates, and array operations compare them:
+it takes microseconds, and two numbers per stored token. Without a match, a sequence that copied
+before most likely continues near the place it copied from.
 """
 
 from array import array
@@ -26,27 +26,27 @@ from octavo.engine.speculation.matches import (
 from octavo.engine.speculation.method import Method
 
 SHORTEST = 2
-"""Minimum tokens that must be the same in the sequence itself."""
+"""Minimum length of a match in the sequence itself."""
 INDEXED = 3
-"""Minimum tokens that must be the same in earlier outputs, whose index has keys of this length."""
+"""Minimum length of a match in earlier outputs, and length of their index's keys."""
 DRAFTED_PER_MATCHED = 4
-"""Maximum tokens that are drafted for each token that is the same."""
+"""Maximum drafted tokens per matching token."""
 MIN_SHARE = 0.5
-"""Share of the candidates that must go on with a token for it to be drafted."""
+"""Minimum share of the candidates that must continue with a drafted token."""
 KEPT_TOKENS = 1 << 18
-"""Maximum tokens of earlier outputs that are kept, of all salts together."""
+"""Maximum stored tokens of earlier outputs, over all salts."""
 PART = KEPT_TOKENS // 4
-"""Tokens after which a new part begins; the oldest part is dropped as a whole."""
+"""Tokens per part; the oldest part is dropped as a whole."""
 END = -1
-"""Follows each output that is kept; no token has this id."""
+"""Separator after each stored output; no token has this id."""
 
 
 class IndexedOutputs:
-    """Earlier outputs, one after the other, and the places of every three tokens in a row."""
+    """Earlier outputs, concatenated, and an index of their 3-grams."""
 
     def __init__(self) -> None:
         self._tokens = array("i")
-        self._earlier = array("i")  # place of the same tokens before each one, -1 for none
+        self._earlier = array("i")  # previous place of the same 3-gram, -1 for none
         self._latest: dict[tuple[int, ...], int] = {}
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class IndexedOutputs:
         self._earlier.append(END)
 
     def find(self, tail: Tokens) -> Matches:
-        """Find the places that match the most of a sequence's last tokens."""
+        """Find the places with the longest match of a sequence's last tokens."""
         place = self._latest.get(tuple(tail[-INDEXED:].tolist()), END)
         ends: list[int] = []
         while place != END and len(ends) < FEW:
@@ -107,7 +107,7 @@ class SuffixLookup(Method):
         return _most_frequent(where, best.ends, min(most, DRAFTED_PER_MATCHED * best.length))
 
     def learn(self, history: History) -> None:
-        """Keep an output that ended; where there are too many, drop the longest unused."""
+        """Store an output that ended; if there are too many, drop the least recently used."""
         output = history.output.tolist()
         parts = self._parts.setdefault(history.salt, [IndexedOutputs()])
         self._parts.move_to_end(history.salt)
@@ -126,7 +126,7 @@ def _most_frequent(tokens: Tokens, ends: NDArray[np.int64], most: int) -> list[i
 
     Args:
         tokens: `[n]` int32.
-        ends: `[m]` int64, one past each place, rising.
+        ends: `[m]` int64, one past each place, ascending.
         most: Maximum tokens to return.
     """
     # For a few short lists, Python's own operations are faster than numpy's.

@@ -20,7 +20,7 @@ def allocate(
         loaded: The model, or this rank's part of it.
         num_blocks: Blocks on the device.
         num_swap_blocks: Blocks in swap space.
-        leader: Has the other ranks allocate theirs; None: there are none, or this is one.
+        leader: Makes the other ranks allocate theirs; None except on rank 0 of several.
     """
     if leader is not None:
         leader.allocate(num_blocks, num_swap_blocks)

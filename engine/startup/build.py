@@ -49,14 +49,14 @@ class Parts:
         executor: The executor, warmed up.
         limits: The limits of requests.
         eos_token_ids: The model's end-of-sequence tokens.
-        block_bytes: Bytes per block, all layers.
+        block_bytes: Bytes per block, over all layers.
         max_num_seqs: Maximum sequences in the running batch.
         max_num_batched_tokens: Maximum tokens computed in a step.
         device: The device's name.
         dtype: The weights' data type.
         kernels: The kernels' name from `octavo.kernels.ops.kernel_path`.
         warnings: Reasons why the engine is slow, and remedies.
-        defaults: The model's own defaults of parameters that requests do not set.
+        defaults: The model's own defaults for parameters that requests do not set.
         threads: The threads that compute on a CPU.
         read_tokens: Returns the texts of the model's tokens; None if outputs cannot be
             constrained.
@@ -83,7 +83,7 @@ class Parts:
 
     @property
     def ranks(self) -> int:
-        """Processes that hold a part of the model."""
+        """Number of processes that hold a part of the model."""
         return 1 if self.leader is None else self.leader.world.size
 
 
@@ -95,7 +95,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         place: The place of this rank among several; rank 0.
 
     Raises:
-        StartupError: The settings do not fit each other, the model or the machine.
+        StartupError: The settings conflict with each other, the model or the machine.
         UnsupportedModelError: The engine cannot serve the model.
         ModelError: The model cannot be read.
         OSError: There is no such model.

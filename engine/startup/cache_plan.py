@@ -1,4 +1,4 @@
-"""Plans the KV cache: its layout, the memory that it may have, and its size."""
+"""Plans the KV cache: its layout, its memory and its size."""
 
 import time
 from dataclasses import dataclass
@@ -37,14 +37,14 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The quantities that a cache's size depends on.
+    """The quantities that determine a cache's size.
 
     Attributes:
         layout: The layout of its blocks.
-        block_bytes: Bytes per block, all layers.
+        block_bytes: Bytes per block, over all layers.
         max_num_seqs: Maximum sequences in the running batch.
         max_num_batched_tokens: Maximum tokens computed in a step.
-        speculation: The speculation that drafts tokens; None if none does.
+        speculation: The speculation that drafts tokens; None without drafts.
     """
 
     layout: CacheLayout
@@ -93,14 +93,14 @@ def plan_cache(settings: EngineSettings, loaded: Loaded) -> CachePlan:
 
 
 def measure(settings: EngineSettings, loaded: Loaded, plan: CachePlan) -> int:
-    """Return the bytes of a GPU's memory that the cache cannot have; 0 on a CPU.
+    """Return the bytes of a GPU's memory that the cache cannot use; 0 on a CPU.
 
-    The largest step runs once, with a cache of its own. That also shows, before any request, that
-    there is memory for it.
+    The largest step runs once, with its own cache. This also proves, before any request, that there
+    is memory for it.
     """
     model = loaded.model
     tokens = min(plan.max_num_batched_tokens, settings.max_model_len or model.shape.max_position)
-    # At most one block more in each group, as the largest batch has two sequences.
+    # One extra block per group suffices, as the largest batch has two sequences.
     least = sum(plan.layout.sequence_blocks(tokens)) + len(plan.layout.groups)
     probe = Executor(model, allocate(plan.layout, model, least, 0, loaded.leader), loaded.leader)
     if loaded.on_gpu:  # a CPU has no peak to measure
@@ -118,12 +118,12 @@ def size_cache(settings: EngineSettings, loaded: Loaded, plan: CachePlan, taken:
         settings: The engine's settings.
         loaded: The model.
         plan: The cache's plan.
-        taken: Bytes that the cache cannot have.
+        taken: Bytes that the cache cannot use.
 
     Raises:
-        StartupError: It does not fit.
+        StartupError: The cache does not fit.
     """
-    # A draft model has as many blocks.
+    # A draft model has the same number of blocks.
     draft_bytes = 0 if loaded.draft_model is None else loaded.draft_model.block_bytes
     blocks, swap_blocks = count_pool(
         *(settings, loaded.model, plan.block_bytes, taken, loaded.place), draft_bytes=draft_bytes
@@ -147,10 +147,10 @@ def count_pool(
     *,
     draft_bytes: int = 0,
 ) -> tuple[int, int]:
-    """Return the blocks on the device and in swap space that this process has room for.
+    """Return the numbers of blocks that fit on the device and in swap space of this process.
 
     Args:
-        settings: The engine's settings; sizes in bytes are of all ranks together.
+        settings: The engine's settings; their sizes are totals over all ranks.
         loaded: The model, or this rank's part.
         block_bytes: Bytes per block, or of this rank's part of one.
         taken: Bytes that the cache cannot use.
@@ -166,7 +166,7 @@ def count_pool(
         shares = {name: size / place.size for name, size in gib.items() if size is not None}
         rank_settings, ranks_here = settings.model_copy(update=shares), place.local_size
     swap = count_swap_blocks(rank_settings, block_bytes)
-    if settings.swap_space is None:  # a share of memory that the ranks of a machine have in common
+    if settings.swap_space is None:  # a share of memory that the ranks of a machine share
         swap //= ranks_here
     blocks = count_blocks(
         rank_settings, loaded.device, block_bytes + draft_bytes, swap, taken=taken
@@ -180,7 +180,7 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
     """Return the batch that needs the most memory: the one with the most logits.
 
     Args:
-        tokens: Tokens computed; as many prompt tokens are scored as the scheduler allows.
+        tokens: Tokens computed; the maximum number of prompt tokens is scored.
         seqs: Sequences that sample a token.
         layout: The cache's layout.
     """
@@ -234,7 +234,7 @@ def _memory_taken(
 
 
 def _speculation(settings: EngineSettings, layout: CacheLayout) -> Speculation | None:
-    """Return the speculation that drafts tokens; None if none are drafted.
+    """Return the speculation that drafts tokens; None without drafts.
 
     Raises:
         StartupError: Drafted tokens of this model could not be rolled back.

@@ -24,7 +24,7 @@ class StartupError(Exception):
 
 
 def batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, int]:
-    """Return the maximum sequences and tokens of a step: as set, or the device's default."""
+    """Return the maximum sequences and tokens of a step: the settings, or the device's defaults."""
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     default_seqs, default_tokens = (
         (GPU_SEQS, GPU_BATCHED_TOKENS) if device.type == "cuda" else (CPU_SEQS, CPU_BATCHED_TOKENS)
@@ -42,7 +42,7 @@ def count_blocks(
     taken: int,
     memory: Memory | None = None,
 ) -> int:
-    """Return the number of blocks on the device: as set, or the default.
+    """Return the number of blocks on the device: the setting, or the default.
 
     Args:
         settings: The engine's settings.
@@ -50,10 +50,10 @@ def count_blocks(
         block_bytes: Bytes per block.
         num_swap_blocks: Number of blocks in swap space.
         taken: Bytes that the cache cannot use; see `default_cache_gib`.
-        memory: The device's memory. Default: as it is now.
+        memory: The device's memory. Default: its current state.
 
     Raises:
-        StartupError: They do not fit.
+        StartupError: The blocks do not fit.
     """
     if settings.num_blocks is not None:
         return settings.num_blocks
@@ -79,14 +79,14 @@ def count_blocks(
 
 
 def count_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
-    """Return the number of blocks in swap space: as set, or the default.
+    """Return the number of blocks in swap space: the setting, or the default.
 
     Args:
         settings: The engine's settings.
         block_bytes: Bytes per block.
 
     Raises:
-        StartupError: They do not fit.
+        StartupError: The blocks do not fit.
     """
     gib = settings.swap_space
     if gib is None:
@@ -101,7 +101,7 @@ def count_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
 
 
 def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget) -> int:
-    """Return the tokens that the model, the settings and the cache all allow in a sequence.
+    """Return the maximum tokens of a sequence that the model, the settings and the cache allow.
 
     Args:
         settings: The engine's settings.
@@ -109,7 +109,7 @@ def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget
         budget: The cache's blocks.
 
     Raises:
-        StartupError: They are fewer than the settings ask for.
+        StartupError: The maximum is below the setting.
     """
     capacity = budget.capacity(context)
     asked = settings.max_model_len
@@ -130,7 +130,7 @@ def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget
 def keeps_blocks(settings: EngineSettings) -> bool:
     """Return whether the weights of a GGUF file stay in its blocks.
 
-    They do not with ranks, nor with adapters on a CPU, whose kernels of blocks take none.
+    They do not with several ranks, nor with adapters on a CPU, whose block kernels take none.
     """
     return (
         settings.quantization == "none"

@@ -1,4 +1,4 @@
-"""Loads a draft model, and makes the drafter that uses it."""
+"""Loads a draft model, and creates its drafter."""
 
 from pathlib import Path
 
@@ -23,21 +23,21 @@ class LoadedDraftModel:
     """A draft model without a cache.
 
     Attributes:
-        block_bytes: Bytes per block of its cache, all layers.
+        block_bytes: Bytes per block of its cache, over all layers.
     """
 
     def __init__(self, settings: EngineSettings, name: str, shape: ModelShape) -> None:
-        """Load it.
+        """Load the draft model.
 
         Args:
             settings: The engine's settings.
             name: A hub name, a directory or a GGUF file.
-            shape: The dimensions of the model that it drafts for.
+            shape: The large model's dimensions.
 
         Raises:
-            StartupError: It cannot draft for that model.
-            UnsupportedModelError: The engine cannot serve it.
-            ModelError: It cannot be read.
+            StartupError: It cannot draft for the large model.
+            UnsupportedModelError: The engine cannot serve the draft model.
+            ModelError: The draft model cannot be read.
             OSError: There is no such model.
         """
         path = resolve(name)

@@ -35,7 +35,7 @@ def find_model(settings: EngineSettings) -> ModelFiles:
     """Return the files of the engine's model, after a check of their headers.
 
     Raises:
-        ModelError: They cannot be read.
+        ModelError: The files cannot be read.
         OSError: There is no such model.
     """
     with mapping_large():
@@ -46,9 +46,9 @@ def find_model(settings: EngineSettings) -> ModelFiles:
 
 
 def _warn_of_rope(settings: EngineSettings, model: Path) -> None:
-    """Warn that short texts get other logits, if `--max-model-len` asks for a stretched context.
+    """Warn that short texts get different logits if `--max-model-len` needs a stretched context.
 
-    A cache cannot change the frequencies of keys that it holds, so all lengths have the same ones.
+    Cached keys cannot change their frequencies, so all lengths use the same ones.
     """
     first = first_context(read_json(model / CONFIG))
     if first is not None and (settings.max_model_len or 0) > first:

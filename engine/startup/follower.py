@@ -34,8 +34,8 @@ log = structlog.get_logger(__name__)
 
 
 def main() -> None:
-    """Run the rank that the environment names, with the settings in the arguments."""
-    if sys.platform == "linux":  # also ends a process that is stopped
+    """Run the rank given by the environment, with the settings in the arguments."""
+    if sys.platform == "linux":  # also ends a stopped process
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     settings = EngineSettings.model_validate_json(sys.argv[1])
     logging.configure(settings.log_format, settings.log_level)
@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def run(settings: EngineSettings) -> NoReturn:
-    """Run the rank that the environment names; then end the process."""
+    """Run the rank given by the environment; then end the process."""
     try:
         place = place_from_launcher(os.environ, settings.tensor_parallel_size)
         assert place is not None
@@ -61,10 +61,10 @@ def run(settings: EngineSettings) -> NoReturn:
 def follow(settings: EngineSettings, place: RankPlace) -> None:
     """Compute the steps that rank 0 sends until it stops the engine.
 
-    Once the model is loaded, a signal to stop makes rank 0 drain first.
+    Once the model is loaded, a stop signal makes rank 0 drain first.
 
     Raises:
-        StartupError: The settings do not fit each other, the model or the machine.
+        StartupError: The settings conflict with each other, the model or the machine.
         ModelError: The model cannot be read.
         OSError: There is no such model.
     """

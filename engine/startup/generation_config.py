@@ -1,6 +1,6 @@
-"""Read a model's own sampling defaults from its generation_config.json.
+"""Reads a model's own sampling defaults from its generation_config.json.
 
-transformers, which is slow to import, is not needed for it.
+This does not need transformers, which is slow to import.
 """
 
 import json
@@ -26,7 +26,7 @@ class Defaults:
 
     Attributes:
         sampling: The sampling parameters; only those that the model has are set.
-        max_tokens: Maximum tokens per output; None: as many as there is room for.
+        max_tokens: Maximum tokens per output; None: as many as fit.
     """
 
     sampling: sampling_pb2.SamplingParams = field(default_factory=sampling_pb2.SamplingParams)
@@ -34,13 +34,13 @@ class Defaults:
 
 
 def read(directory: Path, limits: Limits) -> Defaults:
-    """Return a model's defaults; a value that no request may have is left out with a warning.
+    """Return a model's defaults; values outside requests' limits are dropped with a warning.
 
-    `do_sample` is not read: transformers takes its absence for false, and models that are meant to
-    be sampled often lack it.
+    `do_sample` is not read: transformers treats its absence as false, but models meant for sampling
+    often lack it.
 
     Args:
-        directory: The model's.
+        directory: The model's directory.
         limits: The limits of requests.
 
     Raises:

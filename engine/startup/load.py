@@ -24,12 +24,12 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """The parts that an engine computes with.
+    """The loaded parts of an engine.
 
     Attributes:
         model: The model.
-        place: The place of this rank; None if there are no others.
-        leader: Sends steps to the other ranks; None if there are none.
+        place: The place of this rank; None without other ranks.
+        leader: Sends steps to the other ranks; None without other ranks.
         draft_model: The draft model; None if there is none.
         adapters: The adapters that requests may name; None if the engine takes none.
         adapter_limit: Bytes that adapters may take on the device; None without a limit.
@@ -48,7 +48,7 @@ class Loaded:
         return self.model.device.type == "cuda"
 
     def device_adapters(self) -> DeviceAdapters | None:
-        """Return the device's adapters, none yet; None if the engine takes none."""
+        """Return the device's adapters, still empty; None if the engine takes none."""
         if self.model.targets is None:
             return None
         return DeviceAdapters(self.model.device, self.adapter_limit, self.model.targets.packed)
@@ -82,7 +82,7 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
     """Join the other ranks of an engine.
 
     Raises:
-        StartupError: They cannot be reached, or the device cannot have several ranks.
+        StartupError: They cannot be reached, or the device does not support several ranks.
     """
     device = choose_device(settings.device)
     if device.type == "cpu" and torch.cuda.is_available():
@@ -124,7 +124,7 @@ def _load_adapters(
 
 
 def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None:
-    """Return the bytes that adapters may take on the device; None on a CPU, or if it takes none."""
+    """Return the maximum bytes of adapters on the device; None on a CPU or without adapters."""
     if device.type == "cpu" or not settings.takes_adapters:
         return None
     return int(settings.adapter_memory * GIB)

@@ -1,7 +1,7 @@
 """The memory and the checks of serving a model, from its config alone.
 
-The checks, the cache's layout and its size come from the code of a start, so an engine would do as
-reported. Only steps that need the weights are left out: their files, and the self-check.
+The checks, the cache's layout and its size use the startup's code, so an engine behaves as
+reported. Only phases that need the weights are skipped: reading their files, and the self-check.
 """
 
 from dataclasses import dataclass
@@ -38,7 +38,7 @@ class GroupReport:
         reach: Tokens of a window or chunk; None for others.
         layers: Calls of attention, or states, in the group.
         block_size: Tokens per block; None for states.
-        token_bytes: Bytes per token, of those that are kept; None for states.
+        token_bytes: Bytes per kept token; None for states.
         sequence_bytes: Maximum bytes of a sequence of the maximum length.
     """
 
@@ -55,23 +55,23 @@ class ModelReport:
     """The needs of serving a model. Sizes are in bytes.
 
     Attributes:
-        model: Its name, as it was given.
-        model_type: Its type, by transformers' name.
+        model: The model's name, as given.
+        model_type: Its type in transformers.
         architecture: Its class.
-        device: The device that it would run on.
-        dtype: The type of its weights.
+        device: The device that would run it.
+        dtype: The dtype of its weights.
         quantization: The scheme of its linear layers and experts, or a quantized checkpoint's.
         cache_dtype: The type of the KV cache.
         parameters: The number of its weights.
         weights: Estimated bytes of its weights.
-        weights_by_quantization: The same for each quantization that the device has.
-        memory: Bytes of the device's memory, free before the model is loaded.
+        weights_by_quantization: The same for each quantization that the device supports.
+        memory: Free bytes of the device's memory before the model is loaded.
         cache: Bytes of the KV cache.
         block_bytes: Bytes of a block.
         blocks: The number of blocks.
         context: Tokens of the model's context.
-        max_model_len: Tokens of the longest sequence that would be served.
-        tokens: Tokens that fit into the cache; None if more tokens need no more of it.
+        max_model_len: Maximum tokens of a sequence.
+        tokens: Tokens that fit into the cache; None if its use does not grow with tokens.
         sequences: Sequences of `max_model_len` tokens that fit into it.
         max_num_seqs: Maximum sequences in the running batch.
         groups: The layer groups of the cache.
@@ -100,14 +100,14 @@ class ModelReport:
 
 
 def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
-    """Return a report of the memory that a model would take.
+    """Return a report of a model's memory needs.
 
     Args:
         settings: The engine's settings.
-        memory: Bytes of memory to serve it in. Default: this machine's.
+        memory: Bytes of memory for serving. Default: this machine's.
 
     Raises:
-        StartupError: The settings do not fit each other, the model or the memory.
+        StartupError: The settings conflict with each other, the model or the memory.
         UnsupportedModelError: The engine cannot serve the model.
         ModelError: The model's config cannot be found or read.
         OSError: A file cannot be opened.
@@ -163,7 +163,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
 
 
 def load_checked(settings: EngineSettings, directory: Path) -> EmptyModel:
-    """Make a directory's model without its weights, after the checks of a start.
+    """Create a directory's model without weights, after the startup's checks.
 
     Raises:
         ModelError: The engine cannot serve the model.

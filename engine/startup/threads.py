@@ -1,8 +1,8 @@
-"""The number of threads that compute on a CPU, and the cores that they are pinned to.
+"""The number of compute threads on a CPU, and the cores that they are pinned to.
 
-One thread computes for each physical core: hardware threads of a core share its arithmetic units.
-A step has hundreds of parallel loops, each of which waits for its slowest thread. So threads on
-slow cores, threads that share a core and threads beyond a CPU quota would slow all others.
+There is one thread per physical core, as a core's hardware threads share its arithmetic units. A
+step has hundreds of parallel loops, each of which waits for its slowest thread. So threads on slow
+cores, threads that share a core and threads beyond a CPU quota would slow all others.
 """
 
 import math
@@ -22,15 +22,15 @@ log = structlog.get_logger(__name__)
 THREAD_VARIABLES = {"OMP_NUM_THREADS", "MKL_NUM_THREADS"}
 """Environment variables that set PyTorch's number of threads."""
 AFFINITY_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-"""Environment variables by which OpenMP pins threads itself."""
+"""Environment variables that make OpenMP pin threads itself."""
 MANY_CORES = 8
-"""Minimum cores for which one is left to the event loop, the router and Linux. They take part of a
-core, and whenever they take it from a computing thread, all others wait."""
+"""Minimum number of cores at which one is left to the event loop, the router and Linux. These need
+part of a core, and whenever they interrupt a compute thread, all others wait."""
 
 ROUNDED_UP = 0.25
-"""A quota that lacks at most this of a whole core is taken for one more. With more threads than the
-quota holds, all wait for one that is throttled. In steps of small layers, two threads were 0.97
-times as fast as one under a quota of 1.5 cores, and 1.16 times under 1.9."""
+"""Maximum part of a core by which a quota is rounded up to whole cores. With more threads than the
+quota allows, all wait for a throttled one. In steps of small layers, two threads were 0.97 times as
+fast as one under a quota of 1.5 cores, and 1.16 times under 1.9."""
 
 Places = tuple[tuple[int, ...], ...]
 """The CPUs that each thread runs on."""
@@ -38,13 +38,13 @@ Places = tuple[tuple[int, ...], ...]
 
 @dataclass(frozen=True, slots=True)
 class Threads:
-    """The threads that compute.
+    """The compute threads.
 
     Attributes:
         count: Number of threads.
-        places: The CPUs that each is pinned to; empty: they are not pinned.
+        places: The CPUs that each thread is pinned to; empty: not pinned.
         cpus: All CPUs that this process may use.
-        nodes: The NUMA nodes that these are on.
+        nodes: The NUMA nodes of these CPUs.
     """
 
     count: int
@@ -54,7 +54,7 @@ class Threads:
 
 
 def set_threads(place: RankPlace | None = None) -> Threads:
-    """Make PyTorch compute with the threads that suit this process' cores; return them.
+    """Set PyTorch's compute threads for this process' cores; return them.
 
     Args:
         place: The place of this rank among several that divide the machine's cores.
@@ -79,12 +79,12 @@ def choose_threads(
 ) -> Threads:
     """Return the threads for the cores of `nodes`.
 
-    Threads are pinned only if they take all cores, or all but the one that is left: two processes
-    with fewer threads would both pin them to the same cores.
+    Threads are pinned only if they use all cores, or all but the spare one: two processes with
+    fewer threads would both pin them to the same cores.
 
     Args:
         nodes: The nodes, with the cores that this process may use.
-        quota: The cores' worth of time that this process may use; infinite without a limit.
+        quota: The CPU quota of this process, in cores; infinite without a limit.
         environment: The environment variables.
         torch_threads: The number of PyTorch's threads with these variables.
     """
@@ -101,20 +101,20 @@ def choose_threads(
 
 
 def _spare(cores: int, *, idle: bool) -> int:
-    """Return the number of cores left to other threads than the computing ones.
+    """Return the number of cores left to threads that do not compute.
 
     Args:
         cores: Number of cores that may be used.
-        idle: Whether there are slow cores or second hardware threads, which suffice for others.
+        idle: Whether there are slow cores or second hardware threads, which suffice for them.
     """
     return int(cores >= MANY_CORES and not idle)
 
 
 def _places(fast: list[Core], spare: int, count: int) -> Places:
-    """Return the CPUs that each of `count` threads is pinned to; empty if they are not.
+    """Return the CPUs that each of `count` threads is pinned to; empty if they are not pinned.
 
-    A thread has all hardware threads of its core: Linux moves it to the other one when it needs
-    the first. The core that is left is the first, where Linux does most of its own work.
+    A thread gets all hardware threads of its core: Linux moves it to the other one when it needs
+    the first. The spare core is the first, where Linux does most of its own work.
     """
     if count == 1 or count not in {len(fast), len(fast) - spare}:
         return ()
