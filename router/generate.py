@@ -18,22 +18,22 @@ from octavo.common import rpc
 from octavo.common.limits import check_token_ids
 from octavo.common.tracing import Tracing
 from octavo.router.admission import Admission
-from octavo.router.balancing.prompt import Prompt
-from octavo.router.engines.link import Engine
+from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
 from octavo.router.requests import validation
+from octavo.router.requests.defaults import fill_in
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
 from octavo.router.requests.held_schemas import held_schemas
 from octavo.router.requests.output_plan import OutputFormats, OutputPlan
-from octavo.router.requests.pacing import Pacer, WriteLimit
+from octavo.router.requests.pacing import limited, message_interval
 from octavo.router.requests.request import Request
 from octavo.router.requests.schema_checker import SchemaChecker
 from octavo.router.requests.state import RequestState
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import check_model, check_priority
-from octavo.router.tenants.quota import Accounts, RequestUsage
+from octavo.router.tenants.quota import Account, RequestUsage
 from octavo.router.tenants.tenant import Tenant
 from octavo.router.text.tokenization import Tokenizers
 from octavo.router.tracing import RequestSpan
@@ -83,14 +83,14 @@ class Generator:
         self._draining = False
         self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
         self._checker = SchemaChecker()
-        self._pacer = Pacer()
+        self._streams = 0
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics = RouterMetrics(
             registry, in_flight=lambda: self._calls, queued=lambda: len(admission)
         )
         self._gen_ai_metrics = GenAiMetrics(registry)
-        self._accounts = Accounts(self.metrics)
+        self._accounts: dict[str, Account] = {}  # by the tenant's name
 
     @property
     def in_flight(self) -> int:
@@ -124,7 +124,7 @@ class Generator:
         """
         arrival = time.monotonic()
         deadline = None if timeout is None else arrival + timeout
-        account = self._accounts.of(tenant)
+        account = self._account(tenant)
         span = RequestSpan(self._tracing, metadata, arrival)
         request_id, model = uuid.uuid4().hex, ""
         state: RequestState | None = None
@@ -254,10 +254,17 @@ class Generator:
         if self._draining:
             raise rpc.unavailable("the router is shutting down; retry with another router")
 
+    def _account(self, tenant: Tenant) -> Account:
+        """Return a tenant's account, with the limits that it has now."""
+        if (account := self._accounts.get(tenant.name)) is None:
+            account = self._accounts[tenant.name] = Account(tenant, self.metrics)
+        account.tenant = tenant
+        return account
+
     def _count_call(self, model: str, tenant: Tenant) -> str:
         """Count a call that generates nothing against the tenant's limits; return its model."""
         self._refuse_when_draining()
-        self._accounts.of(tenant).call()
+        self._account(tenant).call()
         return self._resolve(model, tenant)
 
     def _resolve(self, name: str, tenant: Tenant) -> str:
@@ -277,10 +284,11 @@ class Generator:
     ) -> RequestState:
         """Validate and tokenize."""
         limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
-        defaults = self._pool.defaults(model)
-        defaults.fill_in(message)
+        sampling, max_tokens = self._pool.defaults(model)
+        fill_in(message, sampling)
         validation.check_request(message, limits)
-        self._formats.check(message.chat, tokenizer.model)
+        if message.HasField("chat"):
+            self._formats.check(message.chat, tokenizer.model)
         if message.WhichOneof("prompt") == "tokens":
             token_ids = list(message.tokens.token_ids)
         else:
@@ -289,7 +297,7 @@ class Generator:
             )
             validation.check_vocabulary(message, token_ids, tokenizer.pieces, limits)
         plan = await self._plan(message, model, token_ids)
-        if plan.checks is not None:
+        if plan is not None and plan.checks is not None:
             await self._checker.check_schemas(plan.checks)
         adapter = self._pool.adapter(model)
         seeded = message.sampling.HasField("seed")
@@ -298,15 +306,11 @@ class Generator:
             model=model,
             tenant=usage.tenant,
             message=message,
-            prompt=Prompt(
-                token_ids,
-                usage.tenant.salt(message.cache_salt),
-                "" if adapter is None else adapter.digest,
-            ),
+            prompt=token_ids,
+            salt=usage.tenant.salt(message.cache_salt),
             adapter="" if adapter is None else adapter.name,
-            max_tokens=validation.output_length(
-                message, len(token_ids), limits, defaults.max_tokens
-            ),
+            adapter_digest="" if adapter is None else adapter.digest,
+            max_tokens=validation.output_length(message, len(token_ids), limits, max_tokens),
             arrival=arrival,
             deadline=deadline,
             seed=message.sampling.seed if seeded else secrets.randbits(64),
@@ -317,7 +321,7 @@ class Generator:
             tokenizer.pieces,
             usage=usage,
             metrics=self.metrics.of(model),
-            pacer=self._pacer,
+            message_interval=lambda: message_interval(self._streams),
             max_unread_tokens=self._settings.max_unread_tokens,
         )
 
@@ -328,9 +332,12 @@ class Generator:
 
     async def _plan(
         self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
-    ) -> OutputPlan:
-        """Return how a request's outputs are read, and what they are constrained to."""
-        chat = message.WhichOneof("prompt") == "chat"
+    ) -> OutputPlan | None:
+        """Return how outputs are read and constrained; None: they are any text."""
+        chat = message.HasField("chat")
+        bounded = message.stop.HasField("max_reasoning_tokens")  # which only chats may have
+        if not (chat or bounded or message.HasField("constraint")):
+            return None
         tokenizer = self._pool.tokenizer(model)
         tail = tokenizer.decode(token_ids[-TAIL_TOKENS:], keep_special_tokens=True) if chat else ""
         plan = partial(
@@ -399,27 +406,25 @@ class Generator:
         """Attempt a request at an engine: write what arrives until all of it is written."""
         checked = state.request.checks is not None
         submit = state.begin_attempt(engine.address, trace_context)
-        session_id = engine.session.submit(state, submit)
-        self._pacer.streams += 1
+        session_id = engine.submit(state, submit)
+        self._streams += 1
         try:
-            async with WriteLimit(self._settings.write_timeout) as limit:
+            async with limited(write, self._settings.write_timeout) as write_in_time:
                 while not state.done:
                     await state.wait()
                     for response in state.take():
                         if checked and response.HasField("finished"):
                             await self._check(state, response.finished)
-                        limit.begin()
-                        await write(response)
-                        limit.end()
+                        await write_in_time(response)
         except TimeoutError:
             raise rpc.RpcError(
                 grpc.StatusCode.CANCELLED,
                 f"the client did not read its stream for {self._settings.write_timeout:g} s",
             ) from None
         finally:
-            self._pacer.streams -= 1
+            self._streams -= 1
             state.end_attempt()
-            engine.session.end(session_id)
+            engine.end(session_id)
 
     async def _check(self, state: RequestState, finished: generation_pb2.Finished) -> None:
         """Say what in a finished output breaks its schemas."""

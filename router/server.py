@@ -24,7 +24,7 @@ from octavo.router.admission import Admission, QueueLimits
 from octavo.router.balancing import POLICIES
 from octavo.router.engines.changes import EngineChanges
 from octavo.router.engines.discovery import Discovery
-from octavo.router.engines.link import Engine
+from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.router.exposure import exposure
 from octavo.router.generate import Generator

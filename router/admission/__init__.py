@@ -2,7 +2,7 @@
 
 `Admission` makes a `Claim` for each request: its predicted cost (`output_lengths`, `claims`).
 It gives it an engine at once if one has room, or queues it (`queue`): by priority and age, tenants
-in turn by the tokens that each was served (`fairness`). Measured rates (`rates`) predict the wait,
+in turn by the tokens that each was served. Measured rates (`rates`) predict the wait,
 and so which requests to refuse at once.
 """
 

@@ -11,7 +11,6 @@ from typing import Generic, Protocol, TypeVar
 from octavo.common import rpc
 from octavo.router.admission import refusals
 from octavo.router.admission.claims import Claim, Claims
-from octavo.router.admission.fairness import TenantCounters
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
@@ -35,8 +34,7 @@ class ModelQueue(Generic[E]):
     """One model's queue, and the statistics of its requests."""
 
     def __init__(self, clock: Clock) -> None:
-        self.counters = TenantCounters()
-        self.waiters: FairQueue[E] = FairQueue(self.counters)
+        self.waiters: FairQueue[E] = FairQueue()
         self.running: set[Claim[E]] = set()
         self.sequences: Counter[str] = Counter()  # that run, of each tenant
         self.lengths = OutputLengths()
@@ -107,14 +105,14 @@ class Admission(Generic[E]):
                 the deadline cannot be met; UNAVAILABLE if no engine has been up for too long.
         """
         claim, queue = self._claim(state), self._queues[state.request.model]
-        queue.counters.asked(claim.request.tenant, claim.sequences, self._clock())
+        queue.waiters.asked(claim.request.tenant, claim.sequences, self._clock())
         engines = self._engines(queue, claim.model)
         engine = None if queue.waiters else self._choose(queue, engines, claim)
         if engine is None:
             await self._wait(queue, claim, on_queued)
             return claim
         self._check_deadline(queue, claim)
-        queue.counters.join(claim.tenant)
+        queue.waiters.join(claim.tenant)
         self._grant(queue, claim, engine)
         return claim
 
@@ -124,7 +122,7 @@ class Admission(Generic[E]):
         claim.engine.claims.remove(claim)
         queue.running.remove(claim)
         queue.sequences[claim.tenant] -= claim.sequences
-        queue.counters.settle(claim)
+        queue.waiters.settle(claim)
         queue.pace.add(claim)
         if request.min_tokens < request.max_tokens:  # else its length is no sample of others'
             for length in claim.state.lengths:
@@ -146,7 +144,7 @@ class Admission(Generic[E]):
             return
         if queue.waiters.tenants > 1:
             for running in queue.running:
-                queue.counters.correct(running)
+                queue.waiters.correct(running)
         while (claim := queue.waiters.first(self._clock())) is not None:
             granted = _granted(claim)
             if granted.done():  # cancelled in this instant, and about to leave
@@ -207,20 +205,20 @@ class Admission(Generic[E]):
         others = [engine for engine in engines if engine is not claim.state.failed_on]
         roomy = [engine for engine in others or engines if _fits(engine, claim)]
         tenant, now = claim.request.tenant, self._clock()
-        if not queue.counters.is_least(tenant.name, now):
-            share = queue.counters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
+        if not queue.waiters.is_least(tenant.name, now):
+            share = queue.waiters.share(tenant, now) * sum(e.max_num_seqs for e in engines)
             waiting = queue.waiters.sequences(tenant.name) or claim.sequences
             if queue.sequences[tenant.name] + waiting > share:
-                bursts = queue.counters.bursts_of_least(now)
+                bursts = queue.waiters.bursts_of_least(now)
                 roomy = [e for e in roomy if _has_open_slot(e, claim, queue.pace, bursts)]
-        return self._policy.choose(roomy, claim)
+        return self._policy(roomy, claim)
 
     def _grant(self, queue: ModelQueue[E], claim: Claim[E], engine: E) -> None:
         claim.grant(engine, self._clock())
-        engine.claims.add(claim, engine.cached_tokens(claim.prompt))
+        engine.claims.add(claim, engine.cached_tokens(claim))
         queue.running.add(claim)
         queue.sequences[claim.tenant] += claim.sequences
-        queue.counters.admit(claim)
+        queue.waiters.admit(claim)
 
     # Waiting.
 
@@ -382,4 +380,4 @@ def _fits(engine: E, claim: Claim[E]) -> bool:
     """Return whether an engine's memory has room for a request; an empty one always has."""
     if not engine.sequences:
         return True
-    return engine.claims.fits(claim, engine.cached_tokens(claim.prompt), engine.load)
+    return engine.claims.fits(claim, engine.cached_tokens(claim), engine.load)

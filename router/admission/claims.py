@@ -2,12 +2,12 @@
 
 from asyncio import Future, TimerHandle
 from bisect import insort
+from collections.abc import Sequence
 from heapq import merge
 from typing import Any, Generic, TypeVar
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.router.admission.output_lengths import OutputLengths
-from octavo.router.balancing.prompt import Prompt
 from octavo.router.requests.state import RequestState
 from octavo.v1 import engine_pb2
 
@@ -95,9 +95,13 @@ class Claim(Generic[E]):
         return self.request.model
 
     @property
-    def prompt(self) -> Prompt:
-        """Its prompt, for policies that go by it."""
+    def prompt(self) -> Sequence[int]:
+        """Its prompt's tokens, for policies that go by it."""
         return self.request.prompt
+
+    def keys(self, block_size: int) -> list[int]:
+        """Return the keys of its prompt's blocks; see `Request.keys`."""
+        return self.request.keys(block_size)
 
     @property
     def length(self) -> int:
@@ -151,7 +155,11 @@ class Claim(Generic[E]):
 
 
 class Claims:
-    """The requests that this router has given one engine.
+    """The requests that this router has given one engine, and a forecast of the blocks they need.
+
+    The forecast is of blocks beyond those in use. Peaks are just before a request ends and frees
+    its blocks: by then all others have grown by the tokens that it had left (as in the Past-Future
+    scheduler, ASPLOS 2025).
 
     Args:
         budget: The engine's blocks.
@@ -160,19 +168,19 @@ class Claims:
         sequences: Number of sequences that they run together.
     """
 
-    __slots__ = ("_budget", "_cached", "_forecast", "_load", "sequences")
+    __slots__ = ("_budget", "_cached", "_growing", "_load", "_needed", "_unseen", "sequences")
 
     def __init__(self, budget: BlockBudget) -> None:
         self.sequences = 0
         self._budget = budget
         self._cached: dict[Claim[Any], int] = {}  # blocks that each was to find in the cache
         self._load: engine_pb2.Load | None = None  # the report that the forecast goes with
-        self._forecast = _Forecast(budget)
+        self._begin_forecast(None)
 
     def add(self, claim: Claim[Any], cached_tokens: int) -> None:
         """Count a request, `cached_tokens` of whose prompt the engine is to find cached."""
         self._cached[claim] = self._budget.cached(cached_tokens)
-        self._forecast.add(claim, self._cached[claim])
+        self._foresee(claim, self._cached[claim])
         self.sequences += claim.sequences
 
     def remove(self, claim: Claim[Any]) -> None:
@@ -194,52 +202,34 @@ class Claims:
             load: The engine's last report: its blocks, and what waits for
                 them, other routers' requests included.
         """
-        budget = self._budget
         if load is not self._load:
-            self._load, self._forecast = load, _Forecast(budget)
-            for running, cached in self._cached.items():
-                self._forecast.add(running, cached)
-        blocks = claim.blocks(budget) - budget.cached(cached_tokens)
-        strangers = max(0, load.waiting - self._forecast.unseen)
+            self._begin_forecast(load)
+        blocks = claim.blocks(self._budget) - self._budget.cached(cached_tokens)
+        strangers = max(0, load.waiting - self._unseen)
         room = load.free_blocks + load.cached_blocks - load.used_swap_blocks - strangers * blocks
-        return blocks <= room and self._forecast.peak(claim, blocks) <= room
+        return blocks <= room and self._peak(claim, blocks) <= room
 
-
-class _Forecast:
-    """The blocks that running requests will need beyond those in use.
-
-    Peaks are just before a request ends and frees its blocks: by then all others have
-    grown by the tokens that it had left (as in the Past-Future scheduler, ASPLOS 2025).
-
-    Args:
-        budget: The engine's blocks.
-
-    Attributes:
-        unseen: Requests whose prompts the engine's report does not have yet.
-    """
-
-    __slots__ = ("_budget", "_growing", "_needed", "_sequences", "unseen")
-
-    def __init__(self, budget: BlockBudget) -> None:
-        self.unseen = 0
-        self._budget = budget
-        self._needed = 0  # by prompts that are not in the report
-        self._sequences = 0
+    def _begin_forecast(self, load: engine_pb2.Load | None) -> None:
+        """Forecast anew, by a report of the engine."""
+        self._load = load
+        self._unseen = 0  # requests whose prompts the report does not have yet
+        self._needed = 0  # blocks, by these prompts
         # Tokens left of each sequence, sequences, blocks held; sorted.
         self._growing: list[tuple[int, int, int]] = []
+        for running, cached in self._cached.items():
+            self._foresee(running, cached)
 
-    def add(self, claim: Claim[Any], cached: int) -> None:
-        """Add a request, `cached` blocks of which it shares with others."""
+    def _foresee(self, claim: Claim[Any], cached: int) -> None:
+        """Add a request to the forecast, `cached` blocks of which it shares with others."""
         held = claim.blocks(self._budget) - cached
         if not claim.sampled:
-            self.unseen += 1
+            self._unseen += 1
             self._needed += held
-        self._sequences += claim.sequences
         insort(self._growing, (claim.remaining, claim.sequences, held))
 
-    def peak(self, newcomer: Claim[Any], blocks: int) -> float:
+    def _peak(self, newcomer: Claim[Any], blocks: int) -> float:
         """Return the peak of needed blocks if one more request starts with `blocks`."""
-        sequences = self._sequences + newcomer.sequences
+        sequences = self.sequences + newcomer.sequences
         peak = needed = float(self._needed + blocks)
         newcomer_entry = (newcomer.expected, newcomer.sequences, blocks)
         for remaining, ending, held in merge(self._growing, (newcomer_entry,)):

@@ -1,19 +1,37 @@
-"""The requests that wait for engines of one model, and the order in which they get one."""
+"""The requests that wait for engines of one model, and whose turn it is.
+
+This is the virtual token counter of "Fairness in Serving Large Language Models"
+(Sheng et al., OSDI 2024), with weights. A tenant's counter is the weighted tokens that it was
+served, divided by its own weight; the tenant with the lowest counter goes next. The counter
+of a tenant that returns from idleness is raised to the lowest of the waiting tenants, less
+CREDIT_TOKENS: it keeps that much of the share that it did not use, and no more.
+
+So the counters of two tenants that always have waiting requests differ by at most one request's
+charge and the credit, plus what running requests cost beyond or below the expectation.
+
+The least served active tenant is dispatched at once: some slots are reserved for it
+(`reserved_slots`). Tenants that all wait are the least served in turn, and leave no slot empty.
+"""
 
 import bisect
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import Claim
-from octavo.router.admission.fairness import TenantCounters
+from octavo.router.admission.rates import RECENT_SECONDS
+from octavo.router.admission.reserved_slots import Burst, RecentRequests
+from octavo.router.tenants.tenant import Tenant
 
 E = TypeVar("E")
 
 _order = attrgetter("order")
+
+CREDIT_TOKENS = 4096.0
+"""Maximum credit of a tenant that was idle, in weighted tokens."""
 
 
 @dataclass(slots=True)
@@ -37,13 +55,14 @@ class FairQueue(Generic[E]):
     `PRIORITY_SECONDS` for each unit of difference; from then on they are equal. So the
     eligible tenants are those with a first request that has reached the highest
     waiting priority.
-
-    Args:
-        counters: Service that each tenant received.
     """
 
-    def __init__(self, counters: TenantCounters) -> None:
-        self._counters = counters
+    def __init__(self) -> None:
+        self._served: defaultdict[str, float] = defaultdict(float)
+        self._turns: defaultdict[str, int] = defaultdict(int)  # when each had its last
+        self._turn = 0
+        self._last = ""  # the tenant that had the last turn
+        self._recent: dict[str, RecentRequests] = {}  # of those active
         self._shares: dict[str, _Share[E]] = {}
         self._priorities: Counter[int] = Counter()
         self.tokens = 0
@@ -76,7 +95,7 @@ class FairQueue(Generic[E]):
         """Add a claim."""
         share = self._shares.get(claim.tenant)
         if share is None:
-            self._counters.join(claim.tenant, self._shares)
+            self.join(claim.tenant, self._shares)
             share = self._shares[claim.tenant] = _Share(claim.request.tenant.weight)
         bisect.insort(share.claims, claim, key=_order)
         share.sequences += claim.sequences
@@ -108,7 +127,7 @@ class FairQueue(Generic[E]):
         heads = {name: share.claims[0].order[0] for name, share in self._shares.items()}
         eligible_before = max(now - max(self._priorities) * PRIORITY_SECONDS, min(heads.values()))
         eligible = (name for name, arrival in heads.items() if arrival <= eligible_before)
-        name = self._counters.next(eligible)
+        name = self._next(eligible)
         return self._shares[name].claims[0]
 
     def displaced(self, newcomer: Claim[E], requests: int, tokens: int) -> list[Claim[E]] | None:
@@ -147,20 +166,92 @@ class FairQueue(Generic[E]):
         """
         if not self._shares:
             return 0.0
-        tenant, counters = newcomer.request.tenant, self._counters
+        tenant, served = newcomer.request.tenant, self._served
         own_share = self._shares.get(tenant.name)
-        level = counters[tenant.name]
+        level = served[tenant.name]
         if own_share is None:
-            level = max(level, min(counters[name] for name in self._shares))
+            level = max(level, min(served[name] for name in self._shares))
         before = _before(own_share, newcomer) if own_share else 0.0
         level += before / tenant.weight
         urgent = newcomer.request.priority > max(self._priorities)
         others = 0.0
         for name, share in self._shares.items():
             if share is not own_share:
-                lead = max(level - counters[name], 0.0) * share.weight
+                lead = max(level - served[name], 0.0) * share.weight
                 others += min(_before(share, newcomer) if urgent else share.tokens, lead)
         return before + others
+
+    # The service that each tenant has received, on one scale.
+
+    def served(self, tenant: str) -> float:
+        """Return the service that a tenant has received."""
+        return self._served[tenant]
+
+    def asked(self, tenant: Tenant, sequences: int, now: float) -> None:
+        """Record a request of a tenant, which makes the tenant active."""
+        self._recent.setdefault(tenant.name, RecentRequests()).add(sequences, now, tenant.weight)
+
+    def join(self, tenant: str, waiting: Iterable[str] = ()) -> None:
+        """Let a tenant compete that had nothing waiting; `waiting` are those that have."""
+        level = min((self._served[name] for name in waiting), default=self._served[self._last])
+        self._served[tenant] = max(self._served[tenant], level - CREDIT_TOKENS)
+
+    def _next(self, tenants: Iterable[str]) -> str:
+        """Return whose turn it is: the least served; of equals, the one served longest ago.
+
+        Raises:
+            ValueError: There are no `tenants`.
+        """
+        return min(tenants, key=lambda name: (self._served[name], self._turns[name]))
+
+    def is_least(self, tenant: str, now: float) -> bool:
+        """Return whether no active tenant was served less."""
+        self._forget(now)
+        return all(self._served[tenant] <= self._served[name] for name in self._recent)
+
+    def share(self, tenant: Tenant, now: float) -> float:
+        """Return a tenant's share of all, beside the active tenants, if all want it.
+
+        It need not be active itself: it may have waited since it asked last.
+        """
+        self._forget(now)
+        others = sum(d.weight for name, d in self._recent.items() if name != tenant.name)
+        return tenant.weight / (tenant.weight + others)
+
+    def bursts_of_least(self, now: float) -> Sequence[Burst]:
+        """Return the bursts of the least served active tenant."""
+        self._forget(now)
+        if not self._recent:
+            return ()
+        return self._recent[min(self._recent, key=self._served.__getitem__)].bursts
+
+    def _forget(self, now: float) -> None:
+        self._recent = {
+            name: recent
+            for name, recent in self._recent.items()
+            if now - recent.newest <= RECENT_SECONDS
+        }
+
+    def admit(self, claim: Claim[Any]) -> None:
+        """Charge a tenant what its request is expected to cost."""
+        name = claim.request.tenant.name
+        self._turn += 1
+        self._turns[name] = self._turn
+        self._last = name
+        self.correct(claim)
+
+    def correct(self, claim: Claim[Any]) -> None:
+        """Charge what a running request has cost beyond what was expected."""
+        self._charge(claim, claim.charge)
+
+    def settle(self, claim: Claim[Any]) -> None:
+        """Replace an ended request's charge by the service that it received."""
+        self._charge(claim, claim.served)
+
+    def _charge(self, claim: Claim[Any], charge: float) -> None:
+        tenant = claim.request.tenant
+        self._served[tenant.name] += (charge - claim.charged) / tenant.weight
+        claim.charged = charge
 
 
 def _before(share: _Share[E], newcomer: Claim[E]) -> float:

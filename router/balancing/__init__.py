@@ -3,17 +3,17 @@
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal
 
-from octavo.router.balancing.least_loaded import LeastLoaded
+from octavo.router.balancing.least_loaded import least_loaded
 from octavo.router.balancing.policy import Policy
-from octavo.router.balancing.prefix_aware import PrefixAware
+from octavo.router.balancing.prefix_aware import prefix_aware
 from octavo.router.balancing.round_robin import RoundRobin
 
 POLICIES: dict[str, Callable[[], Policy]] = {
-    "prefix_aware": PrefixAware,
-    "least_loaded": LeastLoaded,
+    "prefix_aware": lambda: prefix_aware,
+    "least_loaded": lambda: least_loaded,
     "round_robin": RoundRobin,
 }
-"""Each policy by its name, a value of --balancing."""
+"""What returns each policy, by its name, a value of --balancing."""
 
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
     PolicyName = str

@@ -5,9 +5,6 @@ from collections.abc import Sequence
 from octavo.router.balancing.policy import C, RequestNeeds, occupancy, with_room
 
 
-class LeastLoaded:
-    """Chooses the least occupied engine."""
-
-    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
-        """Return the least occupied engine with room, or None."""
-        return min(with_room(candidates, request), key=occupancy, default=None)
+def least_loaded(candidates: Sequence[C], request: RequestNeeds) -> C | None:
+    """Return the least occupied engine with room, or None."""
+    return min(with_room(candidates, request), key=occupancy, default=None)

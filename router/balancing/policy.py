@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from octavo.router.balancing.prompt import Prompt
 from octavo.v1 import engine_pb2
 
 
@@ -21,10 +20,10 @@ class Candidate(Protocol):
     def max_num_seqs(self) -> int:
         """Maximum sequences in its running batch."""
 
-    def cached_tokens(self, prompt: Prompt) -> int:
+    def cached_tokens(self, request: "RequestNeeds") -> int:
         """Return how many of a prompt's tokens its cache is assumed to have."""
 
-    def expect(self, prompt: Prompt) -> None:
+    def expect(self, request: "RequestNeeds") -> None:
         """Assume from now on that its cache has the prompt: it is about to compute it."""
 
 
@@ -40,8 +39,11 @@ class RequestNeeds(Protocol):
         """Number of sequences that it needs."""
 
     @property
-    def prompt(self) -> Prompt | None:
-        """Its prompt, if it is known."""
+    def prompt(self) -> Sequence[int]:
+        """Its prompt's tokens."""
+
+    def keys(self, block_size: int) -> list[int]:
+        """Return the keys, as engines publish them, of the blocks that a cache can have of it."""
 
 
 C = TypeVar("C", bound=Candidate)
@@ -50,7 +52,7 @@ C = TypeVar("C", bound=Candidate)
 class Policy(Protocol):
     """Chooses an engine for each request. It may keep state: its choice gets the request."""
 
-    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
+    def __call__(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
         """Return an engine with room for the request, or None if none has any."""
 
 

@@ -12,7 +12,7 @@ class RoundRobin:
     def __init__(self) -> None:
         self._turns: defaultdict[str, int] = defaultdict(int)
 
-    def choose(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
+    def __call__(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
         """Return the next engine with room, or None."""
         first = self._turns[request.model]
         for turn in range(first, first + len(candidates)):

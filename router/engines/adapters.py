@@ -6,7 +6,7 @@ from collections.abc import Awaitable, Callable
 import grpc.aio
 
 from octavo.common import rpc
-from octavo.router.engines.link import Engine
+from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.v1 import admin_pb2, engine_pb2
 

@@ -1,10 +1,8 @@
 """The connection to one engine's address: connect, learn what it serves, notice its loss."""
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
@@ -14,15 +12,10 @@ from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type
 from tenacity.wait import wait_random_exponential
 
 from octavo.common import rpc, tls
-from octavo.common.kv_cache.layer_group_messages import to_budget
-from octavo.common.kv_cache.layer_groups import BlockBudget
-from octavo.router.admission.claims import Claims
-from octavo.router.balancing.prefixes import Prefixes
-from octavo.router.balancing.prompt import Prompt
 from octavo.router.engines.breaker import CircuitBreaker
-from octavo.router.engines.session import EngineSession
+from octavo.router.engines.engine import Engine
 from octavo.router.settings import RouterSettings
-from octavo.router.text.tokenization import Tokenizer, TokenizerError, Tokenizers
+from octavo.router.text.tokenization import TokenizerError, Tokenizers
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -31,76 +24,6 @@ BACKOFF = wait_random_exponential(multiplier=0.25, min=0.05, max=1.0)
 """Seconds between attempts to connect: short, as an engine that comes back is needed."""
 UNUSABLE_SECONDS = 15.0
 """Seconds between attempts to use an engine that was reached: somebody must change something."""
-
-
-@dataclass(slots=True, eq=False)
-class Engine:
-    """One connection to one engine, from its opening to its end.
-
-    Attributes:
-        address: Its address.
-        info: Its own description.
-        tokenizer: Its model's tokenizer.
-        load: Its last report.
-        session: The stream.
-        claims: The requests given to it that have not ended.
-        budget: Its blocks, and what requests need of them.
-        prefixes: Prefixes that its cache is believed to hold.
-        stub: Stub for calls besides the session.
-        adapters: The LoRA adapters that it has loaded, by name.
-        up: Whether it can be used: from its core's first sign of life to the
-            connection's end.
-        up_since: Time at which it came up, by the monotonic clock.
-    """
-
-    address: str
-    info: engine_pb2.GetEngineInfoResponse
-    tokenizer: Tokenizer
-    load: engine_pb2.Load
-    session: EngineSession
-    claims: Claims
-    budget: BlockBudget
-    stub: "engine_pb2_grpc.EngineServiceAsyncStub"
-    adapters: dict[str, engine_pb2.Adapter]
-    prefixes: Prefixes = field(default_factory=Prefixes)
-    up: bool = False
-    up_since: float = math.inf
-
-    @property
-    def instance(self) -> str:
-        """What identifies the running engine, whatever its addresses."""
-        return self.info.instance_id or self.address
-
-    @property
-    def models(self) -> list[str]:
-        """The models that requests may name: its own, and its adapters."""
-        return [self.info.model, *self.adapters]
-
-    def serves(self, model: str) -> bool:
-        """Return whether requests may name a model here."""
-        return model == self.info.model or model in self.adapters
-
-    @property
-    def sequences(self) -> int:
-        """Sequences given to it that have not ended."""
-        return self.claims.sequences
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Maximum sequences in its running batch."""
-        return self.info.max_num_seqs
-
-    def cached_tokens(self, prompt: Prompt) -> int:
-        """Return how many of a prompt's tokens its cache is assumed to have."""
-        if not self.info.features.prefix_caching:
-            return 0
-        keys = prompt.keys(self.info.block_size)
-        return self.prefixes.match(keys) * self.info.block_size
-
-    def expect(self, prompt: Prompt) -> None:
-        """Assume from now on that its cache has the prompt: it is about to compute it."""
-        if self.info.features.prefix_caching:
-            self.prefixes.expect(prompt.keys(self.info.block_size))
 
 
 class _DisconnectedError(Exception):
@@ -147,7 +70,7 @@ class EngineLink:
     def up(self) -> Engine | None:
         """The connection, if it lives."""
         engine = self.engine
-        return engine if engine is not None and engine.up and not engine.session.broken else None
+        return engine if engine is not None and engine.up and not engine.broken else None
 
     @property
     def taking(self) -> Engine | None:
@@ -189,7 +112,7 @@ class EngineLink:
         async with self._open_channel() as channel:
             engine = await self._connect(channel)
             try:
-                reason = await engine.session.run()
+                reason = await engine.run()
             finally:
                 was_up, engine.up = engine.up, False
                 if was_up:
@@ -234,20 +157,12 @@ class EngineLink:
             raise _UnusableError(str(error)) from error
         self.problem = ""
         call: Any = stub.Session()
-        session = EngineSession(
-            call,
-            self.address,
-            lambda response: self._note(engine, response),
-            lambda: self._fault(engine),
-            self._settings.heartbeat_timeout,
+        return Engine(
+            *(call, self.address, info, tokenizer, stub),
+            on_report=self._note,
+            on_fault=self._fault,
+            heartbeat_timeout=self._settings.heartbeat_timeout,
         )
-        budget = to_budget(info, info.load.total_blocks)
-        claims = Claims(budget)
-        adapters = {adapter.name: adapter for adapter in info.adapters}
-        engine = Engine(
-            *(self.address, info, tokenizer, info.load, session, claims, budget, stub, adapters)
-        )
-        return engine
 
     def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
         """Update an engine by its own report."""

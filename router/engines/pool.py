@@ -9,11 +9,11 @@ import structlog
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
 from octavo.common.limits import Limits
-from octavo.router.engines.link import Engine, EngineLink
-from octavo.router.requests.defaults import Defaults
+from octavo.router.engines.engine import Engine
+from octavo.router.engines.link import EngineLink
 from octavo.router.settings import RouterSettings
 from octavo.router.text.tokenization import Tokenizer, Tokenizers
-from octavo.v1 import engine_pb2, generation_pb2
+from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -203,13 +203,12 @@ class EnginePool:
         """Return the tokens that end an output of a resolved model."""
         return frozenset(self._known(model)[0].info.eos_token_ids)
 
-    def defaults(self, model: str) -> Defaults:
-        """Return the defaults of a resolved model's requests.
+    def defaults(self, model: str) -> tuple[sampling_pb2.SamplingParams, int | None]:
+        """Return the defaults of a resolved model's requests, as `Engine.defaults`.
 
         Where engines differ, those of the first address hold, so that all routers use the same.
         """
-        engine = min(self._known(model), key=lambda engine: engine.address)
-        return Defaults.of(engine.info)
+        return min(self._known(model), key=lambda engine: engine.address).defaults
 
     def limits(self, model: str) -> Limits:
         """Return the limits that hold for every engine of a resolved model.
@@ -231,7 +230,7 @@ class EnginePool:
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
         """Return a model's card for clients; `queued` requests wait in the router."""
         engines = self.up(model)
-        limits, defaults = self.limits(model), self.defaults(model)
+        limits, (sampling, max_tokens) = self.limits(model), self.defaults(model)
         loads, infos = [engine.load for engine in engines], [engine.info for engine in engines]
         return generation_pb2.ModelCard(
             name=model,
@@ -252,8 +251,8 @@ class EnginePool:
             warnings=sorted({text for info in infos for text in info.warnings}),
             kernels=sorted({info.kernels for info in infos if info.kernels}),
             ranks=sum(info.ranks or 1 for info in infos),
-            default_sampling=defaults.sampling,
-            default_max_tokens=defaults.max_tokens,
+            default_sampling=sampling,
+            default_max_tokens=max_tokens,
             base_model=infos[0].model if infos[0].model != model else "",
             drafted_tokens=sum(load.drafted_tokens for load in loads),
             accepted_tokens=sum(load.accepted_tokens for load in loads),
@@ -309,8 +308,7 @@ class EnginePool:
     def _on_change(self, model: str) -> None:
         """Tell that an engine of `model` came, went or drains; log if engines disagree."""
         engines = sorted(self.up(model), key=lambda engine: engine.address)
-        used = [Defaults.of(engine.info) for engine in engines]
-        if all(defaults == used[0] for defaults in used):
+        if all(engine.defaults == engines[0].defaults for engine in engines):
             self._disagreeing.discard(model)
         elif model not in self._disagreeing:
             self._disagreeing.add(model)

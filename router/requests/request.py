@@ -1,9 +1,10 @@
 """A client's request: validated, tokenized, immutable."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
+from octavo.common.kv_cache.prefix_hash import prefix_salt, reusable_keys, short_key
 from octavo.common.priority import effective_arrival
-from octavo.router.balancing.prompt import Prompt
 from octavo.router.requests.held_schemas import SchemaChecks
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.validation import num_outputs
@@ -21,25 +22,30 @@ class Request:
         tenant: The caller.
         message: The client's message, with the model's defaults for what it did not set.
         prompt: The prompt's tokens.
+        salt: Text that separates its blocks in caches from others of the same tokens.
         max_tokens: Maximum tokens per output.
         arrival: Time of its arrival, in seconds of the monotonic clock.
         deadline: Time at which the client gives up, by the same clock; None for never.
         plan: Plan by which its outputs are read and constrained; None: they are any text.
         seed: The client's seed or a random one: either way another engine can draw the same tokens.
         adapter: The LoRA adapter that `model` names; empty if it is a model of its own.
+        adapter_digest: The adapter's digest, by which caches know its blocks too.
     """
 
     request_id: str
     model: str
     tenant: Tenant
     message: generation_pb2.GenerateRequest
-    prompt: Prompt
+    prompt: Sequence[int]
     max_tokens: int
     arrival: float
     deadline: float | None = None
     seed: int = 0
     plan: OutputPlan | None = None
+    salt: str = ""
     adapter: str = ""
+    adapter_digest: str = ""
+    _keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
     def num_outputs(self) -> int:
@@ -55,6 +61,14 @@ class Request:
     def constraint(self) -> sampling_pb2.OutputConstraint | None:
         """The form of whole outputs, for engines; None: any."""
         return None if self.plan is None else self.plan.constraint
+
+    def keys(self, block_size: int) -> list[int]:
+        """Return the keys, as engines publish them, of the blocks that a cache can have of it."""
+        if block_size not in self._keys:
+            salt = prefix_salt(self.salt, self.adapter_digest)
+            keys = reusable_keys(self.prompt, block_size, salt)
+            self._keys[block_size] = [short_key(key) for key in keys]
+        return self._keys[block_size]
 
     @property
     def priority(self) -> int:
@@ -84,11 +98,11 @@ class Request:
         message = self.message
         submit = engine_pb2.Submit(
             request_id=self.request_id,
-            prompt_token_ids=self.prompt.token_ids,
+            prompt_token_ids=self.prompt,
             stop=message.stop,
             output=message.output,
             priority=message.priority,
-            cache_salt=self.prompt.salt,
+            cache_salt=self.salt,
             adapter=self.adapter,
         )
         if self.constraint is not None:

@@ -3,7 +3,7 @@
 import asyncio
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import grpc
 
@@ -11,7 +11,7 @@ from octavo.common import rpc
 from octavo.router.metrics import ModelMetrics
 from octavo.router.requests.errors import EngineLostError
 from octavo.router.requests.output import STOP_STRING, Output
-from octavo.router.requests.pacing import EARLY, Pacer
+from octavo.router.requests.pacing import EARLY
 from octavo.router.requests.request import Request
 from octavo.router.tenants.quota import RequestUsage
 from octavo.router.text.detokenizer import Pieces
@@ -30,7 +30,7 @@ class RequestState:
         pieces: The model's vocabulary.
         usage: Counts the tenant's tokens.
         metrics: The model's metrics.
-        pacer: Spaces the messages of all streams.
+        message_interval: Returns the minimum seconds between two messages of a stream.
         max_unread_tokens: Maximum tokens per output that wait for a client to read.
 
     Attributes:
@@ -50,7 +50,7 @@ class RequestState:
         *,
         usage: RequestUsage,
         metrics: ModelMetrics,
-        pacer: Pacer,
+        message_interval: Callable[[], float],
         max_unread_tokens: int,
     ) -> None:
         message = request.message
@@ -68,7 +68,7 @@ class RequestState:
         self._final_only = message.output.final_only
         self._usage = usage
         self._metrics = metrics
-        self._pacer = pacer
+        self._message_interval = message_interval
         # What is sent whole waits for its end, however fast the client reads.
         self._max_unread = math.inf if request.whole else max_unread_tokens
         self._changed = asyncio.Event()
@@ -80,7 +80,7 @@ class RequestState:
             request_id=request.request_id, model=request.model, prompt_tokens=len(request.prompt)
         )
         if message.output.prompt_token_ids:
-            self._accepted.prompt_token_ids.extend(request.prompt.token_ids)
+            self._accepted.prompt_token_ids.extend(request.prompt)
         if request.checks is not None:
             self._accepted.unenforced.extend(request.checks.unenforced)
         self._prompt_counted = False
@@ -240,7 +240,7 @@ class RequestState:
         elif self._timer is None:
             # Normally the next tokens come before this, and these are sent with them.
             loop = asyncio.get_running_loop()
-            self._timer = loop.call_later(self._pacer.interval, self._changed.set)
+            self._timer = loop.call_later(self._message_interval(), self._changed.set)
         return output.reason == STOP_STRING and not finish_reason
 
     def fail(self, error: rpc.RpcError) -> None:
@@ -262,7 +262,7 @@ class RequestState:
         """
         self._changed.clear()
         self._stop_timer()
-        self._next_message = time.monotonic() + EARLY * self._pacer.interval
+        self._next_message = time.monotonic() + EARLY * self._message_interval()
         error = self._error
         if self._may_accept and not self._accepted_sent:
             self._accepted_sent = True

@@ -64,9 +64,17 @@ class Bucket:
 
 
 class Account:
-    """One tenant's use of its quotas."""
+    """One tenant's use of its quotas; a tenant with new limits keeps what it used.
 
-    def __init__(self, tenant: Tenant, metrics: RouterMetrics, clock: Clock) -> None:
+    Args:
+        tenant: The tenant.
+        metrics: The metrics that show its use.
+        clock: Returns seconds, monotonic.
+    """
+
+    def __init__(
+        self, tenant: Tenant, metrics: RouterMetrics, clock: Clock = time.monotonic
+    ) -> None:
         self._requests = metrics.tenant_requests
         self._prompts = metrics.tenant_tokens.labels(tenant.name, "prompt")
         self._outputs = metrics.tenant_tokens.labels(tenant.name, "output")
@@ -74,7 +82,7 @@ class Account:
         self._running = 0
         self._calls: Bucket | None = None
         self._tokens: Bucket | None = None
-        self.tenant = tenant
+        self._limit(tenant)
 
     @property
     def tenant(self) -> Tenant:
@@ -83,6 +91,10 @@ class Account:
 
     @tenant.setter
     def tenant(self, tenant: Tenant) -> None:
+        if self._tenant is not tenant:
+            self._limit(tenant)
+
+    def _limit(self, tenant: Tenant) -> None:
         self._tenant = tenant
         calls, tokens = tenant.requests_per_second, tenant.tokens_per_minute
         self._calls = self._sized(self._calls, calls, max(calls or 0.0, 1.0))
@@ -223,26 +235,3 @@ class RequestUsage:
         beyond = min(self._used - self._reserved, tokens)
         if beyond > 0:
             self._bucket.take(beyond)
-
-
-class Accounts:
-    """Every tenant's account, by name: a tenant with new limits keeps what it used.
-
-    Args:
-        metrics: The metrics that show use.
-        clock: Seconds, monotonic.
-    """
-
-    def __init__(self, metrics: RouterMetrics, clock: Clock = time.monotonic) -> None:
-        self._metrics = metrics
-        self._clock = clock
-        self._accounts: dict[str, Account] = {}
-
-    def of(self, tenant: Tenant) -> Account:
-        """Return a tenant's account, with the limits that it has now."""
-        account = self._accounts.get(tenant.name)
-        if account is None:
-            account = self._accounts[tenant.name] = Account(tenant, self._metrics, self._clock)
-        elif account.tenant is not tenant:
-            account.tenant = tenant
-        return account

@@ -22,7 +22,7 @@ from octavo.router.text.control_tokens import ControlTokens
 from octavo.router.text.detokenizer import Pieces
 from octavo.router.text.model_text import model_text
 from octavo.router.text.rendering import ChatRenderer
-from octavo.router.text.turns import Turn, Turns
+from octavo.router.text.turns import Turns
 from octavo.v1 import generation_pb2
 
 log = structlog.get_logger(__name__)
@@ -297,14 +297,14 @@ class Tokenizers:
         self._threads.close()
 
     async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:
-        turn = await self._turns.take(tenant, size)
+        await self._turns.take(tenant, size)
         # The turn ends when the thread has done the work: maybe long after the caller has gone.
         job = background.start(self._threads.run(work), "tokenize")
-        job.add_done_callback(lambda done: self._end(turn, done))
+        job.add_done_callback(lambda done: self._end(size, done))
         return await asyncio.shield(job)
 
-    def _end(self, turn: Turn, job: asyncio.Task[Any]) -> None:
-        self._turns.give_back(turn)
+    def _end(self, size: int, job: asyncio.Task[Any]) -> None:
+        self._turns.give_back(size)
         if not job.cancelled():
             job.exception()  # looked at here, as the caller may have gone
 

@@ -1,31 +1,12 @@
 """Fair scheduling of tokenization between tenants, a few jobs at once."""
 
 import asyncio
-from collections import deque
-from dataclasses import dataclass
 
 from octavo.common import rpc
 from octavo.router.tenants.tenant import Tenant
 
 RETRY_SECONDS = 1.0
 """Seconds to wait for a tenant with too much waiting work."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Turn:
-    """One piece of work, waiting or begun.
-
-    Attributes:
-        tenant: The tenant that it is for.
-        size: Its cost, in a unit that all have in common.
-        long: Whether it is larger than `long_size`.
-        begun: Done when it may begin.
-    """
-
-    tenant: Tenant
-    size: int
-    long: bool
-    begun: asyncio.Future[None]
 
 
 class Turns:
@@ -46,76 +27,78 @@ class Turns:
         self._long_free = places - 1
         self._long_size = long_size
         self._max_waiting = max_waiting
-        self._waiting: dict[str, deque[Turn]] = {}
+        # What ends the waiting of each piece of work, with its size and its tenant's weight.
+        self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, float]]] = {}
         self._had: dict[str, float] = {}  # of tenants with something waiting, and the last
         self._level = 0.0  # what the tenant of the last turn had before it
 
-    async def take(self, tenant: Tenant, size: int) -> Turn:
+    async def take(self, tenant: Tenant, size: int) -> None:
         """Wait for a turn; the caller must give it back.
+
+        Args:
+            tenant: The tenant that the work is for.
+            size: Its cost, in a unit that all have in common.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if too much of the tenant's waits already.
         """
-        turn = Turn(
-            tenant, size, size > self._long_size, asyncio.get_running_loop().create_future()
-        )
-        self._add(turn)
+        begun = asyncio.get_running_loop().create_future()
+        self._add(tenant, size, begun)
         self._begin()
         try:
-            await turn.begun
+            await begun
         except asyncio.CancelledError:
-            if turn.begun.done() and not turn.begun.cancelled():
-                self.give_back(turn)
+            if begun.done() and not begun.cancelled():
+                self.give_back(size)
             else:
-                self._remove(turn)
+                self._remove(tenant.name, begun)
             raise
-        return turn
 
-    def give_back(self, turn: Turn) -> None:
-        """End a turn."""
+    def give_back(self, size: int) -> None:
+        """End a turn for work of this size."""
         self._free += 1
-        self._long_free += turn.long
+        self._long_free += size > self._long_size
         self._begin()
 
-    def _add(self, turn: Turn) -> None:
-        name = turn.tenant.name
-        waiting = self._waiting.get(name)
-        if waiting and sum(t.size for t in waiting) + turn.size > self._max_waiting:
+    def _add(self, tenant: Tenant, size: int, begun: asyncio.Future[None]) -> None:
+        waiting = self._waiting.get(tenant.name)
+        if waiting and sum(each for each, _ in waiting.values()) + size > self._max_waiting:
             raise rpc.exhausted(
                 "too much of the tenant's text waits for tokenization; retry in "
                 f"{RETRY_SECONDS:g} s",
                 RETRY_SECONDS,
             )
         if waiting is None:
-            self._had[name] = max(self._had.get(name, 0.0), self._level)
-            waiting = self._waiting[name] = deque()
-        waiting.append(turn)
+            self._had[tenant.name] = max(self._had.get(tenant.name, 0.0), self._level)
+            waiting = self._waiting[tenant.name] = {}
+        waiting[begun] = size, tenant.weight
 
-    def _remove(self, turn: Turn) -> None:
-        name = turn.tenant.name
-        self._waiting[name].remove(turn)
+    def _remove(self, name: str, begun: asyncio.Future[None]) -> tuple[int, float]:
+        removed = self._waiting[name].pop(begun)
         if not self._waiting[name]:
             del self._waiting[name]
+        return removed
 
     def _begin(self) -> None:
-        """Begin work while there are free places."""
-        while self._free and (turn := self._next()) is not None:
-            self._remove(turn)
-            name = turn.tenant.name
+        """Begin work while there are free places: of each tenant's first, the least served's."""
+        while self._free:
+            firsts = {name: first for name in self._waiting if (first := self._first(name))}
+            if not firsts:
+                return
+            name = min(firsts, key=self._had.__getitem__)
+            size, weight = self._remove(name, firsts[name])
             self._free -= 1
-            self._long_free -= turn.long
+            self._long_free -= size > self._long_size
             self._level = self._had[name]
-            self._had[name] += turn.size / turn.tenant.weight
+            self._had[name] += size / weight
             self._forget()
-            turn.begun.set_result(None)
+            firsts[name].set_result(None)
 
-    def _next(self) -> Turn | None:
-        """Return the next work: of the first of each tenant, that of the least served one."""
-        firsts = filter(None, map(self._first, self._waiting.values()))
-        return min(firsts, key=lambda turn: self._had[turn.tenant.name], default=None)
-
-    def _first(self, waiting: deque[Turn]) -> Turn | None:
-        return next((turn for turn in waiting if self._long_free or not turn.long), None)
+    def _first(self, name: str) -> asyncio.Future[None] | None:
+        """Return a tenant's first work that may begin where a place is free."""
+        waiting = self._waiting[name].items()
+        short = (begun for begun, (size, _) in waiting if size <= self._long_size)
+        return next(iter(self._waiting[name])) if self._long_free else next(short, None)
 
     def _forget(self) -> None:
         """Forget tenants that are not behind and have no waiting work."""

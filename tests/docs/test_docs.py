@@ -216,11 +216,11 @@ def test_the_policy_chooses():
     )
     names = {}
     exec(program, names)
-    policy = names["TwoChoices"]()
+    choose = names["two_choices"]
     idle, calm, busy, full = map(Replica, (1, 2, 4, 9))
-    assert policy.choose([busy, idle], Needs()) is idle
-    assert policy.choose([full, busy], Needs()) is busy
-    assert policy.choose([full], Needs()) is None
-    assert policy.choose([], Needs()) is None
-    drawn = {policy.choose([idle, calm, busy], Needs()) for _ in range(200)}
+    assert choose([busy, idle], Needs()) is idle
+    assert choose([full, busy], Needs()) is busy
+    assert choose([full], Needs()) is None
+    assert choose([], Needs()) is None
+    drawn = {choose([idle, calm, busy], Needs()) for _ in range(200)}
     assert drawn == {idle, calm}, "two of three are drawn, and the less occupied is chosen"

@@ -290,7 +290,7 @@ class RouterFixture:
             "requests": len(self.router.generator._requests),
             "queued": len(self.router.admission),
             "sequences": sum(engine.sequences for engine in engines),
-            "receivers": sum(len(engine.session) for engine in engines),
+            "receivers": sum(engine.num_requests for engine in engines),
         }
 
     async def clean(self) -> None:

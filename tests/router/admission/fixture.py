@@ -8,13 +8,11 @@ from prometheus_client import CollectorRegistry
 from octavo.common import rpc
 from octavo.router.admission import Admission, Claim, QueueLimits
 from octavo.router.admission.claims import Claims
-from octavo.router.balancing import LeastLoaded
-from octavo.router.balancing.prompt import Prompt
+from octavo.router.balancing import least_loaded
 from octavo.router.metrics import RouterMetrics
-from octavo.router.requests.pacing import Pacer
 from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
-from octavo.router.tenants.quota import Accounts
+from octavo.router.tenants.quota import Account
 from octavo.router.tenants.tenant import ANONYMOUS, Tenant
 from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import engine_pb2, generation_pb2
@@ -53,7 +51,7 @@ class ManualAdmission(Admission[Replica]):
         self.down = False
         self.now = 0.0
         super().__init__(
-            self._up, LeastLoaded(), limits, outage_seconds=outage, clock=lambda: self.now
+            self._up, least_loaded, limits, outage_seconds=outage, clock=lambda: self.now
         )
 
     def _up(self, model):
@@ -74,7 +72,6 @@ class ManualAdmission(Admission[Replica]):
 
 
 METRICS = RouterMetrics(CollectorRegistry(), in_flight=lambda: 0, queued=lambda: 0)
-ACCOUNTS = Accounts(METRICS)
 PIECES = Pieces(lambda token_ids: "", [], frozenset(), byte_fallback=False)
 
 
@@ -108,18 +105,18 @@ def request(
         model=model,
         tenant=tenant,
         message=message,
-        prompt=Prompt([0] * prompt_tokens),
+        prompt=[0] * prompt_tokens,
         max_tokens=max_tokens,
         arrival=arrival,
         deadline=deadline,
     )
-    with ACCOUNTS.of(tenant).request() as usage:
+    with Account(tenant, METRICS).request() as usage:
         state = ScriptedState(
             asked,
             PIECES,
             usage=usage,
             metrics=METRICS.of(model),
-            pacer=Pacer(),
+            message_interval=float,
             max_unread_tokens=1,
         )
     state.migrations = int(migrated)

@@ -6,7 +6,6 @@ from hypothesis import strategies as st
 
 from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import OUTPUT_WEIGHT, Claim
-from octavo.router.admission.fairness import TenantCounters
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import RECENT_SECONDS
@@ -22,7 +21,6 @@ class Line:
     """A queue whose engine takes one request at a time, on demand."""
 
     queue: FairQueue
-    counters: TenantCounters
     number: int = 0
 
     def ask(self, tenant: Tenant, prompt=10, output=10, *, priority=0, arrival=0.0) -> Claim:
@@ -43,9 +41,9 @@ class Line:
         """Serve the next request; it ends with all of its tokens, or after `sampled`."""
         claim = self.queue.first(now)
         self.queue.remove(claim)
-        self.counters.admit(claim)
+        self.queue.admit(claim)
         claim.state.output_tokens = claim.request.max_tokens if sampled is None else sampled
-        self.counters.settle(claim)
+        self.queue.settle(claim)
         return claim
 
 
@@ -55,8 +53,8 @@ def line() -> Line:
 
 
 def make_line() -> Line:
-    counters = TenantCounters()
-    return Line(FairQueue(counters), counters)
+    queue = FairQueue()
+    return Line(queue)
 
 
 def tenants_of(claims) -> str:
@@ -119,61 +117,61 @@ def test_credit_for_time_without_a_queue_is_limited(line):
 
 
 def test_slots_are_reserved_for_the_least_served_of_those_active():
-    counters = TenantCounters()
-    counters.asked(A, 1, 0.0)
-    assert counters.is_least("a", 0.0), "it is alone"
-    counters.asked(B, 1, 1.0)
-    line = Line(FairQueue(counters), counters)
+    queue = FairQueue()
+    queue.asked(A, 1, 0.0)
+    assert queue.is_least("a", 0.0), "it is alone"
+    queue.asked(B, 1, 1.0)
+    line = Line(queue)
     line.ask(A)
     line.serve()
-    assert not counters.is_least("a", 1.0)
-    assert counters.is_least("b", 1.0)
-    assert counters.is_least("a", 2.0 + RECENT_SECONDS), "b has gone"
+    assert not queue.is_least("a", 1.0)
+    assert queue.is_least("b", 1.0)
+    assert queue.is_least("a", 2.0 + RECENT_SECONDS), "b has gone"
 
 
 def test_shares_go_by_weights_of_those_active():
-    counters = TenantCounters()
+    queue = FairQueue()
     heavy = Tenant("heavy", weight=3.0)
-    counters.asked(A, 1, 0.0)
-    assert counters.share(A, 0.0) == 1.0
-    counters.asked(heavy, 1, 5.0)
-    assert (counters.share(A, 5.0), counters.share(heavy, 5.0)) == (0.25, 0.75)
-    assert counters.share(A, 5.0 + RECENT_SECONDS) == 0.25, "it waits, and asks no more"
-    assert counters.share(heavy, 5.0 + RECENT_SECONDS) == 1.0, "the other has gone"
-    assert counters.share(A, 6.0 + RECENT_SECONDS) == 1.0, "nobody asks"
+    queue.asked(A, 1, 0.0)
+    assert queue.share(A, 0.0) == 1.0
+    queue.asked(heavy, 1, 5.0)
+    assert (queue.share(A, 5.0), queue.share(heavy, 5.0)) == (0.25, 0.75)
+    assert queue.share(A, 5.0 + RECENT_SECONDS) == 0.25, "it waits, and asks no more"
+    assert queue.share(heavy, 5.0 + RECENT_SECONDS) == 1.0, "the other has gone"
+    assert queue.share(A, 6.0 + RECENT_SECONDS) == 1.0, "nobody asks"
 
 
 def test_the_demand_looked_at_is_the_least_serveds():
-    counters = TenantCounters()
-    assert not counters.bursts_of_least(0.0)
+    queue = FairQueue()
+    assert not queue.bursts_of_least(0.0)
     for time in (0.0, 0.5, 3.0):
-        counters.asked(B, 1, time)
+        queue.asked(B, 1, time)
     for _ in range(100):
-        counters.asked(A, 1, 3.0)
-    line = Line(FairQueue(counters), counters)
+        queue.asked(A, 1, 3.0)
+    line = Line(queue)
     line.ask(A)
     line.serve()
-    assert counters.bursts_of_least(3.0) == [(1, 0.0), (2, 0.5), (3, 3.0)]
-    assert not counters.bursts_of_least(3.5 + RECENT_SECONDS), "all have gone"
+    assert queue.bursts_of_least(3.0) == [(1, 0.0), (2, 0.5), (3, 3.0)]
+    assert not queue.bursts_of_least(3.5 + RECENT_SECONDS), "all have gone"
 
 
 def test_tenants_are_charged_for_tokens_drawn(line):
     line.ask(A, prompt=10, output=40)
     line.serve(sampled=5)
-    assert line.counters["a"] == 10 + 5 * OUTPUT_WEIGHT
+    assert line.queue.served("a") == 10 + 5 * OUTPUT_WEIGHT
     claim = line.ask(A, prompt=10, output=1)
     line.queue.remove(claim)
-    line.counters.admit(claim)
-    before = line.counters["a"]
+    line.queue.admit(claim)
+    before = line.queue.served("a")
     claim.state.output_tokens = 31
-    line.counters.correct(claim)
-    assert line.counters["a"] == before + 30 * OUTPUT_WEIGHT
+    line.queue.correct(claim)
+    assert line.queue.served("a") == before + 30 * OUTPUT_WEIGHT
 
 
 def test_a_request_without_output_is_not_charged(line):
     line.ask(A)
     line.serve(sampled=0)
-    assert line.counters["a"] == 0
+    assert line.queue.served("a") == 0
 
 
 def test_priority_goes_before_fairness_until_others_have_waited(line):
@@ -226,7 +224,7 @@ def test_backlogged_tenants_are_never_far_apart(weights, sizes, others):
             line.ask(C)
         line.serve()
         if all(name in tenants_of(line.queue) for name in "ab"):
-            assert abs(line.counters["a"] - line.counters["b"]) <= bound
+            assert abs(line.queue.served("a") - line.queue.served("b")) <= bound
 
 
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(-2, 2)), max_size=40))

@@ -1,14 +1,14 @@
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import pytest
 from pydantic import ValidationError
 
 from octavo.common.kv_cache.prefix_hash import reusable_keys, short_key
-from octavo.router.balancing import POLICIES, LeastLoaded, PrefixAware, RoundRobin
+from octavo.router.balancing import POLICIES, RoundRobin, least_loaded, prefix_aware
 from octavo.router.balancing.policy import has_room, headroom
 from octavo.router.balancing.prefix_aware import SEQUENCE_TOKENS
 from octavo.router.balancing.prefixes import MAX_EXPECTED, Prefixes
-from octavo.router.balancing.prompt import Prompt
 from octavo.router.settings import RouterSettings
 from octavo.v1 import engine_pb2
 
@@ -22,22 +22,26 @@ class Replica:
     load: engine_pb2.Load = field(default_factory=engine_pb2.Load)
     prefixes: Prefixes = field(default_factory=Prefixes)
 
-    def cached_tokens(self, prompt):
-        return self.prefixes.match(prompt.keys(BLOCK)) * BLOCK
+    def cached_tokens(self, request):
+        return self.prefixes.match(request.keys(BLOCK)) * BLOCK
 
-    def expect(self, prompt):
-        self.prefixes.expect(prompt.keys(BLOCK))
+    def expect(self, request):
+        self.prefixes.expect(request.keys(BLOCK))
 
 
 @dataclass(frozen=True)
 class RequestNeeds:
     sequences: int = 1
     model: str = "m"
-    prompt: Prompt | None = None
+    prompt: Sequence[int] = ()
+    salt: str = ""
+
+    def keys(self, block_size):
+        return [short_key(key) for key in reusable_keys(self.prompt, block_size, self.salt)]
 
 
 def choose(policy, *replicas, **fields):
-    chosen = policy.choose(replicas, RequestNeeds(**fields))
+    chosen = policy(replicas, RequestNeeds(**fields))
     if chosen is not None:
         chosen.sequences += 1
     return chosen
@@ -45,22 +49,22 @@ def choose(policy, *replicas, **fields):
 
 def test_least_loaded_by_sequences_then_blocks():
     a, b = Replica(sequences=2), Replica(sequences=1)
-    assert choose(LeastLoaded(), a, b) is b
+    assert choose(least_loaded, a, b) is b
     a, b = Replica(), Replica()
     a.load = engine_pb2.Load(total_blocks=10, free_blocks=2)
     b.load = engine_pb2.Load(total_blocks=10, free_blocks=1, cached_blocks=5)
-    assert choose(LeastLoaded(), a, b) is b
+    assert choose(least_loaded, a, b) is b
 
 
 def test_what_other_routers_gave_counts():
     a, b = Replica(), Replica(sequences=1)
     a.load = engine_pb2.Load(running=3, waiting=1)
-    assert choose(LeastLoaded(), a, b) is b
+    assert choose(least_loaded, a, b) is b
 
 
 def test_bigger_engines_take_more():
     a, b = Replica(4, sequences=2), Replica(16, sequences=4)
-    assert choose(LeastLoaded(), a, b) is b
+    assert choose(least_loaded, a, b) is b
 
 
 def test_room_has_headroom_and_an_idle_engine_takes_anything():
@@ -77,12 +81,12 @@ def test_what_other_routers_gave_takes_room():
     assert has_room(others, 1), "or this router's requests would wait for those of others"
 
 
-@pytest.mark.parametrize("policy", [LeastLoaded, PrefixAware, RoundRobin])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_no_policy_fills_a_full_engine(policy):
-    policy = policy()
+    policy = POLICIES[policy]()
     full, free = Replica(8, sequences=9), Replica(8, sequences=7)
-    prompt = Prompt(range(100))
-    full.expect(prompt)
+    prompt = range(100)
+    full.expect(RequestNeeds(prompt=prompt))
     assert choose(policy, full, free, prompt=prompt) is free
     assert choose(policy, full, sequences=8) is None
     assert choose(policy) is None
@@ -100,20 +104,20 @@ def test_round_robin_takes_turns_in_each_model():
 
 
 def test_a_prefix_stays_with_its_engine():
-    policy = PrefixAware()
+    policy = prefix_aware
     a, b = Replica(128), Replica(128)
-    prompts = [Prompt([i] * 200 + list(range(50))) for i in range(6)]
+    prompts = [[i] * 200 + list(range(50)) for i in range(6)]
     first = [choose(policy, a, b, prompt=prompt) for prompt in prompts]
     assert first.count(a) == first.count(b) == 3
-    again = [Prompt([i] * 200 + list(range(50, 100))) for i in range(6)]
+    again = [[i] * 200 + list(range(50, 100)) for i in range(6)]
     assert [choose(policy, a, b, prompt=prompt) for prompt in again] == first
 
 
 def test_a_hot_prefix_spreads_when_that_costs_less_than_waiting():
-    policy = PrefixAware()
+    policy = prefix_aware
     a, b = Replica(128), Replica(128)
     prefix = [7] * 320
-    given = [choose(policy, a, b, prompt=Prompt([*prefix, i])) for i in range(100)]
+    given = [choose(policy, a, b, prompt=[*prefix, i]) for i in range(100)]
     ahead = given.index(b if given[0] is a else a)
     assert ahead == pytest.approx(320 / SEQUENCE_TOKENS, abs=1)
     assert abs(given.count(a) - given.count(b)) <= ahead
@@ -121,15 +125,15 @@ def test_a_hot_prefix_spreads_when_that_costs_less_than_waiting():
 
 def test_what_engines_report_is_believed():
     a, b = Replica(), Replica()
-    prompt = Prompt(range(100), "salt")
+    request = RequestNeeds(prompt=range(100), salt="salt")
     keys = [short_key(key) for key in reusable_keys(range(100), BLOCK, "salt")]
     b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[:4]))
-    assert b.cached_tokens(prompt) == 4 * BLOCK
-    assert b.cached_tokens(Prompt(range(100))) == 0
-    assert choose(PrefixAware(), a, b, prompt=prompt) is b
-    assert b.cached_tokens(prompt) == 6 * BLOCK  # it will soon have the rest
+    assert b.cached_tokens(request) == 4 * BLOCK
+    assert b.cached_tokens(RequestNeeds(prompt=range(100))) == 0
+    assert choose(prefix_aware, a, b, prompt=request.prompt, salt="salt") is b
+    assert b.cached_tokens(request) == 6 * BLOCK  # it will soon have the rest
     b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[4:], evicted=keys[1:2]))
-    assert b.cached_tokens(prompt) == BLOCK
+    assert b.cached_tokens(request) == BLOCK
 
 
 def test_expectations_that_do_not_come_true_are_bounded():
@@ -142,7 +146,7 @@ def test_expectations_that_do_not_come_true_are_bounded():
 @pytest.mark.parametrize("name", POLICIES)
 def test_a_registered_policy_is_a_choice(name):
     assert RouterSettings(balancing=name).balancing == name
-    assert POLICIES[name]().choose([], RequestNeeds()) is None
+    assert POLICIES[name]()([], RequestNeeds()) is None
 
 
 def test_unregistered_policies_are_refused():

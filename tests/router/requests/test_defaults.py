@@ -3,7 +3,7 @@
 import pytest
 from structlog.testing import capture_logs
 
-from octavo.router.requests.defaults import Defaults
+from octavo.router.requests.defaults import fill_in
 from octavo.v1 import generation_pb2, sampling_pb2
 
 OWN = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.25, "repetition_penalty": 1.5}
@@ -12,7 +12,7 @@ NEUTRAL = {"temperature": 1, "top_k": 0, "top_p": 1, "min_p": 0, "repetition_pen
 
 def filled(**fields) -> generation_pb2.GenerateRequest:
     message = generation_pb2.GenerateRequest(text="x", **fields)
-    Defaults(sampling_pb2.SamplingParams(**OWN), None).fill_in(message)
+    fill_in(message, sampling_pb2.SamplingParams(**OWN))
     return message
 
 

@@ -249,7 +249,7 @@ async def test_a_session_that_breaks_gets_no_requests_while_it_is_closed(scripte
     engine = scripted()
     async with serve(engine) as s:
         await s.up()
-        session = s.router.pool.up()[0].session
+        session = s.router.pool.up()[0]
         session._broken = "for a test"
         assert s.router.pool.up() == []
         task = asyncio.create_task(collect(s.stub.Generate(ask())))

@@ -4,13 +4,18 @@ from types import SimpleNamespace
 import pytest
 from prometheus_client import CollectorRegistry
 
-from octavo.router.balancing.prompt import Prompt
 from octavo.router.metrics import RouterMetrics
 from octavo.router.requests import state as states
-from octavo.router.requests.pacing import EARLY, MESSAGE_SECONDS, MOST_SECONDS, Pacer, WriteLimit
+from octavo.router.requests.pacing import (
+    EARLY,
+    MESSAGE_SECONDS,
+    MOST_SECONDS,
+    limited,
+    message_interval,
+)
 from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
-from octavo.router.tenants.quota import Accounts
+from octavo.router.tenants.quota import Account
 from octavo.router.tenants.tenant import ANONYMOUS
 from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import engine_pb2, generation_pb2
@@ -20,12 +25,9 @@ LENGTH = FinishReason.FINISH_REASON_LENGTH
 
 
 def test_a_few_streams_hardly_wait_and_many_never_long():
-    pacer = Pacer()
-    assert pacer.interval == 0
-    pacer.streams = 10
-    assert pacer.interval == pytest.approx(10 * MESSAGE_SECONDS)
-    pacer.streams = 1_000_000
-    assert pacer.interval == MOST_SECONDS
+    assert message_interval(0) == 0
+    assert message_interval(10) == pytest.approx(10 * MESSAGE_SECONDS)
+    assert message_interval(1_000_000) == MOST_SECONDS
 
 
 @pytest.mark.parametrize("others", [0, 100_000])
@@ -33,7 +35,7 @@ async def test_of_many_streams_each_gets_tokens_together(scripted, serve, encode
     engine = scripted(interval=None)
     async with serve(engine) as s:
         await s.up()
-        s.router.generator._pacer.streams = others
+        s.router.generator._streams = others
         call = s.stub.Generate(generation_pb2.GenerateRequest(text="p"))
         await s.until(lambda: engine.submits)
         name = engine.submits[0].request_id
@@ -57,7 +59,7 @@ async def test_of_many_streams_each_gets_tokens_together(scripted, serve, encode
     assert len(texts) == 8 if not others else len(texts) < 8
 
 
-def make_state(pacer: Pacer) -> RequestState:
+def make_state(interval: float) -> RequestState:
     """Return a request whose tokens are its characters' codes."""
     metrics = RouterMetrics(CollectorRegistry(), in_flight=int, queued=int)
     asked = Request(
@@ -65,20 +67,20 @@ def make_state(pacer: Pacer) -> RequestState:
         model="m",
         tenant=ANONYMOUS,
         message=generation_pb2.GenerateRequest(),
-        prompt=Prompt([0]),
+        prompt=[0],
         max_tokens=100,
         arrival=0.0,
         deadline=None,
     )
     characters = [chr(i) for i in range(128)]
     pieces = Pieces(lambda ids: bytes(ids).decode(), characters, frozenset(), byte_fallback=False)
-    with Accounts(metrics).of(ANONYMOUS).request() as usage:
+    with Account(ANONYMOUS, metrics).request() as usage:
         return RequestState(
             asked,
             pieces,
             usage=usage,
             metrics=metrics.of("m"),
-            pacer=pacer,
+            message_interval=lambda: interval,
             max_unread_tokens=100,
         )
 
@@ -86,9 +88,7 @@ def make_state(pacer: Pacer) -> RequestState:
 async def test_tokens_that_come_too_early_go_with_the_next_and_without_them_soon(monkeypatch):
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(states, "time", SimpleNamespace(monotonic=lambda: clock.now))
-    pacer = Pacer()
-    pacer.streams = 100_000
-    state = make_state(pacer)
+    state = make_state(MOST_SECONDS)
 
     def come(seconds: float, character: str) -> bool:
         clock.now = seconds
@@ -111,29 +111,25 @@ async def test_tokens_that_come_too_early_go_with_the_next_and_without_them_soon
 
 
 async def test_a_write_has_so_long_and_many_writes_have_all_the_time():
-    async with WriteLimit(0.05) as limit:
+    async with limited(asyncio.sleep, 0.05) as write:
         for _ in range(8):
-            limit.begin()
-            await asyncio.sleep(0)
-            limit.end()
+            await write(0)
             await asyncio.sleep(0.02)
 
     async def hang():
-        async with WriteLimit(0.05) as limit:
-            limit.begin()
-            await asyncio.sleep(30)
+        async with limited(asyncio.sleep, 0.05) as write:
+            await write(30)
 
     with pytest.raises(TimeoutError):
         await hang()
 
 
 async def test_cancellation_stays_cancellation():
-    async def write():
-        async with WriteLimit(30) as limit:
-            limit.begin()
-            await asyncio.sleep(30)
+    async def hang():
+        async with limited(asyncio.sleep, 30) as write:
+            await write(30)
 
-    task = asyncio.create_task(write())
+    task = asyncio.create_task(hang())
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -264,7 +264,7 @@ async def test_engines_and_admission_know_the_tenant(shop, scripted):
     salts = [submit.cache_salt for submit in engine.submits]
     assert len(set(salts)) == 3
     assert salts[2] == salts[3]
-    keys = {tuple(request.prompt.keys(2)) for request in seen}  # what balancing uses
+    keys = {tuple(request.keys(2)) for request in seen}  # what balancing uses
     assert len(keys) == 3
 
 

@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry
 
 from octavo.common import rpc
 from octavo.router.metrics import RouterMetrics
-from octavo.router.tenants.quota import Accounts, Bucket
+from octavo.router.tenants.quota import Account, Bucket
 from octavo.router.tenants.tenant import ANONYMOUS, Tenant
 
 
@@ -24,9 +24,10 @@ def clock():
 
 
 @pytest.fixture
-def accounts(clock):
+def account_of(clock):
+    """Returns a tenant's new account."""
     metrics = RouterMetrics(CollectorRegistry(), in_flight=int, queued=int)
-    return Accounts(metrics, clock)
+    return lambda tenant: Account(tenant, metrics, clock)
 
 
 def refusal(account):
@@ -50,8 +51,8 @@ def test_a_bucket_fills_up_to_its_capacity_and_may_be_owed(clock):
     assert bucket.level == 1
 
 
-def test_calls_come_at_a_rate(accounts, clock):
-    account = accounts.of(Tenant("a", requests_per_second=2))
+def test_calls_come_at_a_rate(account_of, clock):
+    account = account_of(Tenant("a", requests_per_second=2))
     for _ in range(2):
         with account.request():
             pass
@@ -64,16 +65,16 @@ def test_calls_come_at_a_rate(accounts, clock):
         account.call()
 
 
-def test_less_than_a_call_a_second_is_one_at_a_time(accounts, clock):
-    account = accounts.of(Tenant("a", requests_per_second=0.1))
+def test_less_than_a_call_a_second_is_one_at_a_time(account_of, clock):
+    account = account_of(Tenant("a", requests_per_second=0.1))
     account.call()
     assert refusal(account).retry_after == 10
     clock.now += 10
     account.call()
 
 
-def test_what_requests_may_take_is_set_aside_before_they_begin(accounts, clock):
-    account = accounts.of(Tenant("a", tokens_per_minute=300))
+def test_what_requests_may_take_is_set_aside_before_they_begin(account_of, clock):
+    account = account_of(Tenant("a", tokens_per_minute=300))
     with contextlib.ExitStack() as running:
         for _ in range(3):
             running.enter_context(account.request()).reserve(100)
@@ -88,8 +89,8 @@ def test_what_requests_may_take_is_set_aside_before_they_begin(accounts, clock):
         running.enter_context(account.request()).reserve(100)
 
 
-def test_what_was_set_aside_and_not_used_is_given_back(accounts):
-    account = accounts.of(Tenant("a", tokens_per_minute=300))
+def test_what_was_set_aside_and_not_used_is_given_back(account_of):
+    account = account_of(Tenant("a", tokens_per_minute=300))
     for _ in range(5):
         with account.request() as usage:
             usage.reserve(200)
@@ -103,8 +104,8 @@ def test_what_was_set_aside_and_not_used_is_given_back(accounts):
     assert account.tokens.level == 300 - 5 * 13
 
 
-def test_more_than_was_set_aside_is_owed(accounts, clock):
-    account = accounts.of(Tenant("a", tokens_per_minute=60))
+def test_more_than_was_set_aside_is_owed(account_of, clock):
+    account = account_of(Tenant("a", tokens_per_minute=60))
     with account.request() as usage:
         usage.reserve(50)
         usage.prompt(40)
@@ -117,8 +118,8 @@ def test_more_than_was_set_aside_is_owed(accounts, clock):
         pass
 
 
-def test_more_than_a_minute_s_tokens_wait_for_all_of_them(accounts, clock):
-    account = accounts.of(Tenant("a", tokens_per_minute=60))
+def test_more_than_a_minute_s_tokens_wait_for_all_of_them(account_of, clock):
+    account = account_of(Tenant("a", tokens_per_minute=60))
     with account.request() as usage:
         usage.reserve(1000)
         usage.prompt(5)
@@ -133,8 +134,8 @@ def test_more_than_a_minute_s_tokens_wait_for_all_of_them(accounts, clock):
     assert account.tokens.level == 60 - 1000
 
 
-def test_a_place_is_free_when_a_request_ends_however_it_does(accounts):
-    account = accounts.of(Tenant("a", max_concurrency=1))
+def test_a_place_is_free_when_a_request_ends_however_it_does(account_of):
+    account = account_of(Tenant("a", max_concurrency=1))
     with contextlib.suppress(ZeroDivisionError), account.request():
         assert "max_concurrency" in refusal(account).message
         raise ZeroDivisionError
@@ -142,8 +143,8 @@ def test_a_place_is_free_when_a_request_ends_however_it_does(accounts):
         pass
 
 
-def test_a_refused_request_costs_nothing(accounts, clock):
-    account = accounts.of(Tenant("a", max_concurrency=1, requests_per_second=2))
+def test_a_refused_request_costs_nothing(account_of, clock):
+    account = account_of(Tenant("a", max_concurrency=1, requests_per_second=2))
     with account.request():
         for _ in range(5):
             assert "max_concurrency" in refusal(account).message
@@ -151,25 +152,25 @@ def test_a_refused_request_costs_nothing(accounts, clock):
         pass
 
 
-def test_new_limits_hold_at_once_and_debts_stay(accounts, clock):
-    account = accounts.of(Tenant("a", tokens_per_minute=60))
+def test_new_limits_hold_at_once_and_debts_stay(account_of, clock):
+    account = account_of(Tenant("a", tokens_per_minute=60))
     with account.request() as usage:
         usage.reserve(60)
         usage.prompt(118)
     assert refusal(account).retry_after == 60
-    assert accounts.of(Tenant("a", tokens_per_minute=600)) is account
+    account.tenant = Tenant("a", tokens_per_minute=600)
     assert refusal(account).retry_after == 6
     with contextlib.ExitStack() as running:
-        accounts.of(Tenant("a"))
+        account.tenant = Tenant("a")
         usage = running.enter_context(account.request())
         usage.reserve(10**9)
-        accounts.of(Tenant("a", tokens_per_minute=60))
+        account.tenant = Tenant("a", tokens_per_minute=60)
         account.tokens.take(50)
     assert account.tokens.level == 10  # it returns only what it took
 
 
-def test_anonymous_callers_have_no_limits(accounts):
-    account = accounts.of(ANONYMOUS)
+def test_anonymous_callers_have_no_limits(account_of):
+    account = account_of(ANONYMOUS)
     for _ in range(100):
         account.call()
     with account.request() as usage, account.request():

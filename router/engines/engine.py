@@ -1,7 +1,8 @@
-"""The one stream between the router and an engine; it carries all requests."""
+"""A connection to one engine: what it has reported, and the one stream for all requests."""
 
 import asyncio
 import itertools
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
 
@@ -11,10 +12,15 @@ import structlog
 
 from octavo.common import rpc
 from octavo.common.background import joined
+from octavo.common.kv_cache.layer_group_messages import to_budget
 from octavo.common.limits import MAX_REQUEST_ID
+from octavo.router.admission.claims import Claims
+from octavo.router.balancing.policy import RequestNeeds
+from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
 from octavo.router.requests.state import RequestState
-from octavo.v1 import engine_pb2
+from octavo.router.text.tokenization import Tokenizer
+from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -27,27 +33,60 @@ engine messages included, is one look and no engine's silence."""
 PARTS = ("writer", "reader", "watcher")
 
 
-class EngineSession:
-    """Submits and aborts requests, and passes each its events, until the stream breaks.
+class Engine:
+    """One connection to one engine, from its opening to its end.
+
+    It submits and aborts requests, and passes each its events, until the stream breaks.
 
     Args:
         call: The open `Session` call, which this object alone uses.
-        name: The engine's address, for messages.
+        address: The engine's address.
+        info: The engine's own description.
+        tokenizer: Its model's tokenizer.
+        stub: Stub for calls besides the session.
         on_report: Called with every message, for its load and its prefix changes.
         on_fault: Called when a step failed on the engine, before its requests hear of it.
         heartbeat_timeout: Seconds of silence after which the engine counts as hung.
+
+    Attributes:
+        address: Its address.
+        info: Its own description.
+        tokenizer: Its model's tokenizer.
+        stub: Stub for calls besides the session.
+        load: Its last report.
+        claims: The requests given to it that have not ended.
+        budget: Its blocks, and what requests need of them.
+        prefixes: Prefixes that its cache is believed to hold.
+        adapters: The LoRA adapters that it has loaded, by name.
+        up: Whether it can be used: from its core's first sign of life to the
+            connection's end.
+        up_since: Time at which it came up, by the monotonic clock.
     """
 
     def __init__(
         self,
         call: "grpc.aio.StreamStreamCall[engine_pb2.SessionRequest, engine_pb2.SessionResponse]",
-        name: str,
-        on_report: Callable[[engine_pb2.SessionResponse], None],
-        on_fault: Callable[[], None],
+        address: str,
+        info: engine_pb2.GetEngineInfoResponse,
+        tokenizer: Tokenizer,
+        stub: "engine_pb2_grpc.EngineServiceAsyncStub",
+        *,
+        on_report: "Callable[[Engine, engine_pb2.SessionResponse], None]",
+        on_fault: "Callable[[Engine], None]",
         heartbeat_timeout: float,
     ) -> None:
+        self.address = address
+        self.info = info
+        self.tokenizer = tokenizer
+        self.stub = stub
+        self.load = info.load
+        self.budget = to_budget(info, info.load.total_blocks)
+        self.claims = Claims(self.budget)
+        self.adapters = {adapter.name: adapter for adapter in info.adapters}
+        self.prefixes = Prefixes()
+        self.up = False
+        self.up_since = math.inf
         self._call = call
-        self._name = name
         self._on_report = on_report
         self._on_fault = on_fault
         # Never longer than a few commands for each request admitted to the engine.
@@ -64,11 +103,55 @@ class EngineSession:
         self._heard = False  # anything, since the last look
 
     @property
+    def instance(self) -> str:
+        """What identifies the running engine, whatever its addresses."""
+        return self.info.instance_id or self.address
+
+    @property
+    def models(self) -> list[str]:
+        """The models that requests may name: its own, and its adapters."""
+        return [self.info.model, *self.adapters]
+
+    def serves(self, model: str) -> bool:
+        """Return whether requests may name a model here."""
+        return model == self.info.model or model in self.adapters
+
+    @property
+    def defaults(self) -> tuple[sampling_pb2.SamplingParams, int | None]:
+        """Its model's sampling parameters and maximum output length for requests without them."""
+        limited = self.info.HasField("default_max_tokens")
+        return self.info.default_sampling, self.info.default_max_tokens if limited else None
+
+    @property
+    def sequences(self) -> int:
+        """Sequences given to it that have not ended."""
+        return self.claims.sequences
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Maximum sequences in its running batch."""
+        return self.info.max_num_seqs
+
+    def cached_tokens(self, request: RequestNeeds) -> int:
+        """Return how many of a prompt's tokens its cache is assumed to have."""
+        if not self.info.features.prefix_caching:
+            return 0
+        keys = request.keys(self.info.block_size)
+        return self.prefixes.match(keys) * self.info.block_size
+
+    def expect(self, request: RequestNeeds) -> None:
+        """Assume from now on that its cache has the prompt: it is about to compute it."""
+        if self.info.features.prefix_caching:
+            self.prefixes.expect(request.keys(self.info.block_size))
+
+    @property
     def broken(self) -> bool:
         """Whether the stream has ended, or is about to: it takes no more requests."""
         return self._broken is not None
 
-    def __len__(self) -> int:
+    @property
+    def num_requests(self) -> int:
+        """Requests that get events."""
         return len(self._requests)
 
     def submit(self, state: RequestState, submit: engine_pb2.Submit) -> str:
@@ -122,7 +205,7 @@ class EngineSession:
         try:
             async with joined(
                 *(self._write(), self._read(), self._watch()),
-                names=tuple(f"session-{part}:{self._name}" for part in PARTS),
+                names=tuple(f"session-{part}:{self.address}" for part in PARTS),
             ) as tasks:
                 self._broken = await _first_reason(tasks)
         finally:
@@ -171,11 +254,11 @@ class EngineSession:
                 except Exception as error:  # noqa: BLE001 - it fails this request alone
                     self._fail(output.request_id, state, error)
         if any(failure.code == INTERNAL for failure in response.failures):
-            self._on_fault()
+            self._on_fault(self)
         for failure in response.failures:
             if (state := self._forget(failure.request_id)) is not None:
                 state.fail(_error(failure))
-        self._on_report(response)
+        self._on_report(self, response)
 
     def _append_tokens(self, tokens: engine_pb2.NumberedTokens) -> None:
         """Give outputs that only got tokens these tokens."""
@@ -201,7 +284,7 @@ class EngineSession:
     def _fail(self, session_id: str, state: RequestState, error: Exception) -> None:
         """Stop a request that could not take its tokens, and fail it."""
         if not isinstance(error, rpc.RpcError):
-            log.error("request failed", request_id=session_id, engine=self._name, exc_info=error)
+            log.error("request failed", request_id=session_id, engine=self.address, exc_info=error)
             error = rpc.RpcError(grpc.StatusCode.INTERNAL, rpc.UNEXPECTED)
         self.abort(session_id)
         state.fail(error)
