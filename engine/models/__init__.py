@@ -1,1 +1,1 @@
-"""Load transformers' decoders and change them for Octavo's kernels."""
+"""Loads transformers' decoders and adapts them to Octavo's kernels."""

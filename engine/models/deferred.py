@@ -1,10 +1,10 @@
 """Weights that stay in their files until they are used.
 
-A `DeferredTensor` knows how to make its numbers, and keeps none. Operators of deferred tensors
-alone are deferred too: transposing, joining or widening one takes no memory. An operator with other
-tensors makes the numbers, uses them and drops them. So a model of such weights computes what it
-would compute with all of them in memory, with little more memory than its largest weight. Where an
-input in float32 is multiplied by a weight, the weight is made in parts that stay in a core's cache.
+A `DeferredTensor` can compute its values, but does not store them. Operators on deferred tensors
+alone are deferred too: transposing, joining or widening takes no memory. An operator with other
+tensors computes the values, uses them and drops them. So a model with deferred weights gives the
+same results as with all weights in memory, in little more memory than its largest weight. Products
+with float32 inputs compute the weight in parts that stay in a core's cache.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,25 +19,25 @@ from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 SMALL = 1 << 16
-"""Maximum elements of a weight that is read at once."""
+"""Maximum elements of a weight that is read immediately."""
 UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
-"""Operators that return the same numbers, like `CASTS`."""
-CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - has no public name
+"""Operators that return the same values, like `CASTS`."""
+CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - no public name
 LINEAR = torch.ops.aten.linear.default
 PART = 240 << 10
-"""Numbers of a part of a weight in a product: less than `MAPPED_BYTES` of freed.py, so that each
-part reuses the memory of the one before."""
+"""Elements of a weight's part in a product: less than `MAPPED_BYTES` of freed.py, so that each part
+reuses the previous part's memory."""
 
 
 class DeferredTensor(Tensor):
-    """A tensor whose numbers are made each time that they are used.
+    """A tensor whose values are computed on every use.
 
     Attributes:
-        make: Makes them.
-        stored: The name of the stored weight that it holds, if it is one, in whatever type.
-        exact: Makes a quantized weight in float32, without rounding in between; else None.
-        rows: Makes some of its rows, from one to before another: in float32, if it is a quantized
-            one. None if it can be made as a whole only.
+        make: Function that computes the values.
+        stored: The name of the stored weight, in any type, if it is one.
+        exact: Function that dequantizes a quantized weight to float32, rounding once; else None.
+        rows: Function that computes a range of rows, in float32 for a quantized weight. None if
+            only the whole can be computed.
     """
 
     make: Callable[[], Tensor]
@@ -63,17 +63,17 @@ class DeferredTensor(Tensor):
         return made
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
-        """Return a text without the numbers."""
+        """Return a text without the values."""
         return f"DeferredTensor({tuple(self.shape)}, {self.dtype}, stored={self.stored!r})"
 
     def __deepcopy__(self, _: dict[int, Any]) -> "DeferredTensor":
-        """Return a tensor that makes the same numbers."""
+        """Return a tensor that computes the same values."""
         copied = self.detach()
         assert isinstance(copied, DeferredTensor)
         return copied
 
     @classmethod
-    @torch.inference_mode(mode=False)  # in which no view can be made of a tensor from without
+    @torch.inference_mode(mode=False)  # inference mode forbids views of outside tensors
     @torch.no_grad()
     def __torch_dispatch__(  # type: ignore[override]
         cls,
@@ -101,12 +101,12 @@ def _defer(
     kwargs: dict[str, Any],
     device: torch.device,
 ) -> Any:  # noqa: ANN401
-    """Return the deferred result of an operator; None if that is no tensor."""
+    """Return an operator's deferred result; None if the result is not a tensor."""
     moved = kwargs.get("device")
     options = kwargs if moved is None else kwargs | {"device": torch.device("meta")}
     try:
         shapes = operator(*tree_map(_on_meta, args), **tree_map(_on_meta, options))
-    except (NotImplementedError, RuntimeError):  # its result's shape depends on numbers
+    except (NotImplementedError, RuntimeError):  # its result's shape depends on values
         return None
     if tree_any(lambda like: not isinstance(like, Tensor), shapes):
         return None
@@ -115,7 +115,7 @@ def _defer(
     stored = exact = rows = None
     if same and isinstance(source, DeferredTensor):
         stored, exact, rows = source.stored, source.exact, source.rows
-        if rows is not None and exact is None:  # quantized numbers are not rounded in between
+        if rows is not None and exact is None:  # quantized values are not rounded in between
             rows = partial(_cast, rows, shapes.dtype)
     where = device if moved is None else torch.device(moved)
 
@@ -135,13 +135,13 @@ def _cast(rows: Callable[[int, int], Tensor], dtype: torch.dtype, start: int, en
 
 
 def _has_parts(weight: Tensor) -> bool:
-    """Return whether a weight can be made in parts; in 16 bits, sums would be rounded otherwise."""
+    """Return whether a weight can be computed in parts; in 16 bits, sums would differ."""
     deferred = isinstance(weight, DeferredTensor) and weight.rows is not None
     return deferred and weight.dtype == torch.float32
 
 
 def _multiply(x: Tensor, weight: DeferredTensor, bias: Tensor | None = None) -> Tensor:
-    """Compute a linear layer, with its weight's numbers made in parts."""
+    """Compute a linear layer, computing its weight in parts."""
     assert weight.rows is not None
     outputs, inputs = weight.shape
     out = x.new_empty(*x.shape[:-1], outputs)
@@ -158,13 +158,13 @@ def _part(run: Callable[[], Any], number: int) -> Tensor:
     return part
 
 
-def present(value: Any) -> Any:  # noqa: ANN401 - whatever operators take
-    """Return a deferred tensor's numbers; anything else as it is."""
+def present(value: Any) -> Any:  # noqa: ANN401 - operators' arguments
+    """Return a deferred tensor's values; other objects unchanged."""
     return value.make() if isinstance(value, DeferredTensor) else value
 
 
 def in_float32(weight: Tensor) -> DeferredTensor:
-    """Return a weight in float32, deferred; of a quantized one on a CPU, its exact numbers."""
+    """Return a deferred float32 weight; on a CPU, a quantized weight's exact values."""
     exact = rows = None
     if isinstance(weight, DeferredTensor) and weight.device.type == "cpu":
         exact, rows = weight.exact, weight.rows
@@ -185,8 +185,8 @@ def _on_meta(value: Any) -> Any:  # noqa: ANN401
 
 
 def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
-    """Yield the dictionary, the name and the tensor of each weight of a module itself."""
-    for kept in (module._parameters, module._buffers):  # noqa: SLF001 - to put others there
+    """Yield the dictionary, the name and the tensor of each of a module's own weights."""
+    for kept in (module._parameters, module._buffers):  # noqa: SLF001 - to replace them
         yield from (
             (kept, name, tensor) for name, tensor in list(kept.items()) if tensor is not None
         )
@@ -194,10 +194,10 @@ def own_tensors(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, Tensor
 
 @contextmanager
 def held(module: nn.Module) -> Iterator[None]:
-    """Keep the numbers of a module's deferred weights within, which are used many times.
+    """Materialize a module's deferred weights within the context, for repeated use.
 
     Args:
-        module: The module; weights that are replaced or removed within stay so.
+        module: The module; weights replaced or removed within the context stay so.
     """
     kept = _hold(module)
     try:
@@ -209,16 +209,16 @@ def held(module: nn.Module) -> Iterator[None]:
 
 
 def hold(model: nn.Module) -> None:
-    """Keep the numbers of all of a model's weights from now on.
+    """Materialize all of a model's deferred weights for good.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
     """
     _hold(model)
 
 
 def _hold(module: nn.Module) -> list[tuple[dict[str, Any], str, Tensor, Tensor]]:
-    """Replace deferred weights; return their dictionaries, names, selves and replacements."""
+    """Replace deferred weights; return each one's dictionary, name, original and replacement."""
     made: dict[Tensor, Tensor] = {}  # tied weights stay tied
     kept: list[tuple[dict[str, Any], str, Tensor, Tensor]] = []
     for weights, name, tensor in list(chain.from_iterable(map(own_tensors, module.modules()))):

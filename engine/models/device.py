@@ -1,4 +1,4 @@
-"""Choose the device that runs the model."""
+"""Chooses the device that runs the model."""
 
 import torch
 
@@ -7,7 +7,7 @@ from octavo.kernels import BACKENDS
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that `auto` or a backend's name stands for.
+    """Return the device for `auto` or a backend's name.
 
     Raises:
         UnsupportedModelError: This machine has no such device.

@@ -1,4 +1,4 @@
-"""The types of weights and of the KV cache that settings stand for."""
+"""The dtypes of weights and of the KV cache, from their settings."""
 
 import torch
 from transformers import PreTrainedConfig
@@ -7,11 +7,11 @@ from octavo.kernels.gpu import e4m3_dtype
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """Return the dtype that `auto` or a dtype's name stands for.
+    """Return the dtype for `auto` or a dtype's name.
 
-    `auto` is the checkpoint's dtype, except on a CPU: there it is bfloat16 in place of float16,
-    which CPUs are slow at. Without Octavo's kernels for linear layers it is float32 there if the
-    CPU lacks AVX-512: PyTorch is slow at bfloat16 then.
+    `auto` is the checkpoint's dtype, except that on a CPU bfloat16 replaces float16, which is slow
+    on CPUs. Without Octavo's linear kernels, a CPU without AVX-512 uses float32, as PyTorch's
+    bfloat16 is slow on it.
     """
     if name != "auto":
         chosen = getattr(torch, name)
@@ -31,7 +31,7 @@ def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> t
 
     Args:
         name: Value of `EngineSettings.kv_cache_dtype`; devices have different types for fp8_e4m3.
-        dtype: Type of the weights, which `auto` stands for.
+        dtype: Dtype of the weights, used for `auto`.
         device: The cache's device.
     """
     if name == "fp8_e4m3":

@@ -1,8 +1,8 @@
-"""Makes a model from its config alone, with weights that take no memory.
+"""Creates a model from its config alone, with weights that take no memory.
 
-A weight is one zero in memory, with the weight's shape. The model runs: operators that take a
-large weight return zeros of the right shape at once. So everything about a model can be learned
-that does not depend on its weights: its attention, its states, its size.
+A weight is one zero in memory, with the weight's shape. The model runs: operators on a large weight
+immediately return zeros of the right shape. So a run shows all properties that do not depend on
+weights: attention, states, sizes.
 """
 
 import math
@@ -27,11 +27,11 @@ LARGE = 1 << 22
 
 
 def make_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Return a model whose weights and buffers have shapes, but no numbers: it cannot run.
+    """Return a model whose weights and buffers have shapes but no values: it cannot run.
 
     Args:
-        config: The model's.
-        dtype: Type of its weights.
+        config: The model's config.
+        dtype: Dtype of its weights.
     """
     with torch.device("meta"), no_init_weights():
         model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
@@ -46,17 +46,17 @@ def make_empty(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """Return a model with empty weights, and buffers as transformers computes them.
 
     Args:
-        config: The model's.
-        dtype: Type of its weights.
+        config: The model's config.
+        dtype: Dtype of its weights.
     """
     model: Any = make_on_meta(config, dtype)
     for module in model.modules():
-        for name, buffer in module._buffers.items():  # noqa: SLF001 - as torch offers no other way
+        for name, buffer in module._buffers.items():  # noqa: SLF001 - torch offers no other way
             if buffer is not None:
                 module._buffers[name] = torch.zeros_like(buffer, device="cpu")  # noqa: SLF001
-        module._is_hf_initialized = False  # noqa: SLF001 - of transformers; its buffers are not
+        module._is_hf_initialized = False  # noqa: SLF001 - its buffers are not
     for weight in model.parameters():
-        weight._is_hf_initialized = True  # noqa: SLF001 - likewise
+        weight._is_hf_initialized = True  # noqa: SLF001 - torch offers no other way
     model.initialize_weights()
     made: dict[nn.Parameter, nn.Parameter] = {}  # tied weights stay tied
     for module in model.modules():
@@ -75,7 +75,7 @@ def _empty(weight: Tensor) -> nn.Parameter:
 
 @contextmanager
 def running_empty() -> Iterator[None]:
-    """Let operators skip the arithmetic with empty weights."""
+    """Make operators skip the arithmetic with empty weights."""
     with _ZeroResults():  # type: ignore[no-untyped-call]
         yield
 
@@ -123,7 +123,7 @@ def _on_meta(value: object) -> object:
         return torch.device("meta")
     if not isinstance(value, Tensor):
         return value
-    # An empty tensor has no strides that operators could be particular about.
+    # An empty tensor has no strides that operators could depend on.
     if _is_empty(value):
         return torch.empty(value.shape, dtype=value.dtype, device="meta")
     return value.to("meta")
@@ -134,7 +134,7 @@ def _on_cpu(value: object) -> object:
 
 
 def _zeros(shape: torch.Size, dtype: torch.dtype, most: int) -> Tensor:
-    """Return zeros, which take memory if they are fewer than `most`."""
+    """Return zeros; fewer than `most` have their own memory."""
     if math.prod(shape) < most:
         return torch.zeros(shape, dtype=dtype)
     return torch.zeros((), dtype=dtype).expand(shape)

@@ -1,4 +1,4 @@
-"""A step: the function that computes logits, from the model as it is, traced or compiled.
+"""A step: the function that computes logits, with the model eager, traced or compiled.
 
 It takes token ids `[1, num_tokens]` int64, positions `[1, num_tokens]` int64 and the rows to return
 logits of, `[num_rows]` int64, at least one. It returns logits `[num_rows, vocab_size]`. It runs
@@ -22,7 +22,7 @@ class EagerForward(torch.nn.Module):
     def forward(
         self, token_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> torch.Tensor:
-        """Run the model; see the module."""
+        """Run the model; see this module's text."""
         output = self.model(
             input_ids=token_ids,
             position_ids=positions,

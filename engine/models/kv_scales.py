@@ -7,8 +7,8 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.quantization.calibration import calibration_tokens, run_alone
 
 MARGIN = 2.0
-"""Factor by which keys and values may exceed those of the calibration text; larger are clamped.
-A floating-point type loses no precision by this factor."""
+"""Factor by which keys and values may exceed those of the calibration text before they are clamped.
+It costs a floating-point type no precision."""
 
 
 @torch.inference_mode()
@@ -21,7 +21,7 @@ def measure_kv_scales(
         model: The model as loaded.
         shape: Its dimensions.
         path: The model's directory.
-        dtype: Type of the cache.
+        dtype: Dtype of the cache.
     """
     largest = torch.finfo(dtype).max
     layers = run_alone(model, shape, calibration_tokens(path, shape))

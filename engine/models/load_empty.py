@@ -1,4 +1,4 @@
-"""Makes a model without its weights, for what can be said before they are read."""
+"""Creates a model without weights, for checks before reading them."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +35,7 @@ class EmptyModel:
         shape: See `LoadedModel`.
         dtype: See `LoadedModel`.
         cache_dtype: See `LoadedModel`.
-        device: The device that it would run on.
+        device: The device that would run it.
         stored: The format of its checkpoint, if its weights are quantized.
     """
 
@@ -57,7 +57,7 @@ def load_empty(
     kv_cache_dtype: str = "auto",
     max_model_len: int | None = None,
 ) -> EmptyModel:
-    """Make a model from its config alone, and check all that `load` checks without weights.
+    """Create a model from its config alone, and do all checks of `load` that need no weights.
 
     Args:
         path: A directory with a config.
@@ -70,7 +70,7 @@ def load_empty(
 
     Raises:
         UnsupportedModelError: The engine cannot serve the model; the message says why.
-        ModelError: Transformers cannot make it.
+        ModelError: Transformers cannot create it.
     """
     target = choose_device(device)
     with as_model_error(path):

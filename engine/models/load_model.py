@@ -75,9 +75,9 @@ class LoadedModel:
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache; else None.
         device: The model's device.
         check: The self-check of its steps.
-        trial: The self-check with an adapter, if one was asked for; no step has passed it yet.
-        kept: The file of the results that the self-check compares with, if any; see `pass_check`.
-        variant: Further properties that the outcome of the check depends on.
+        trial: The self-check with an adapter, if requested; no step has passed it yet.
+        kept: The cache file of the self-check's reference, if any; see `pass_check`.
+        variant: More properties that affect the outcome of the check.
     """
 
     model: PreTrainedModel
@@ -92,14 +92,14 @@ class LoadedModel:
     variant: str = ""
 
     def pass_check(self, forward: Forward, routing: Routing | None = None) -> None:
-        """Check a step, and remember its reference.
+        """Check a step, and cache its reference.
 
         Args:
-            forward: Computes the model.
-            routing: Forces experts on it, if not the model's own modules.
+            forward: The step.
+            routing: Forces experts on the step; default: on the model's own modules.
 
         Raises:
-            SelfCheckError: It does not pass; nothing is remembered then.
+            SelfCheckError: The step does not pass; then nothing is cached.
         """
         check = self.check if routing is None else self.check.routed(routing)
         variant = f"{self.variant} {type(forward).__name__}"
@@ -120,7 +120,7 @@ class TrialCheck:
 
     Attributes:
         check: The check against transformers' results with the adapter.
-        scales: Scales by the name of each layer that it adapts.
+        scales: Scales by the name of each adapted layer.
     """
 
     check: SelfCheck
@@ -158,16 +158,16 @@ def load_unchecked(
     adapters: bool = False,
     **options: Unpack[LoadOptions],
 ) -> LoadedModel:
-    """Load a model, or this rank's part of it; no step of it has passed its self-check yet.
+    """Load a model, or this rank's part of it; no step has passed the self-check yet.
 
     Args:
         path: A directory or a hub name.
-        world: The ranks that hold the model, all of which call this. Default: this process alone.
-        adapters: Whether it is to take adapters, with this process alone; see `LoadedModel.trial`.
+        world: The ranks that hold the model; all of them call this. Default: this process alone.
+        adapters: Whether the model takes adapters, on a single rank only; see `LoadedModel.trial`.
         **options: The engine's settings.
 
     Raises:
-        SelfCheckError: The structure of the model is not that of transformers' own.
+        SelfCheckError: The model's structure differs from transformers' own.
         UnsupportedModelError: The engine cannot serve the model; the message says why.
         ModelError: Transformers cannot load it.
         OSError: There is no such model.
@@ -254,16 +254,16 @@ def _expect(  # noqa: PLR0917
     known: Reference | None,
     adapters: bool,
 ) -> tuple[Reference, TrialReference | None, Forward]:
-    """Return the references without and with the trial adapter, and the step that is checked.
+    """Return the references without and with the trial adapter, and the checked step.
 
     Args:
-        model: The model with its own attention, or this rank's part of it.
-        source: The place that it is from.
+        model: The model with transformers' own attention, or this rank's part of it.
+        source: Its files.
         shape: Its dimensions.
-        routing: Its layers of experts.
+        routing: The routing of its expert layers.
         world: The ranks that hold it.
-        known: The results that it must compute, if they are remembered.
-        adapters: Whether it is to take adapters.
+        known: The cached reference, if any.
+        adapters: Whether it takes adapters.
     """
     forward: Forward = EagerForward(model)
     if world is not None:
@@ -286,7 +286,7 @@ def _pack(
     scheme: Scheme | None,
     checkpoint: QuantizedCheckpoint | None,
 ) -> float:
-    """Quantize a model's weights, lay them out for the CPU kernels and return the tolerance."""
+    """Quantize a model's weights, pack them for the CPU kernels and return the tolerance."""
     # Imported here because it loads the CPU kernels.
     from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
     from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
@@ -323,7 +323,7 @@ def _pack_on_gpu(
     if checkpoint is not None:
         tolerance = pack_checkpoint_on_gpu(model, checkpoint, device)
     hold(model)
-    nn.Module.to(model, device)  # the model's own method has no types for it
+    nn.Module.to(model, device)  # the model's own method is untyped
     fuse_linears(model)
     group_experts(model)
     return tolerance

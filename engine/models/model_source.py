@@ -1,4 +1,4 @@
-"""A model's files, and how its weights are read from them."""
+"""A model's files, and how to read its weights from them."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +26,13 @@ from octavo.engine.parallel.world import World
 
 @dataclass(frozen=True, slots=True)
 class ModelSource:
-    """A model's files, and how its weights are read from them.
+    """A model's files, and how to read its weights from them.
 
     Attributes:
         path: A directory or a hub name.
-        config: The model's.
+        config: The model's config.
         checkpoint: Its checkpoint if its weights are quantized.
-        dtype: Type of its weights.
+        dtype: Dtype of its weights.
         device: The model's device.
         max_model_len: See `EngineSettings`.
         deferred: Whether large weights stay in the files until they are packed.
@@ -56,14 +56,14 @@ class ModelSource:
         *,
         quantized: bool,
     ) -> "ModelSource":
-        """Read everything but the weights.
+        """Read everything except the weights.
 
         Args:
             path: See the attributes.
             dtype: See `EngineSettings`.
             device: See the attributes.
             max_model_len: See the attributes.
-            quantized: Whether weights are to be quantized.
+            quantized: Whether the weights will be quantized.
         """
         checkpoint = open_checkpoint(path)
         config = read_config(path, quantized=checkpoint is not None)
@@ -83,7 +83,7 @@ class ModelSource:
                 self.config,
                 self.checkpoint,
                 dtype=self.dtype,
-                attn_implementation="eager",  # which all classes have
+                attn_implementation="eager",  # all classes have it
                 device_map=self.device,
                 deferred=self.deferred,
             )
@@ -99,7 +99,7 @@ class ModelSource:
         return load_shard(self.path, self.config, self.dtype, plan, world)
 
     def place(self, block_size: int) -> Path | None:
-        """Return the file that remembers its checks' outcome; None if it is in no directory.
+        """Return the cache file of its checks' outcome; None if the model is in no directory.
 
         Args:
             block_size: Tokens per block.
@@ -115,8 +115,8 @@ class ModelSource:
         return place_of(Path(self.path), settings)
 
     def measure_rounding(self, known: Reference, number: int) -> Reference:
-        """Add the rounding errors of one pass of transformers' forward pass; see `SelfCheck`."""
-        model = replace(self, deferred=True).read()  # there may be no memory for another one
+        """Add the rounding errors of one forward pass of transformers; see `SelfCheck`."""
+        model = replace(self, deferred=True).read()  # memory may not hold another one
         model.train(mode=False)
         fix_context(model, self.max_model_len)
         set_attention(model, reference_attention(self.config))

@@ -24,7 +24,7 @@ from octavo.kernels.ops import check_supported
 
 @contextmanager
 def as_model_error(path: str) -> Iterator[None]:
-    """Turn errors of transformers into a ModelError."""
+    """Convert errors of transformers to a ModelError."""
     try:
         yield
     except ModelError:
@@ -35,7 +35,7 @@ def as_model_error(path: str) -> Iterator[None]:
 
 @contextmanager
 def as_unsupported(path: str) -> Iterator[None]:
-    """Turn errors of a model's code into an UnsupportedModelError."""
+    """Convert errors of a model's code to an UnsupportedModelError."""
     try:
         yield
     except SelfCheckError as error:
@@ -58,7 +58,7 @@ def check_kernels(
     cache_dtype: torch.dtype,
     device: torch.device,
 ) -> None:
-    """Refuse layers that no kernel computes."""
+    """Refuse layers that no kernel supports."""
     for layer in set(shape.layers):
         check_supported(
             num_heads=layer.num_heads,
@@ -79,7 +79,7 @@ def check_quantization(
     device: torch.device,
     stored_format: Format | None,
 ) -> None:
-    """Refuse a model or device that `quantization`, which is not "none", does not work with."""
+    """Refuse a model or device that does not support `quantization`, which is not "none"."""
     if stored_format is not None:
         raise already_quantized(path, stored_format.description, quantization)
     scheme = find_scheme(quantization)
@@ -99,11 +99,11 @@ def check_room(model: PreTrainedModel, source: ModelSource, quantization: str) -
         quantization: See `EngineSettings`.
 
     Raises:
-        ModelError: They do not; the message names what would.
+        ModelError: They do not fit; the message names quantizations that would.
     """
     free = memory_of(source.device).available
     if sum(weight.nbytes for weight in {*model.parameters(), *model.buffers()}) <= free:
-        return  # they take no more once they are packed
+        return  # packing takes no more
     stored = None if source.checkpoint is None else source.checkpoint.format
     empty = make_empty(source.config, source.dtype)
     if why := why_no_room(sizes_by_quantization(empty, source.device, stored), quantization, free):

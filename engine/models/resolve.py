@@ -1,4 +1,4 @@
-"""Resolution of an engine's `--model` to a directory."""
+"""Resolves an engine's `--model` to a directory."""
 
 from octavo.common.models.resolve import DEMO, gguf_file, resolve_checkpoint
 from octavo.common.models.resolve import resolve_config as resolve_checkpoint_config
@@ -11,7 +11,7 @@ def resolve(model: str, *, packed: bool = False) -> str:
     Args:
         model: "demo", a GGUF file, a local directory or a hub name, perhaps with @REVISION. "demo"
             and GGUF files are converted into the cache on first use.
-        packed: Whether a GGUF file's weights stay in its blocks where they can.
+        packed: Whether a GGUF file's weights stay in its blocks if possible.
 
     Raises:
         ModelError: The path holds no model, the name is invalid, the conversion failed, or the hub
@@ -34,7 +34,7 @@ def resolve_config(model: str, *, packed: bool = False) -> str:
 
 
 def _converted(model: str, *, packed: bool) -> str | None:
-    """Return the directory that a GGUF file is converted to; None if a name is not such a file.
+    """Return the directory of a converted GGUF file; None if a name is not such a file.
 
     Raises:
         ModelError: The file cannot be fetched or converted.

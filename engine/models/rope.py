@@ -1,10 +1,10 @@
 """Fixes rotary embeddings whose frequencies depend on the batch.
 
-In transformers, two kinds depend on the longest position in a forward pass. LongRoPE
+In transformers, two types depend on the longest position in a forward pass. LongRoPE
 (https://arxiv.org/abs/2402.13753) has one set of frequencies up to the original context and one
 beyond; dynamic NTK scaling recomputes them beyond it. A request would then change the frequencies
-of others in its batch, and of its own cached keys. So an engine uses one set, chosen by the longest
-sequence that it accepts.
+of others in its batch, and of its own cached keys. So an engine uses one set, chosen by the maximum
+sequence length.
 """
 
 from typing import Any
@@ -14,23 +14,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 FIXED = "fixed_by_octavo"
-"""The type of a rotary embedding that is not updated any more."""
+"""Type name of a rotary embedding with fixed frequencies."""
 BATCH_DEPENDENT = ("dynamic", "longrope")
 
 
 def fix_rope(model: PreTrainedModel, max_position: int, max_model_len: int | None) -> int:
-    """Fix the frequencies of rotary embeddings that depend on the batch, if there are any.
+    """Fix the frequencies of rotary embeddings that depend on the batch.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
         max_position: The context in the model's config.
-        max_model_len: The longest sequence, if the user set it.
+        max_model_len: The maximum sequence length, if the user set it.
 
     Returns:
-        The model's context: beyond the original one only if the user asked for more.
+        The model's context: beyond the original one only if the user set more.
 
     Raises:
-        NotImplementedError: The model chooses its frequencies itself.
+        NotImplementedError: The model's own code chooses its frequencies.
     """
     config: Any = model.config.get_text_config(decoder=True)
     kinds = [kind for kind in _parameters(config) if _is_batch_dependent(kind["rope_type"])]
@@ -52,7 +52,7 @@ def fix_rope(model: PreTrainedModel, max_position: int, max_model_len: int | Non
 
 
 def _original(kind: dict[str, Any], max_position: int) -> int:
-    """Return the context of the model's first training, which has the first set of frequencies."""
+    """Return the original context, which uses the first set of frequencies."""
     if "dynamic" in kind["rope_type"]:
         return max_position
     return int(kind.get("original_max_position_embeddings", max_position))
@@ -62,8 +62,8 @@ def _is_batch_dependent(rope_type: str) -> bool:
     return any(kind in rope_type for kind in BATCH_DEPENDENT)
 
 
-def _parameters(config: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - has no such declared field
-    """Return the config's rotary parameters: one set, or one for each type of layer."""
+def _parameters(config: Any) -> list[dict[str, Any]]:  # noqa: ANN401 - no declared field
+    """Return the config's rotary parameters: one set, or one per type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     sets = [parameters] if "rope_type" in parameters else parameters.values()
     return [kind for kind in sets if isinstance(kind, dict) and "rope_type" in kind]

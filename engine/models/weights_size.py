@@ -1,4 +1,4 @@
-"""The memory that a model's weights take, as they are and quantized."""
+"""The memory of a model's weights, unquantized and quantized."""
 
 from collections.abc import Mapping
 from itertools import chain
@@ -19,18 +19,18 @@ from octavo.engine.models.quantization.checkpoints.base import Format
 from octavo.engine.models.quantization.on_gpu import tied_embeddings
 
 EXPERT_PRODUCT = "down_proj"
-"""The usual name of an expert's product, looked up in a config's lists of layers."""
+"""The usual name of an expert's product, for look-ups in a config's lists of layers."""
 
 
 def weight_bytes(
     model: PreTrainedModel, quantization: str, device: torch.device, stored: Format | None = None
 ) -> int:
-    """Return about how many bytes a model's weights take once they are loaded.
+    """Estimate the bytes of a model's loaded weights.
 
     Args:
-        model: The model as transformers makes it; its weights may be empty.
+        model: Transformers' model; its weights may be empty.
         quantization: Value of `EngineSettings.quantization`.
-        device: The device that it would run on.
+        device: The device that would run it.
         stored: The format of its checkpoint, if its weights are quantized.
     """
     total = sum(weight.nbytes for weight in chain(model.parameters(), model.buffers()))
@@ -40,7 +40,7 @@ def weight_bytes(
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0
     absorbed = absorbed_linears(model)
-    for linear, expansion in absorbed.items():  # packed_latents.py has two products of keys
+    for linear, expansion in absorbed.items():  # packed_latents.py stores two products of keys
         dims = expansion.key_dim + expansion.value_dim
         total += linear.get_parameter("weight").nbytes * expansion.key_dim // dims
     for layer in plain_linears(model) - absorbed.keys():
@@ -63,12 +63,12 @@ def weight_bytes(
 
 
 def why_no_room(weights: Mapping[str, int], quantization: str, free: int) -> str | None:
-    """Return why a model's weights cannot be loaded, and which could be; None if they can.
+    """Return why a model's weights do not fit, and which would; None if they fit.
 
     Args:
-        weights: The bytes that they would take, by quantization.
-        quantization: The one that is asked for.
-        free: The bytes that are free.
+        weights: The bytes of the weights, by quantization.
+        quantization: The requested quantization.
+        free: The free bytes.
     """
     taken = weights[quantization]
     if taken <= free:
@@ -88,7 +88,7 @@ def why_no_room(weights: Mapping[str, int], quantization: str, free: int) -> str
 def sizes_by_quantization(
     model: PreTrainedModel, device: torch.device, stored: Format | None
 ) -> dict[str, int]:
-    """Return about how many bytes a model's weights take, by each quantization that it may have.
+    """Estimate the bytes of a model's weights for each possible quantization.
 
     Args:
         model: See `weight_bytes`.
@@ -128,7 +128,7 @@ def _saved_on_gpu(model: PreTrainedModel, scheme: Scheme | None, stored: Format 
 
 
 def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
-    """Return the bytes that running a quantized checkpoint's weights as stored saves."""
+    """Return the bytes saved by running a quantized checkpoint's weights as stored."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     left, saved = plain_linears(model) - absorbed_linears(model).keys() - {head}, 0
     for path, layer in model.named_modules():
@@ -149,12 +149,12 @@ def _saved_as_stored(model: PreTrainedModel, stored: Format) -> int:
 
 
 def _takes_experts(stored: Format, path: str) -> bool:
-    """Return whether kernels may take the experts of a layer as they are stored."""
+    """Return whether kernels may support a layer's experts as stored."""
     return stored.covers(path) and not stored.permutes_inputs(path)
 
 
 def _saved_at_ends(model: PreTrainedModel, stored: Format) -> int:
-    """Return the bytes that running embeddings and head as stored saves."""
+    """Return the bytes saved by running embeddings and head as stored."""
     embeddings = model.get_input_embeddings()
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     saved = 0
@@ -163,7 +163,7 @@ def _saved_at_ends(model: PreTrainedModel, stored: Format) -> int:
         if layer not in {embeddings, head} or not isinstance(weight, torch.Tensor):
             continue
         if layer is head and isinstance(layer, nn.Linear) and _is_tied(layer, model):
-            saved += weight.nbytes if has_kernels(layer) else 0  # it shares the embeddings' blocks
+            saved += weight.nbytes if has_kernels(layer) else 0  # shares the embeddings' blocks
         elif stored.covers(path):
             bits = stored.kernel_bits(path, weight.shape[1])
             saved += 0 if bits is None else weight.numel() * (weight.itemsize * 8 - bits) // 8

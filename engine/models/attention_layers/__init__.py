@@ -1,7 +1,7 @@
 """Replacements of attention modules that do not call transformers' `AttentionInterface`.
 
-A replacement is a function of the module that calls `attend`. It runs with Octavo's implementations
-of attention; with any other, such as that of a reference run, transformers' own code runs.
+A replacement is a function of the module that calls `attend`. It runs with Octavo's attention
+implementations; with any other, as in a reference run, transformers' own code runs.
 """
 
 import functools
@@ -36,12 +36,12 @@ METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
 }
 """Methods to replace, and their replacements, by the name of a module's class.
 
-A replacement takes the module, the method that it replaces, and the method's arguments.
+A replacement takes the module, the replaced method, and the method's arguments.
 """
 
 REFERENCES = {"falcon": "sdpa"}
-"""Implementations of transformers that models are compared with, by model type, if not "eager".
-Falcon's eager code adds ALiBi twice (transformers 5.23)."""
+"""transformers' reference implementations by model type, if not "eager". Falcon's eager code adds
+ALiBi twice (transformers 5.23)."""
 
 
 def reference_attention(config: PreTrainedConfig) -> str:
@@ -53,7 +53,7 @@ def replace_attention(model: PreTrainedModel) -> None:
     """Replace the attention of a model's modules that are in `METHODS`.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
     """
     config = model.config.get_text_config(decoder=True)
     for module in model.modules():
@@ -67,7 +67,7 @@ def _either(
     module: nn.Module, ours: Callable[..., Any], theirs: Callable[..., Any]
 ) -> Callable[..., Any]:
     @functools.wraps(theirs)
-    def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - as theirs
+    def call(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - as transformers'
         if is_paged(module):
             return ours(module, theirs, *arguments, **keywords)
         return theirs(*arguments, **keywords)

@@ -1,8 +1,8 @@
-"""ALiBi: logits fall linearly with the distance of a key, at a rate of each head.
+"""ALiBi: logits fall linearly with the distance of a key, at a rate per head.
 
-Press et al., "Train Short, Test Long", ICLR 2022. The rates are computed by the model's own code;
-the kernels multiply them with exact distances, in float32, where transformers may round the
-products to the model's dtype.
+Press et al., "Train Short, Test Long", ICLR 2022. The model's own code computes the rates; the
+kernels multiply them by exact distances in float32, where transformers may round the products to
+the model's dtype.
 """
 
 from collections.abc import Callable
@@ -14,11 +14,11 @@ SLOPES = "octavo_slopes"
 
 
 def slopes_of(module: Any, compute: Callable[[], Tensor]) -> Tensor:  # noqa: ANN401 - of any class
-    """Return a module's slopes, `[num_heads]` float32, which are computed once.
+    """Return a module's slopes, `[num_heads]` float32, computed once.
 
     Args:
-        module: Keeps them as a buffer.
-        compute: Returns them.
+        module: The module, which keeps them as a buffer.
+        compute: Returns the slopes.
     """
     if SLOPES not in module._buffers:  # noqa: SLF001 - a missing attribute would raise
         assert isinstance(module, nn.Module)

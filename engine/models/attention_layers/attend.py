@@ -8,7 +8,7 @@ from transformers import AttentionInterface
 from octavo.engine.attention.interface import PAGED_ATTENTION, PROBE
 
 OWN_CONFIG = "octavo_config"
-"""A replaced module's attribute: the config that names the implementation of its attention."""
+"""Attribute of a replaced module: the config that names its attention implementation."""
 
 
 def is_paged(module: nn.Module) -> bool:
@@ -23,7 +23,7 @@ def is_probed(module: nn.Module) -> bool:
 
 def _implementation(module: nn.Module) -> str:
     config: Any = getattr(module, OWN_CONFIG)
-    name: str = config._attn_implementation  # noqa: SLF001 - has no public name
+    name: str = config._attn_implementation  # noqa: SLF001 - no public name
     return name
 
 
@@ -38,7 +38,7 @@ def attend(
     alibi_slopes: Tensor | None = None,
     local_window: int | None = None,
 ) -> Tensor:
-    """Call the implementation of attention that a replaced module's config names.
+    """Call the attention implementation that a replaced module's config names.
 
     Args:
         module: The module.
@@ -47,9 +47,9 @@ def attend(
         value: `[1, num_kv_heads, num_tokens, value_dim]`.
         mask: The mask that the model passed.
         scaling: Factor of the logits.
-        alibi_slopes: `[num_heads]` float32: factors of the distances that are added to logits.
-        local_window: A window that the mask does not have: a token attends to this many tokens,
-            itself included.
+        alibi_slopes: `[num_heads]` float32: factors of the distances added to logits.
+        local_window: A window that the mask does not have: the number of tokens that a token
+            attends to, including itself.
 
     Returns:
         `[1, num_tokens, num_heads * value_dim]`.

@@ -15,7 +15,7 @@ from octavo.engine.models.attention_layers.attend import attend
 def _replacement(
     scaling: Callable[[Any], float], window: Callable[[Any], int | None] = lambda _: None
 ) -> Callable[..., Any]:
-    """Return a replacement for the method of a kind of module.
+    """Return a replacement for the method of a type of module.
 
     Args:
         scaling: The scale of a module's scores.

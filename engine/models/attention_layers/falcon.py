@@ -56,7 +56,7 @@ def _split(module: Any, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return queries, keys and values, each `[1, num_tokens, heads, head_dim]`."""
     fused: Tensor = module.query_key_value(hidden_states)
     heads, kv_heads = module.num_heads, module.num_kv_heads
-    # After the queries of a group come its key head and its value head.
+    # A group's queries are followed by its key head and its value head.
     sizes = kv_heads, heads // kv_heads + 2, module.head_dim
     groups = fused.reshape(*fused.shape[:-1], *sizes)
     return groups[:, :, :, :-2].flatten(2, 3), groups[:, :, :, -2], groups[:, :, :, -1]

@@ -1,8 +1,8 @@
 """Llama 4: queries of layers without rotary embeddings grow with their positions.
 
-transformers' attention counts the positions itself, from the first token of the batch. The layer
-around it knows them, and passes them on. The replaced experts compute the same as transformers'.
-Those make views by the number of tokens at hand, so a trace would fit that number alone.
+transformers' attention counts the positions itself, from the first token of the batch. Here the
+layer around it passes the right positions. The replaced experts compute the same as transformers',
+whose views depend on the current number of tokens: a trace would fit only that number.
 """
 
 from collections.abc import Callable
@@ -57,9 +57,9 @@ def experts_forward(
     theirs: Callable[..., Any],  # noqa: ARG001
     hidden_states: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Replace `Llama4TextMoe.forward`: all experts, of rows scaled by the router's scores.
+    """Replace `Llama4TextMoe.forward`: run all experts on rows scaled by the router's scores.
 
-    A score is 0 for an expert that is not chosen, which then returns 0.
+    An expert that is not chosen has the score 0 and returns 0.
     """
     rows = hidden_states.reshape(-1, module.hidden_dim)
     scores, logits = module.router(rows)

@@ -1,4 +1,4 @@
-"""MPT: ALiBi, with queries, keys and values that may be clipped."""
+"""MPT: ALiBi, and optional clipping of queries, keys and values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -40,7 +40,7 @@ def model_forward(
     *arguments: Any,  # noqa: ANN401
     **keywords: Any,  # noqa: ANN401
 ) -> Any:  # noqa: ANN401
-    """Replace `MptModel.forward`, which needs a mask: give it one that nothing reads."""
+    """Replace `MptModel.forward`, which needs a mask: pass one that nothing reads."""
     if not is_probed(module):
         keywords["attention_mask"] = torch.ones((1, 1, 1, 1), dtype=torch.bool)
     return theirs(*arguments, **keywords)

@@ -1,4 +1,4 @@
-"""Check that a checkpoint has all weights of its model, and the model all of the checkpoint's."""
+"""Checks that a checkpoint has all weights of its model, and that the model uses all of them."""
 
 from typing import Any
 
@@ -14,21 +14,21 @@ from octavo.engine.models.quantization.checkpoints.reader import (
 log = structlog.get_logger(__name__)
 
 CACHE_SCALES = ("k_scale", "v_scale")
-"""Ends of names of tensors that only a quantized KV cache needs."""
+"""Name suffixes of tensors that only a quantized KV cache needs."""
 
 
 def check_weights(path: str) -> None:
     """Refuse a model with missing, misshapen or unused weights.
 
-    transformers would initialize missing ones at random and ignore unused ones, and the model would
-    answer nonsense. This loads the model onto the meta device, which reads no weights. transformers
-    takes care of tied weights and of old names.
+    transformers would initialize missing weights at random and ignore unused ones, and the model
+    would produce nonsense. This loads the model onto the meta device, which reads no weights.
+    transformers handles tied weights and old names.
 
     Args:
         path: The model's directory.
 
     Raises:
-        ModelError: Weights are wrong; the message has their number, and names one.
+        ModelError: Weights are wrong; the message gives their number and one name.
     """
     checkpoint = open_checkpoint(path)
     try:
@@ -41,7 +41,7 @@ def check_weights(path: str) -> None:
             ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
-    except Exception:  # noqa: BLE001 - loading it with weights fails too, and says why
+    except Exception:  # noqa: BLE001 - loading with weights fails too, and says why
         return
     model, loading_info = loaded
     if missing := sorted(loading_info["missing_keys"]):
@@ -58,7 +58,7 @@ def check_weights(path: str) -> None:
 
 
 def _check_unused(path: str, unused: list[str], used: set[str]) -> None:
-    """Refuse tensors that change what a layer of the model computes; warn of others.
+    """Refuse unused tensors that would change a layer's results; warn about others.
 
     Others are common: weights of a vision tower, or of layers that predict further tokens.
 

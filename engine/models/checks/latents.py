@@ -1,8 +1,8 @@
 """Finds attention modules that expand latents to keys and values as `Expansion` does.
 
-Families differ in how they make queries and latents, rotate them and use attention's output; their
-code for that stays. Two things are checked: that `expand_kv` computes the same as `Expansion`, with
-small random weights, and that its results reach attention unchanged, in the probe.
+Families differ in how they compute and rotate queries and latents and use attention's output; their
+code for that stays. Two checks decide: `expand_kv` computes the same as `Expansion` with small
+random weights, and its results reach attention unchanged in the probe.
 """
 
 from collections.abc import Iterator
@@ -19,7 +19,7 @@ from octavo.engine.model_shape import LayerShape
 from octavo.kernels.ops import HEAD_DIM_MULTIPLE, MAX_KEY_DIM, MAX_VALUE_DIM
 
 Expanded = tuple[Tensor, Tensor, Tensor, Tensor]
-"""Latents, rotated elements, and the keys and values that were made from them."""
+"""Latents, rotated elements, and the keys and values computed from them."""
 LINEAR = "kv_b_proj"
 RANK, HEADS, TOKENS = 8, 2, 3
 """Sizes of the small expansion."""
@@ -56,17 +56,17 @@ def _watched(module: nn.Module, expand: Any, calls: dict[nn.Module, Expanded]) -
 def find_expansion(
     module: nn.Module, call: Expanded | None, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Expansion, LayerShape] | None:
-    """Return how a module expands latents, and the layer's shape if latents are kept.
+    """Return a module's expansion of latents, and the layer's shape if latents are cached.
 
     Args:
         module: An attention module.
-        call: Its latest call of `expand_kv`; None if it has made none.
-        query: `[1, num_heads, num_tokens, key_dim]`, as attention is called with it.
-        key: `[1, num_heads, num_tokens, key_dim]`, as attention is called with it.
-        value: `[1, num_heads, num_tokens, key_dim]`, as attention is called with it.
+        call: Its latest call of `expand_kv`; None without calls.
+        query: Attention's argument `[1, num_heads, num_tokens, key_dim]`.
+        key: Attention's argument `[1, num_heads, num_tokens, key_dim]`.
+        value: Attention's argument `[1, num_heads, num_tokens, key_dim]`.
 
     Returns:
-        None if it does not do so, or if latents would not take less memory.
+        None if it expands no latents, or if latents would not take less memory.
     """
     if call is None or call[2] is not key or call[3] is not value:
         return None
@@ -101,7 +101,7 @@ def _has_kernels(shape: LayerShape) -> bool:
 def _is_plain(module: nn.Module, expansion: Expansion, rotated_dim: int) -> bool:
     """Return whether a module's `expand_kv` computes an `Expansion` with a small linear layer.
 
-    The module has that layer and the sizes only, so the result cannot depend on anything else.
+    The module has only that layer and the sizes, so the result cannot depend on anything else.
     """
     generator = torch.Generator().manual_seed(0)
     key_dim, value_dim = expansion.key_dim, expansion.value_dim

@@ -1,4 +1,4 @@
-"""Recognizes the kind of a model's attention mask.
+"""Recognizes the type of a model's attention mask.
 
 transformers describes a mask as a function of (batch, head, query, key). It can be evaluated at any
 position, so a window of 4,096 tokens is found without a prompt of that length.
@@ -11,17 +11,17 @@ import torch
 from transformers.masking_utils import sdpa_mask
 
 MAX_POSITIONS = 1 << 20
-"""Maximum positions to look at."""
+"""Maximum positions to check."""
 KEYS_AHEAD = 8
-"""Keys after the query to look at; none may be visible."""
+"""Number of keys after the query to check; none may be visible."""
 STRIDE = 4_099
-"""Distance of the compared rows, besides those at the mask's edges."""
+"""Distance between the compared rows, besides those at the mask's edges."""
 
 MaskFunction = Callable[..., torch.Tensor]
 
 
 class UnknownMaskError(NotImplementedError):
-    """The kernels do not support this kind of mask."""
+    """The kernels do not support this type of mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +30,7 @@ class Mask:
 
     Attributes:
         window: Length of the window: only keys in (p - window, p]; None: all up to p.
-        chunk: Length of a chunk: only keys since its last multiple; None: all.
+        chunk: Length of a chunk: only keys in the query's chunk; None: all.
     """
 
     window: int | None = None
@@ -47,11 +47,11 @@ FULL = Mask()
 
 
 def recognize(function: MaskFunction, *, max_position: int, use_vmap: bool = False) -> Mask:
-    """Evaluate a mask function on some rows and return the mask that it computes.
+    """Evaluate a mask function on some rows and return its mask.
 
     Args:
-        function: Takes (batch, head, query, key) indices, returns whether the key is visible.
-        max_position: The model's context, up to which to look at the mask.
+        function: Takes (batch, head, query, key) indices; returns whether the key is visible.
+        max_position: The model's context: the limit of checked positions.
         use_vmap: Whether the function does not broadcast.
 
     Raises:
@@ -93,7 +93,7 @@ def recognize(function: MaskFunction, *, max_position: int, use_vmap: bool = Fal
 
 
 def _candidate(first: Callable[[int], int], last: int) -> Mask:
-    """Return the only mask that agrees with the first row that does not see all keys."""
+    """Return the only mask that matches the first row that does not see all keys."""
     if first(last) == 0:
         return FULL
     low, high = 0, last  # row `low` sees all, row `high` does not

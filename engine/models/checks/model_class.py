@@ -1,4 +1,4 @@
-"""Refuse models for which transformers has no class that generates text."""
+"""Refuses models without a text-generating class in transformers."""
 
 from importlib.metadata import version
 from pathlib import Path
@@ -24,17 +24,17 @@ _KINDS = (
     (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "is an encoder"),
     (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, "is an encoder"),
 )
-"""Transformers' tables of models that are not decoder-only language models, each with its kind."""
+"""Transformers' tables of models that are not decoder-only language models, with their kinds."""
 
 
 def check_model_class(path: str) -> None:
-    """Refuse a model that transformers has no class for, or another one than the model asks for.
+    """Refuse a model without a class in transformers, or with another class than it needs.
 
     Args:
         path: The model's directory.
 
     Raises:
-        UnsupportedModelError: The message names the kind of the model, and a kind that works.
+        UnsupportedModelError: The message names the model's kind, and a kind that works.
     """
     config = read_json(Path(path) / CONFIG)
     kind = config.get("model_type")
@@ -68,7 +68,7 @@ def check_model_class(path: str) -> None:
 
 
 def _is_encoder_decoder(path: str) -> bool:
-    """Return whether the model is one, by its config's class if the file lacks the field."""
+    """Return whether it is one, by its config's class if the file lacks the field."""
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception:  # noqa: BLE001 - loading the model fails too, and says why
@@ -77,7 +77,7 @@ def _is_encoder_decoder(path: str) -> bool:
 
 
 def _own_code(config: dict[str, Any]) -> str | None:
-    """Return the class that the model's own code has, as `module.Class`; None if it needs none."""
+    """Return the class in the model's own code, as `module.Class`; None if it needs none."""
     classes = config.get("auto_map")
     if not isinstance(classes, dict) or not classes:
         return None

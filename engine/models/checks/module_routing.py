@@ -1,4 +1,4 @@
-"""Records and forces the choices of a model's layers of experts; see `routing.py`."""
+"""Records and forces the routing of a model's expert layers; see `routing.py`."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ from octavo.engine.models.experts.expert_layer import expert_modules
 
 
 class ModuleRouting:
-    """The layers of experts of a model, whose weights may be replaced later.
+    """The expert layers of a model, whose weights may be replaced later.
 
     Args:
         model: The model, with its own weights.
@@ -24,7 +24,7 @@ class ModuleRouting:
 
     @contextmanager
     def recorded(self) -> Iterator[list[Choice]]:
-        """Record a run within; yield the list that its choices are appended to."""
+        """Record runs within the context; yield the list that their choices are appended to."""
         choices: list[Choice] = []
 
         def record(_: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -35,7 +35,7 @@ class ModuleRouting:
 
     @contextmanager
     def forced(self, choices: Sequence[Choice], first: int) -> Iterator[list[Choice]]:
-        """Let a run within compute the experts of an earlier one; see `Routing`."""
+        """Make a run within the context use an earlier run's routing; see `Routing`."""
         replaced: list[Choice] = []
         with self._hooked(partial(_force, replaced, choices, first)):
             yield replaced
@@ -51,7 +51,7 @@ class ModuleRouting:
 
 
 def _choice(inputs: tuple[Tensor, ...]) -> Choice:
-    """Return a copy of the arguments of a layer."""
+    """Return a copy of a layer's arguments."""
     experts, weights = (tensor.to("cpu", copy=True).contiguous() for tensor in inputs[1:3])
     return Choice(experts, weights.float())
 

@@ -1,6 +1,6 @@
 """Runs a model once to learn its attention, and refuses layers that Octavo has no kernel for.
 
-Configs have many names for the same dimension and lack others. The arguments of the model's
+Configs have many names for one dimension and lack others, but the arguments of the model's
 attention function are always right.
 """
 
@@ -41,12 +41,12 @@ from octavo.kernels.states import ACTIVATIONS
 CONVOLUTION_CHANNELS, SCAN_CHANNELS = 1024, 256
 """Channels per row of a state: rows of some kilobytes fill blocks of any size well."""
 TOKENS = 3
-"""Tokens of the probe's prompt."""
+"""Number of tokens of the probe's prompt."""
 SHIFT = 5
 """The position of the first token in the second run."""
 LINEAR, COMPRESSED = "linear_attention", "compressed"
-"""Values of a config's `layer_types`: a layer that keeps a state, and a part of the names of layers
-whose keys stand for several tokens."""
+"""Values of a config's `layer_types`: a stateful layer, and a part of the names of layers whose
+keys each represent several tokens."""
 
 NAMED_REFUSALS = {
     "sinks": "its attention sinks differ from token to token",
@@ -62,7 +62,7 @@ HARMLESS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits", "logits_to_keep"),
     }
 )
-"""Keywords that repeat the mask, or that paged attention honours."""
+"""Keywords that repeat the mask, or that paged attention supports."""
 
 
 @dataclass(slots=True)
@@ -88,17 +88,17 @@ class _Probe:
 _probe: ContextVar[_Probe] = ContextVar("octavo_probe")
 
 
-@torch.no_grad()  # inference mode does not go with the modes of `running_empty`
+@torch.no_grad()  # inference mode conflicts with the modes of `running_empty`
 def probe(
     model: PreTrainedModel, max_position: int
 ) -> tuple[tuple[LayerShape, ...], tuple[StateShape, ...]]:
     """Run a few tokens through a model.
 
     Returns:
-        The shapes of the calls of attention, and of the calls that keep a state, in order.
+        The shapes of the attention calls, and of the calls that keep a state, in order.
 
-    Leaves the model with paged attention, whose windows and chunks are those of its masks, and with
-    the expansions of latents that `absorb_expansions` is to absorb.
+    It leaves the model with paged attention, with windows and chunks as in its masks, and with the
+    expansions of latents for `absorb_expansions`.
 
     Args:
         model: The model.
@@ -127,7 +127,7 @@ def probe(
 
 
 def _check_layer_types(model: PreTrainedModel, observed: _Probe) -> None:
-    """Refuse layers whose state a run of few tokens does not show.
+    """Refuse layers whose state does not show in a run of few tokens.
 
     Raises:
         NotImplementedError: A config names such layers.
@@ -169,7 +169,7 @@ def _run(model: PreTrainedModel, max_position: int, shift: int | None = None) ->
 
 
 class _Calls(TorchFunctionMode):
-    """Records which rows of embeddings a model looks up, and refuses convolutions.
+    """Records the rows of embeddings that a model looks up, and refuses convolutions.
 
     Args:
         observed: The record that gets them.
@@ -189,7 +189,7 @@ class _Calls(TorchFunctionMode):
         """Call a function; record the rows if it looks up embeddings.
 
         Raises:
-            NotImplementedError: It is a convolution, which needs a state that Octavo does not keep.
+            NotImplementedError: It is a convolution, whose state Octavo does not keep.
         """
         if function is conv1d:
             raise NotImplementedError("it convolves over tokens in its own code")
@@ -199,13 +199,13 @@ class _Calls(TorchFunctionMode):
 
 
 def _count(rows: torch.Tensor) -> bool:
-    """Return whether rows count the tokens, as only positions do: the tokens are all the same."""
+    """Return whether rows count up: only positions do so, as all tokens are the same."""
     return len(rows) == TOKENS and bool((rows.diff() == 1).all())
 
 
 @contextmanager
 def _following(model: PreTrainedModel, observed: _Probe) -> Iterator[None]:
-    """Record which modules run, the innermost last."""
+    """Record the running modules, the innermost last."""
     hooks = []
     for module in model.modules():
         hooks.append(module.register_forward_pre_hook(lambda m, _: observed.running.append(m)))
@@ -222,7 +222,7 @@ def _drop_last(modules: list[torch.nn.Module]) -> None:
 
 
 def _record_state(observed: _Probe, name: str, arguments: dict[str, Any]) -> Any:  # noqa: ANN401
-    """Replace a function that updates a state: record the call, return zeros."""
+    """Replace a function that updates a state: record the call and return zeros."""
     observed.keepers.setdefault(observed.running[-1], []).append(len(observed.states))
     if name == CONVOLUTION:
         channels, width = arguments["weight"].shape
@@ -246,7 +246,7 @@ def _record_state(observed: _Probe, name: str, arguments: dict[str, Any]) -> Any
 
 
 def _in_rows(channels: int, width: int, most: int, full_precision: bool) -> StateShape:
-    """Return the shape of a state of each channel, in rows of at most `most` channels."""
+    """Return the shape of a state per channel, in rows of at most `most` channels."""
     per_row = min(channels, most)
     return StateShape(-(-channels // per_row), (per_row, width), full_precision)
 
@@ -263,10 +263,10 @@ def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Switch a model to another attention implementation."""
-    if model._can_set_attn_implementation():  # noqa: SLF001 - has no public name
+    if model._can_set_attn_implementation():  # noqa: SLF001 - no public name
         model.set_attn_implementation(name)
         return
-    # transformers would not switch a class that does not call its interface.
+    # transformers does not switch classes that do not call its interface.
     for config in (model.config, model.config.get_text_config(decoder=True)):
         config._attn_implementation_internal = name  # noqa: SLF001
 
@@ -277,7 +277,7 @@ def _make_mask(
     use_vmap: bool = False,
     **arguments: Any,  # noqa: ANN401 - as `sdpa_mask` takes them
 ) -> torch.Tensor:
-    """Replace transformers' mask functions: make the mask and record its kind."""
+    """Replace transformers' mask functions: create the mask and record its type."""
     state = _probe.get()
     arguments |= {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
     tensor = sdpa_mask(mask_function=mask_function, use_vmap=use_vmap, **arguments)
@@ -285,7 +285,7 @@ def _make_mask(
     mask: Mask | UnknownMaskError
     try:
         mask = recognize(mask_function, max_position=state.max_position, use_vmap=use_vmap)
-    except UnknownMaskError as error:  # matters only if a layer takes it
+    except UnknownMaskError as error:  # matters only if a layer uses it
         mask = error
     state.masks.append((tensor, tensor.clone(), mask))
     return tensor
@@ -299,7 +299,7 @@ def _record(
     attention_mask: torch.Tensor | None,
     **keywords: Any,  # noqa: ANN401 - whatever models pass
 ) -> tuple[torch.Tensor, None]:
-    """Replace attention: record the call, return zeros."""
+    """Replace attention: record the call and return zeros."""
     state = _probe.get()
     layer = len(state.layers)
     _check_call(module, (query, key, value), keywords)
@@ -325,7 +325,7 @@ def _record(
 def _find_source(
     state: _Probe, shape: LayerShape, key: torch.Tensor, value: torch.Tensor
 ) -> int | None:
-    """Return the earlier call that attends alike to the very same keys and values."""
+    """Return the earlier call with the same mask, keys and values."""
     for layer, (other_key, other_value) in enumerate(state.operands):
         if key is other_key and value is other_value and state.layers[layer] == shape:
             return layer
@@ -358,10 +358,10 @@ def _check_call(
 
 
 def _find_mask(state: _Probe, layer: int, passed: torch.Tensor | None) -> Mask:
-    """Return a layer's mask, recognized by the tensor made for it.
+    """Return a layer's mask, recognized by its tensor.
 
     Raises:
-        UnknownMaskError: The kernels do not support it, or the model made or changed it itself.
+        UnknownMaskError: The kernels do not support it, or the model created or changed it itself.
     """
     if passed is None:
         raise UnknownMaskError(f"its layer {layer} has no mask, so its attention is not causal")

@@ -17,16 +17,16 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.routing import Choice
 from octavo.engine.models.checks.widened import is_narrow, is_small, widened
 
-if TYPE_CHECKING:  # it imports transformers, which is slow
+if TYPE_CHECKING:  # slow: imports transformers
     from octavo.engine.models.checks.module_routing import ModuleRouting
 
 TOKENS = 40
 ROWS = (*range(0, TOKENS - 2, 2), TOKENS - 1)
-"""Tokens whose logits are compared. Rounding changes a few rows far more than the others, so there
-must be many rows for a quantile of their errors."""
+"""Number of tokens whose logits are compared. Rounding changes a few rows far more than the others,
+so a quantile of their errors needs many rows."""
 PASSES = 4
-"""Forward passes in 16 bits that measure the rounding error. In some models the first row's error
-is the largest, and it differs by a factor of two from pass to pass."""
+"""Number of 16-bit forward passes that measure the rounding error. In some models the first row has
+the largest error, and it differs by a factor of two between passes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Reference:
         tokens: `[TOKENS]` int64 token ids, on the CPU.
         logits: `[len(ROWS), vocab_size]` float32, on the CPU.
         rounding: `[passes * len(ROWS)]` float32, the errors of transformers' logits in the model's
-            own dtype, with the same choices; zeros in float32, and while they are not measured.
-        choices: Choices of each layer of experts, in order.
-        free: Whether the logits are those of a checked step that chose its experts itself.
-        passed: The settings with which a step has passed all checks by it.
+            own dtype, with the same choices; zeros in float32, and before they are measured.
+        choices: Choices of each expert layer, in order.
+        free: Whether the logits are from a checked step that chose its experts itself.
+        passed: The settings with which a step has passed all checks against it.
     """
 
     tokens: Tensor
@@ -91,12 +91,12 @@ def reference(
 ) -> Reference:
     """Run transformers' forward pass.
 
-    The rounding errors of a large model are not measured, which takes long; see `with_rounding`.
+    It does not measure a large model's rounding errors, which takes long; see `with_rounding`.
 
     Args:
-        model: A transformers model with its attention, not Octavo's.
+        model: A transformers model with transformers' own attention.
         shape: Its dimensions.
-        routing: Its layers of experts.
+        routing: The routing of its expert layers.
         device: The device to run on. Default: that of its weights.
     """
     generator = torch.Generator().manual_seed(0)
@@ -123,8 +123,8 @@ def with_rounding(
 ) -> Reference:
     """Add the errors of transformers' forward passes in the model's own dtype.
 
-    All but the first pass round embeddings once more, at random, so that all results are
-    rounded differently.
+    All but the first pass perturb embeddings at random, so that all results are rounded
+    differently.
 
     Args:
         expected: The results in float32.
@@ -132,7 +132,7 @@ def with_rounding(
         routing: See `reference`.
         device: See `reference`.
         passes: The number of passes.
-        first: The number of the first.
+        first: The number of the first pass.
     """
     errors = [expected.rounding] if first else []
     for number in range(first, first + passes):
@@ -144,7 +144,7 @@ def with_rounding(
 
 @contextmanager
 def _rounded_again(model: Any, number: int) -> Iterator[None]:  # noqa: ANN401
-    """Change a model's embeddings at random, by up to half a unit in the last place, within.
+    """Within the context, change a model's embeddings at random by up to half an ulp.
 
     Args:
         model: The model.
@@ -166,14 +166,14 @@ def _rounded_again(model: Any, number: int) -> Iterator[None]:  # noqa: ANN401
 
 
 def forward_logits(model: nn.Module, tokens: Tensor, device: torch.device | None = None) -> Tensor:
-    """Return the compared rows of a model's logits in float32, on the CPU; as `reference`."""
+    """Return the compared rows of a model's logits as `reference` does, in float32 on the CPU."""
     device = device or next(model.parameters()).device
     logits: Tensor = model(input_ids=tokens[None].to(device), use_cache=False).logits[0]
     return logits[compared_rows(len(tokens))].float().cpu().contiguous()
 
 
 def compared_rows(count: int) -> list[int]:
-    """Return the rows of the first `count` tokens that are compared."""
+    """Return the compared rows among the first `count` tokens."""
     return [row for row in ROWS if row < count]
 
 

@@ -1,7 +1,7 @@
-"""Remembers the results of transformers' forward pass of a large model, from start to start.
+"""Caches the results of transformers' forward pass of a large model across starts.
 
-The pass takes longer than the rest of a start. It depends on the files, the libraries and this code
-alone; after a change of these it runs again.
+The pass takes longer than the rest of a start. It depends only on the files, the libraries and this
+code; after a change of these it runs again.
 """
 
 import hashlib
@@ -21,17 +21,17 @@ from octavo.kernels.machine import cpu_identity
 
 FOLDER = "references"
 MAX_REMEMBERED = 16
-"""Maximum models that are remembered: the latest ones. Each has a few megabytes."""
+"""Maximum cached models, the latest ones. Each takes a few megabytes."""
 CODE = Path(__file__).resolve().parents[2], Path(kernels.__file__).resolve().parent
 SOURCES = {".py", ".cpp", ".h"}
 
 
 def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
-    """Return the file that remembers a model loaded with these settings; it may not exist yet.
+    """Return the cache file of a model with these settings; it may not exist yet.
 
     Args:
-        directory: The model's.
-        settings: Further settings that the outcome of its checks depends on.
+        directory: The model's directory.
+        settings: More settings that affect the outcome of its checks.
     """
     files = (file for file in directory.iterdir() if file.is_file())
     paths = [*files, *(Path(path) for path, _ in TensorLocations.read(directory).files)]
@@ -49,17 +49,17 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
 
 
 def recall(place: Path) -> Reference | None:
-    """Return the remembered reference; None if there is none."""
+    """Return the cached reference; None if there is none."""
     try:
         reference = Reference.load(place)
         os.utime(place)
-    except Exception:  # noqa: BLE001 - safetensors has errors of its own for damaged files
+    except Exception:  # noqa: BLE001 - safetensors has its own errors
         return None
     return reference
 
 
 def remember(place: Path, reference: Reference) -> None:
-    """Remember the reference of a model that passed its checks; forget the oldest."""
+    """Cache the reference of a model that passed its checks; remove the oldest."""
     with suppress(OSError):  # a full or read-only cache only costs time
         place.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
         made = place.with_suffix(f".{os.getpid()}")

@@ -1,12 +1,12 @@
-"""Records the experts that a model chooses for each token, and makes it compute another run's.
+"""Records the experts that a model chooses for each token, and forces another run's choices.
 
-Two experts may be nearly as good for a token. Then rounding alone decides which of them computes
-it, and its logits in 16 bits may be far from those of the same model computed in another order. So
-where a model is compared with another run of it, it computes the experts that this run chose, and
-its own choices are compared apart from the logits.
+Two experts may be nearly equally good for a token. Then rounding decides which one computes it, and
+its 16-bit logits may differ a lot from those of the same model in another order of computation. So
+when a model is compared with another run, it uses that run's routing, and its own choices are
+compared separately from the logits.
 
-`OperatorRouting` forces experts on any step whose experts are the operator of `packed_experts.py`,
-traced ones among them; `module_routing.py` on the modules of a model.
+`OperatorRouting` forces experts on any step, traced or not, whose experts are the operator of
+`packed_experts.py`; `module_routing.py` forces them on a model's modules.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ class Choice(NamedTuple):
     weights: Tensor
 
     def part(self, start: int, end: int) -> "Choice":
-        """Return the choice of some tokens."""
+        """Return some tokens' choice."""
         return Choice(self.experts[start:end], self.weights[start:end])
 
     def unlike(self, expected: "Choice") -> float:
@@ -40,18 +40,18 @@ class Choice(NamedTuple):
     def weight_error(self, expected: "Choice") -> float:
         """Return the relative error of the weights of another run's choice.
 
-        A token counts only if all its experts are the same: a weight may be a share of their sum.
+        A token counts only if all its experts are equal: a weight may be a share of their sum.
         """
         same = self._common(expected).all(1)
         weights, other = (choice.sorted_weights()[same] for choice in (self, expected))
         return float((weights - other).norm() / other.norm().clamp_min(1e-12))
 
     def _common(self, expected: "Choice") -> Tensor:
-        """Return which experts another run chose too, `[num_tokens, chosen]` bool."""
+        """Return whether another run also chose each expert, `[num_tokens, chosen]` bool."""
         return (self.experts[:, :, None] == expected.experts[:, None, :]).any(2)
 
     def sorted_weights(self) -> Tensor:
-        """Return the weights in the order of the experts' numbers."""
+        """Return the weights in the order of expert numbers."""
         return self.weights.gather(1, self.experts.argsort(1))
 
 
@@ -59,14 +59,14 @@ class Routing(Protocol):
     """Forces experts on a step."""
 
     def forced(self, choices: Sequence[Choice], first: int) -> AbstractContextManager[list[Choice]]:
-        """Let a run within compute the experts of an earlier one.
+        """Make a run within the context use an earlier run's routing.
 
         Args:
             choices: Choices of each layer, in order.
-            first: The first row of the run's batch that computes them.
+            first: The first row of the run's batch to force.
 
         Yields:
-            The experts that the run would have chosen for these rows, in order, once it has run.
+            The experts that the run would have chosen for these rows, in order, after it ran.
         """
 
 
@@ -75,10 +75,10 @@ class OperatorRouting:
 
     @contextmanager
     def forced(self, choices: Sequence[Choice], first: int) -> Iterator[list[Choice]]:
-        """Let a run within compute the experts of an earlier one; see `Routing`.
+        """Make a run within the context use an earlier run's routing; see `Routing`.
 
         Raises:
-            NotForcedError: It has other layers of experts.
+            NotForcedError: The run has other expert layers.
         """
         assert kernels is not None
         replaced: list[Choice] = []

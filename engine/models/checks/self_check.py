@@ -7,14 +7,14 @@ Three relations must hold for the logits of some random tokens:
   the context;
 - *chunked*: it returns the same when the prompt is computed in chunks and token by token.
 
-A model whose masks, positions or state are not as Octavo assumes breaks one of them. In 16 bits or
-fewer, rounding hides small faults. So such a model is checked twice: first as a float32 model of
-the same weights (`widened.py`), where rounding hides nothing, and then as it serves.
+A model whose masks, positions or state differ from Octavo's assumptions breaks one of them. In 16
+bits or fewer, rounding hides small faults. So such a model is checked twice: first in float32 with
+the same weights (`widened.py`), where rounding hides nothing, then as it serves.
 
-Rounding may also send a token to another expert of a mixture of experts. So logits are compared
-with the experts that transformers' pass chose, and
+Rounding may also route a token to another expert. So logits are compared under the routing of
+transformers' pass, and
 
-- *routed*: the experts that the step chose itself, and their weights, are those of the pass.
+- *routed*: the step's own choice of experts, and their weights, match the pass.
 """
 
 import math
@@ -49,7 +49,7 @@ log = structlog.get_logger(__name__)
 OWN = 1
 """The compared sequence's number in a batch."""
 BEFORE, AFTER = 17, 5
-"""Tokens of the sequences packed before and after the compared one."""
+"""Numbers of tokens of the sequences packed before and after the compared one."""
 CHUNKS = (19, 38, 39, 40)
 """Ends of the prompt's chunks; chunks of one token are decodes."""
 
@@ -58,31 +58,30 @@ COARSE_FLOAT32_TOLERANCE = 0.01
 """Tolerance on a GPU, whose products may be coarser than float32, and with quantized weights."""
 SIXTEEN_BIT_TOLERANCE = 0.05
 ROUNDING_FACTOR = 2.0
-"""Factor of the errors of transformers' own pass in 16 bits: in 16 bits, a row's greatest error and
-the quantile of all errors may be this many times as large, where that is more."""
+"""In 16 bits, the greatest error of a row and the quantile of all errors may reach this multiple of
+those of transformers' own 16-bit pass, if that exceeds the tolerance."""
 FREE_TOLERANCE = 0.2
 FP8_CACHE_TOLERANCE = 0.35
-"""Largest errors of a row's logits; see `row_errors`. `FREE_TOLERANCE` is of steps in 16 bits that
+"""Maximum errors of a row's logits; see `row_errors`. `FREE_TOLERANCE` is for 16-bit steps that
 choose their experts themselves."""
 QUANTILE = 0.75
-"""The quantile of the rows' errors that must be tolerable. With those two and with quantized
-weights, the greatest error has no limit."""
+"""The quantile of the rows' errors that must be within the tolerance. With those two and with
+quantized weights, the greatest error has no limit."""
 FLOAT32_FLIPS, SIXTEEN_BIT_FLIPS = 0.03, 0.2
-"""Largest shares of a layer's choices that rounding may change. In float32 it may be one of the
-prompt's tokens, where two experts are equally good for it; with an fp8 cache, as many as in 16
-bits."""
+"""Maximum shares of a layer's choices that rounding may change. In float32 it is one of the
+prompt's tokens, as two experts may be equally good; with an fp8 cache, as many as in 16 bits."""
 
 
 class SelfCheckError(ModelError):
-    """The model's logits are not those of transformers' own forward pass."""
+    """The model's logits differ from those of transformers' own forward pass."""
 
 
 class _Limit(NamedTuple):
     """Maximum errors of rows.
 
     Attributes:
-        usual: The limit of the quantile of the rows' errors.
-        greatest: The limit of the greatest error.
+        usual: Maximum of the quantile of the rows' errors.
+        greatest: Maximum of the greatest error.
     """
 
     usual: float
@@ -97,7 +96,7 @@ class _Chunk:
         tokens: The sequence, `[n]` int64.
         start: The first token that this step computes.
         end: The token after the last.
-        place: The number of the sequence, by which it has blocks of its own.
+        place: The sequence's number, which determines its blocks.
         first_position: The position of the sequence's first token.
     """
 
@@ -113,7 +112,7 @@ class SelfCheck:
 
     Attributes:
         expected: The results of transformers' forward pass, or of another step after `follow`.
-        tolerance: The quantization's tolerance for it.
+        tolerance: The quantization's tolerance.
 
     Args:
         expected: The results to compare with.
@@ -121,13 +120,12 @@ class SelfCheck:
         dtype: Type of activations.
         device: The step's device.
         block_size: Tokens per block.
-        tolerance: The relative error allowed for quantization; 0 if the weights are not quantized.
+        tolerance: The relative error allowed for quantization; 0 without quantization.
         cache_dtype: Type of the KV cache; default `dtype`.
         kv_scales: Each layer's (key scale, value scale) of an fp8 KV cache.
-        routing: Forces `expected.choices` on steps, which then are compared; None if they cannot be
-            forced.
-        measure: Adds the rounding errors of one more pass, of this number, if they are not measured
-            yet; see `reference.py`.
+        routing: Forces `expected.choices` on compared steps; None if they cannot be forced.
+        measure: Adds the rounding errors of one more pass with this number, if not measured yet;
+            see `reference.py`.
     """
 
     def __init__(
@@ -171,9 +169,9 @@ class SelfCheck:
         """Check a step.
 
         Args:
-            forward: Computes the model.
-            known: Whether a step of the same code and files has passed before: all that may have
-                changed are the numbers in memory, which one of the relations shows.
+            forward: The step.
+            known: Whether a step of the same code and files has passed before: then only values in
+                memory may differ, which one relation shows.
 
         Raises:
             SelfCheckError: A relation does not hold; the message names it.
@@ -204,11 +202,11 @@ class SelfCheck:
         """Return the differences of logits in other batches, by the relation's name.
 
         Args:
-            forward: Computes the model.
-            alone: The logits of the compared rows, alone.
+            forward: The step.
+            alone: The logits of the compared rows alone.
 
         Raises:
-            SelfCheckError: They do by more than rounding explains.
+            SelfCheckError: They differ by more than rounding explains.
         """
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         whole = _Chunk(tokens, 0, len(tokens), OWN)
@@ -239,7 +237,7 @@ class SelfCheck:
         """Return the check for steps of the same model whose experts cannot be forced.
 
         Args:
-            forward: A checked step. Others must compute the same.
+            forward: A checked step; others must compute the same.
         """
         tokens, rows = self.expected.tokens, compared_rows(len(self.expected.tokens))
         logits = self._logits(forward, [_Chunk(tokens, 0, len(tokens), OWN)], rows)
@@ -249,14 +247,14 @@ class SelfCheck:
         return other
 
     def against(self, expected: Reference) -> "SelfCheck":
-        """Return the check for steps that must compute something else, of the same model."""
+        """Return the check for steps of the same model with other expected results."""
         other = copy(self)
         other.expected, other._measure = expected, None  # noqa: SLF001 - its own
         other._set_limits()  # noqa: SLF001 - its own
         return other
 
     def routed(self, routing: Routing) -> "SelfCheck":
-        """Return the check for steps on which something else forces experts."""
+        """Return the check for steps with another way of forcing experts."""
         other = copy(self)
         other._routing = routing if self.expected.choices else None  # noqa: SLF001 - its own
         return other
@@ -267,7 +265,7 @@ class SelfCheck:
             self._routing = None
 
     def _tolerable_rounding(self) -> _Limit:
-        """Return the limits that rounding explains, without that of weights."""
+        """Return the limits that rounding explains, except rounding of weights."""
         if self._cache_dtype != self._dtype:
             return _Limit(FP8_CACHE_TOLERANCE)
         if self._dtype == torch.float32:
@@ -296,7 +294,7 @@ class SelfCheck:
     def _run(
         self, forward: Forward, chunks: Sequence[_Chunk], rows: list[int]
     ) -> tuple[Tensor, list[Choice]]:
-        """Run one step, with the experts that transformers' pass chose.
+        """Run one step with the routing of transformers' pass.
 
         Returns:
             Logits `[len(rows), vocab_size]` float32 on the CPU; the experts that the step would
@@ -361,7 +359,7 @@ class SelfCheck:
         """Return the differences of a step's choices, by the relation's name.
 
         Raises:
-            SelfCheckError: They do by more than rounding explains.
+            SelfCheckError: They differ by more than rounding explains.
         """
         if self._routing is None:
             return {}
@@ -385,8 +383,8 @@ class SelfCheck:
         Args:
             computed: `[rows, vocab_size]` float32.
             expected: `[rows, vocab_size]` float32.
-            broken: The relation that does not hold if they differ.
-            tolerance: The quantization's tolerance, if they may differ by it.
+            broken: The relation that fails if they differ.
+            tolerance: The quantization's tolerance, if it applies.
 
         Raises:
             SelfCheckError: They differ by more than the tolerance and rounding explain.
@@ -399,7 +397,7 @@ class SelfCheck:
         return self._check_error(float(errors.max()), limit.greatest, broken, unit)
 
     def _limit_for(self, errors: Tensor, tolerance: float) -> _Limit:
-        """Return the limit of errors; if they exceed it, measure transformers' rounding first."""
+        """Return the limit of errors; if errors exceed it, measure transformers' rounding first."""
         while True:
             limit = _Limit(max(self._limit.usual, tolerance)) if tolerance else self._limit
             usual, greatest = float(errors.quantile(QUANTILE)), float(errors.max())
@@ -416,7 +414,7 @@ class SelfCheck:
         Raises:
             SelfCheckError: It is above the limit.
         """
-        if not error <= most:  # also if it is NaN
+        if not error <= most:  # also for NaN
             dtype = str(self._dtype).removeprefix("torch.")
             raise SelfCheckError(
                 f"self-check failed: {broken}: in {dtype} they differ by {error:.1%} {unit}, and"

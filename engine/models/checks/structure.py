@@ -1,4 +1,4 @@
-"""Checks a model in 16 bits as a float32 model, where rounding hides no fault of its structure."""
+"""Checks a 16-bit model in float32, where rounding hides no fault of its structure."""
 
 import structlog
 import torch
@@ -30,15 +30,15 @@ def check_in_float32(
 
     Args:
         model: The model, or this rank's part of it.
-        forward: Runs it, on all ranks.
+        forward: The step, which runs on all ranks.
         expected: The results of transformers' forward pass.
         shape: The model's dimensions.
         device: The model's device.
         block_size: Tokens per block.
-        routing: Its layers of experts.
+        routing: The routing of its expert layers.
 
     Raises:
-        SelfCheckError: It does not compute the same.
+        SelfCheckError: The results differ.
     """
     check = SelfCheck(
         expected, shape, torch.float32, device, block_size=block_size, routing=routing
@@ -49,8 +49,8 @@ def check_in_float32(
     except SelfCheckError:
         raise
     except Exception as error:
-        # No rank may go on without others.
+        # No rank may continue without the others.
         if device.type == "cpu" or isinstance(forward, RankForward):
             raise
-        # A GPU that has room for the model in 16 bits may lack it here.
+        # A GPU with room for the model in 16 bits may lack room for float32.
         log.warning("the model is not checked in float32", error=first_line(error))

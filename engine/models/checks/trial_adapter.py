@@ -1,8 +1,8 @@
-"""The results of transformers' forward pass with a LoRA adapter made for the self-check.
+"""The results of transformers' forward pass with a LoRA adapter for the self-check.
 
 The adapter adapts every linear layer that runs for all tokens, with random matrices whose products
-are as large as a share of each layer's own outputs. So a layer that adds nothing, or adds it in the
-wrong place, changes the logits by more than rounding and quantization do.
+are a fixed share of each layer's outputs. So a layer that adds nothing, or adds it in the wrong
+place, changes the logits by more than rounding and quantization do.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -20,7 +20,7 @@ from octavo.engine.models.checks.trial_matrices import trial_matrices
 from octavo.engine.models.checks.widened import is_narrow, widened
 
 SHARE = 0.5
-"""The size of a layer's products of low rank, as a share of that of its own outputs."""
+"""The size of a layer's low-rank products, as a share of the size of its own outputs."""
 TINY = 1e-12
 
 
@@ -30,7 +30,7 @@ class TrialReference:
 
     Attributes:
         expected: The reference with the adapter.
-        scales: Scales by the name of each layer that it adapts.
+        scales: Scales by the name of each adapted layer.
     """
 
     expected: Reference
@@ -47,9 +47,9 @@ def trial_reference(
     """Run transformers' forward pass with the trial adapter.
 
     Args:
-        model: A transformers model with its attention, not Octavo's.
+        model: A transformers model with transformers' own attention.
         plain: The results without the adapter.
-        routing: Its layers of experts.
+        routing: The routing of its expert layers.
         left_out: Linear layers that adapters cannot adapt.
     """
     adaptable = {
@@ -87,7 +87,7 @@ def _hooked(
     layers: Mapping[str, nn.Module],
     call: Callable[[str, Tensor, Tensor, Tensor], Tensor | None],
 ) -> Iterator[None]:
-    """Call a function with each layer's name, inputs, outputs and product of low rank."""
+    """Call a function with each layer's name, inputs, outputs and low-rank product."""
 
     def hook(name: str, _: nn.Module, inputs: tuple[Tensor, ...], out: Tensor) -> Tensor | None:
         x = inputs[0]

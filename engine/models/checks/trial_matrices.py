@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 MIN_RANK, RANKS = 3, 6
-"""Ranks of the matrices: they differ from layer to layer."""
+"""Ranks of the matrices, which differ between layers."""
 
 
 def trial_matrices(name: str, inputs: int, outputs: int) -> tuple[Tensor, Tensor]:
@@ -14,12 +14,12 @@ def trial_matrices(name: str, inputs: int, outputs: int) -> tuple[Tensor, Tensor
 
     Args:
         name: The layer's name in transformers' model.
-        inputs: Its inputs.
-        outputs: Its outputs.
+        inputs: Number of its inputs.
+        outputs: Number of its outputs.
 
     Returns:
-        A, `[rank, inputs]`, and B, `[outputs, rank]`: float32 numbers that bfloat16 and float16
-        have too.
+        A, `[rank, inputs]`, and B, `[outputs, rank]`: float32 values that bfloat16 and float16
+        represent exactly.
     """
     seed = zlib.crc32(name.encode())
     draw = torch.Generator().manual_seed(seed)

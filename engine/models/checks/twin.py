@@ -1,8 +1,8 @@
-"""Makes a small twin of a large model, to check the structure of both in float32.
+"""Creates a small twin of a large model, to check the structure of both in float32.
 
-How a model reads its masks, positions and states depends on its config and on code, not on its
-weights. So a twin has the same attention, and a layer of each kind; its vocabulary and
-its feed-forward layers are narrow, and its weights are random.
+A model's use of masks, positions and states depends on its config and code, not on its weights. So
+a twin has the same attention and a layer of each kind, but a small vocabulary, narrow feed-forward
+layers and random weights.
 """
 
 import copy
@@ -15,16 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 VOCABULARY = 1024
 INNER = 128
-"""Maximum elements between the products of a feed-forward layer."""
+"""Maximum inner size of a feed-forward layer."""
 INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
-"""Parts of the names of configs' settings that hold this size."""
+"""Parts of names of config settings with this size."""
 LEAST_LAYERS = 2
 SHARE = 0.1
 """Size of the random offset of vectors, so that no bias is zero."""
 
 
 def make_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """Return a small model of a model's kind, with random float32 weights, on a CPU.
+    """Return a small model of the same type, with random float32 weights, on a CPU.
 
     Args:
         model: The model; its weights are not read.
@@ -62,7 +62,7 @@ def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
 
 
 def _count_layers(model: PreTrainedModel, config: Any) -> int:  # noqa: ANN401
-    """Return the number of first layers among which each kind of layer is."""
+    """Return the number of leading layers that include every kind of layer."""
     count: int = config.num_hidden_layers
     layer_lists = [
         module
@@ -94,7 +94,7 @@ def _kind(layer: nn.Module) -> tuple[object, ...]:
 
 @torch.no_grad()
 def _randomize(model: nn.Module) -> None:
-    """Give a model weights with which each of its parts changes the result."""
+    """Set weights that make every part of a model affect the result."""
     for module in model.modules():
         for weight in module.parameters(recurse=False):
             if weight.dim() > 1 and isinstance(module, nn.Embedding):

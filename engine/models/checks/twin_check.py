@@ -1,4 +1,4 @@
-"""Checks the structure of a large model by a small one of its kind."""
+"""Checks the structure of a large model with a small twin."""
 
 import structlog
 from torch import nn
@@ -23,19 +23,19 @@ log = structlog.get_logger(__name__)
 def check_twin(
     model: PreTrainedModel, shape: ModelShape, source: ModelSource, block_size: int
 ) -> bool:
-    """Check the structure of a large model by a small one of its kind.
+    """Check the structure of a large model with a small twin.
 
     Args:
         model: The large model.
-        shape: Its dimensions.
-        source: Its files, and how they are read.
+        shape: The large model's dimensions.
+        source: The large model's files, and how to read them.
         block_size: Tokens per block.
 
     Returns:
-        False if none could be made that has all kinds of its layers.
+        False if no twin has all kinds of its layers.
 
     Raises:
-        SelfCheckError: Its results differ from those of transformers' forward pass.
+        SelfCheckError: The twin's results differ from those of transformers' forward pass.
     """
     try:
         twin = make_twin(model)

@@ -1,8 +1,8 @@
-"""Runs a model in 16 bits as the same model in float32, in little more memory.
+"""Runs a 16-bit model in float32, in little more memory.
 
-In 16 bits, rounding hides faults: attention whose scale is wrong by a tenth, or positions that are
-off by one, change the logits no more than rounding does. In float32 they stand out a thousandfold.
-A large model's weights are converted when they are used, and dropped afterwards.
+In 16 bits, rounding hides faults: a wrong scale of attention by a tenth, or positions off by one,
+change the logits no more than rounding does. In float32 they stand out a thousandfold. A large
+model's weights are converted when used, and dropped afterwards.
 """
 
 from collections.abc import Iterator
@@ -16,7 +16,7 @@ from octavo.engine.models.deferred import in_float32, own_tensors
 
 NARROW = {torch.bfloat16, torch.float16}
 SMALL = 50_000_000
-"""Maximum weights of a model that is converted at once, for all of its runs."""
+"""Maximum weights of a model that is converted as a whole, for all of its runs."""
 
 
 def is_narrow(model: nn.Module) -> bool:
@@ -25,16 +25,16 @@ def is_narrow(model: nn.Module) -> bool:
 
 
 def is_small(model: nn.Module) -> bool:
-    """Return whether a model's weights may be in memory several times, in float32 too."""
+    """Return whether memory may hold several copies of a model's weights, also in float32."""
     return sum(weight.numel() for weight in set(_weights(model))) <= SMALL
 
 
 @contextmanager
 def widened(model: nn.Module) -> Iterator[None]:
-    """Let a model run in float32 within.
+    """Make a model run in float32 within the context.
 
     Args:
-        model: The model, whose weights stay as they are.
+        model: The model, whose own weights do not change.
     """
     small = is_small(model)
     narrow = [

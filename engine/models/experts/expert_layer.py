@@ -1,8 +1,8 @@
 """Finds layers of experts, and recognizes their activations.
 
-Transformers' classes differ in the order of weights (transposed or not, gates and up projections
-one after the other or alternating), in biases and in activations. `ExpertLayer` hides the first
-two. An activation is recognized by its results for some numbers, whatever its code is.
+Transformers' classes differ in the order of weights (transposed or not, gates before up projections
+or alternating), in biases and in activations. `ExpertLayer` hides the first two. An activation is
+recognized by its results for some inputs, not by its code.
 """
 
 from collections.abc import Iterator
@@ -27,12 +27,12 @@ log = structlog.get_logger(__name__)
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 FAR = (12.0, 60.0, 300.0)
-"""Magnitudes to try an activation with besides common ones: most limits are smaller."""
+"""Magnitudes for trying an activation, besides common ones: most limits are smaller."""
 
 
 @dataclass(frozen=True)
 class ExpertLayer:
-    """A layer of experts that one operator can compute.
+    """An expert layer that one operator can compute.
 
     Attributes:
         path: Its name in the model.
@@ -51,7 +51,7 @@ class ExpertLayer:
 
     @property
     def hidden(self) -> int:
-        """Numbers of a row."""
+        """Elements of a row."""
         return self.up(0).shape[1]
 
     @property
@@ -111,7 +111,7 @@ class ExpertLayer:
 
         Args:
             values: Tensor of any shape; one dimension has the outputs in the layer's order.
-            dim: The dimension of the outputs.
+            dim: The outputs' dimension.
         """
         if not self.activation.gated or self.module.is_concatenated:
             return values
@@ -119,7 +119,7 @@ class ExpertLayer:
         return torch.cat([alternating[::2], alternating[1::2]]).movedim(0, dim)
 
     def replace(self, replacement: nn.Module) -> None:
-        """Replace the layer's weights by a module that computes it from the same arguments."""
+        """Replace the layer's weights by a module that takes the same arguments."""
         for name in (self._up_name, "down_proj"):
             delattr(self.module, name)
             if hasattr(self.module, f"{name}_bias"):
@@ -143,9 +143,9 @@ class ExpertLayer:
 
 
 def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:
-    """Return a model's layers of experts that one operator can compute, and let them call it.
+    """Find a model's expert layers that one operator can compute, and make them call it.
 
-    Layers that are not recognized are logged, and stay as they are.
+    Unrecognized layers are logged and do not change.
     """
     modules = expert_modules(model)
     if not modules:
@@ -164,21 +164,21 @@ def find_experts(model: PreTrainedModel) -> list[ExpertLayer]:
 
 
 def expert_modules(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """Return a model's layers of experts that have their own weights, by path.
+    """Return a model's expert layers with their own weights, by path.
 
-    They are called with hidden states, the numbers of each token's experts, and their weights.
+    Their arguments: hidden states, the numbers of each token's experts, and their weights.
     """
     return {path: module for path, module in model.named_modules() if _holds_experts(module)}
 
 
 def skip_experts(model: PreTrainedModel) -> None:
-    """Let a model's layers of experts return zeros, where its class can do that."""
+    """Make a model's expert layers return zeros, if its class supports that."""
     if expert_modules(model):
         use_implementation(model, ZEROS)
 
 
 def _holds_experts(module: nn.Module) -> bool:
-    """Return whether a module is of one of transformers' classes, with its own weights."""
+    """Return whether a module is of one of transformers' expert classes, with its own weights."""
     if not all(hasattr(module, name) for name in ("has_gate", "is_transposed", "down_proj")):
         return False
     weights = [getattr(module, name, None) for name in (_up_name(module), "down_proj")]
@@ -194,7 +194,7 @@ def _up_name(module: nn.Module) -> str:
 
 @torch.inference_mode()
 def recognize(module: Any) -> Activation | None:  # noqa: ANN401 - one of transformers' classes
-    """Return the activation between a layer's products; None if no kernel has it."""
+    """Return the activation between a layer's products; None if no kernel supports it."""
     if module.has_post_expert_norm:
         return None
     gated = bool(module.has_gate)
@@ -206,7 +206,7 @@ def recognize(module: Any) -> Activation | None:  # noqa: ANN401 - one of transf
         arranged = torch.stack(inputs.chunk(2, -1), -1).flatten(-2)
     try:
         expected = module._apply_gate(arranged) if gated else module.act_fn(arranged)  # noqa: SLF001
-    except Exception:  # noqa: BLE001 - whatever a model's code raises
+    except Exception:  # noqa: BLE001 - a model's code may raise anything
         return None
     for activation in _candidates(module, gated=gated):
         computed = activation(inputs)
@@ -224,12 +224,12 @@ def _numbers() -> Tensor:
 
 
 def _pairs(numbers: Tensor) -> Tensor:
-    """Return all pairs of a gate and an up projection, the gates first."""
+    """Return all pairs of a gate and an up projection, gates first."""
     return torch.cartesian_prod(numbers[0], numbers[0]).t().flatten()[None]
 
 
 def _candidates(module: nn.Module, *, gated: bool) -> Iterator[Activation]:
-    """Yield the activations to try, with constants from the layer; those without any first."""
+    """Yield the activations to try, with the layer's constants; first those without any."""
     if not gated:
         yield from (Activation(kind, gated=False) for kind in KINDS)
         return

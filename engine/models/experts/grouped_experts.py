@@ -1,7 +1,7 @@
-"""Layers of experts on a GPU, by the kernels of `octavo.kernels.triton.experts`.
+"""Expert layers on a GPU, by the kernels of `octavo.kernels.triton.experts`.
 
-The weights stay as transformers has them: the kernels take any strides. Only gates and up
-projections that alternate are put one after the other.
+The weights keep transformers' layout, as the kernels take any strides. Only alternating gates and
+up projections are reordered.
 """
 
 import torch
@@ -52,7 +52,7 @@ class GroupedExperts(nn.Module):
 
 
 def group_experts(model: PreTrainedModel) -> None:
-    """Replace a model's layers of experts where there are kernels for them.
+    """Replace a model's expert layers if there are kernels for them.
 
     Args:
         model: A model on a GPU; changed in place.
@@ -94,7 +94,7 @@ def _on_cpu(  # noqa: PLR0917 - as the operator
 
 
 def activation_of(kind: float, gated: float, *numbers: float) -> Activation:
-    """Return the activation of an operator's arguments."""
+    """Return the activation that an operator's arguments describe."""
     return Activation(list(KINDS)[int(kind)], bool(gated), *numbers)
 
 

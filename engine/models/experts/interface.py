@@ -1,7 +1,7 @@
 """The experts implementation that transformers models call.
 
-Transformers' classes of experts call theirs through `ExpertsInterface`, as they call attention
-through `AttentionInterface`. So one function serves all of them.
+Transformers' expert classes call theirs through `ExpertsInterface`, like attention through
+`AttentionInterface`. So one function serves all of them.
 """
 
 from torch import Tensor, nn
@@ -11,13 +11,13 @@ from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_f
 EXPERTS = "octavo_experts"
 ZEROS = "octavo_zeros"
 REPLACEMENT = "octavo_experts"
-"""The name of the module, within a layer of experts, that computes it."""
+"""The name of the submodule of an expert layer that computes it."""
 
 
 def _forward(
     module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """Compute a layer by its replacement, or else as transformers does.
+    """Compute a layer by its replacement or, without one, as transformers does.
 
     Args:
         module: The layer.
@@ -37,17 +37,17 @@ def _forward(
 
 
 def _return_zeros(_: nn.Module, hidden_states: Tensor, *__: Tensor) -> Tensor:
-    """Stand for a layer without weights."""
+    """Replace a layer without weights."""
     return hidden_states.new_zeros(hidden_states.shape)
 
 
 def use_implementation(model: PreTrainedModel, name: str = EXPERTS) -> None:
-    """Let a model's experts call a function here, where its class can do that."""
+    """Make a model's experts call a function here, if its class supports that."""
     model.set_experts_implementation(name)
 
 
 def calls_implementation(module: nn.Module) -> bool:
-    """Return whether a layer of experts calls the function here."""
+    """Return whether an expert layer calls the function here."""
     config = getattr(module, "config", None)
     return getattr(config, "_experts_implementation", None) == EXPERTS
 

@@ -1,4 +1,4 @@
-"""Layers of experts on a CPU, packed for the kernel of `octavo.kernels.cpu.experts`."""
+"""Expert layers on a CPU, packed for the kernel of `octavo.kernels.cpu.experts`."""
 
 from collections.abc import Callable
 
@@ -20,7 +20,7 @@ class PackedExperts(nn.Module):
     Args:
         activation: Their activation.
         up: The first product of all experts.
-        down: The second.
+        down: The second product of all experts.
     """
 
     def __init__(self, activation: Activation, up: PackedProduct, down: PackedProduct) -> None:
@@ -51,7 +51,7 @@ class PackedExperts(nn.Module):
 
     @property
     def num_weights(self) -> int:
-        """The number of weights, with the padding of panels."""
+        """The number of weights, including panels' padding."""
         products = self._product("up"), self._product("down")
         return sum(product.bias.numel() * count_inputs(product.panels) for product in products)
 
@@ -77,7 +77,7 @@ def has_kernels(layer: ExpertLayer, dtype: torch.dtype) -> bool:
 
 
 def pack_experts(model: PreTrainedModel) -> None:
-    """Pack a model's layers of experts where this CPU has a kernel for them.
+    """Pack a model's expert layers if this CPU has a kernel for them.
 
     Args:
         model: A model on a CPU; changed in place.
@@ -89,12 +89,12 @@ def pack_experts(model: PreTrainedModel) -> None:
 
 
 def count_packed(model: nn.Module) -> int:
-    """Return how many of a model's layers of experts are packed."""
+    """Return the number of a model's packed expert layers."""
     return sum(isinstance(module, PackedExperts) for module in model.modules())
 
 
 def packed(layer: ExpertLayer) -> PackedExperts:
-    """Return a layer's experts with their weights packed as they are."""
+    """Return a layer's experts with unchanged, packed weights."""
     assert kernels is not None
     up, down = (pack_product(layer, name, kernels.pack) for name in ("up", "down"))
     return PackedExperts(layer.activation, up, down)
@@ -106,7 +106,7 @@ def pack_product(layer: ExpertLayer, name: str, pack: Callable[[Tensor], Tensor]
     Args:
         layer: The layer.
         name: "up" or "down".
-        pack: Returns the panels of one expert's weights, `[outputs, inputs]`, as panels have them.
+        pack: Returns the panels of one expert's arranged weights, `[outputs, inputs]`.
     """
     weight = layer.up if name == "up" else layer.down
     bias = layer.up_bias if name == "up" else layer.down_bias
@@ -123,13 +123,13 @@ def arranged(layer: ExpertLayer, name: str, values: Tensor) -> Tensor:
 
 
 def padded(layer: ExpertLayer, name: str, values: Tensor) -> Tensor:
-    """Return the same, padded to whole panels."""
+    """Return one expert's outputs of a product in that order, padded to whole panels."""
     assert kernels is not None
     return kernels.pad(arranged(layer, name, values))
 
 
 def stacked(count: int, make: Callable[[int], Tensor]) -> Tensor:
-    """Return a function's tensors of all experts in one."""
+    """Stack a function's tensors for all experts."""
     first = make(0)
     made = first.new_empty((count, *first.shape))
     made[0] = first

@@ -1,4 +1,4 @@
-"""Layers of experts of quantized weights on a GPU.
+"""Expert layers with quantized weights on a GPU.
 
 Each is an operator, so that a compiled step calls its kernels.
 """
@@ -18,12 +18,12 @@ TENSORS = ("codes", "scale", "more", "outer")
 
 
 class QuantizedExperts(nn.Module):
-    """All experts of a layer, whose kernels unpack their weights; inputs stay as they are.
+    """All experts of a layer; the kernels unpack their weights, and inputs are not rounded.
 
     Args:
         layer: The layer to replace, for its activation and biases.
         up: The first product's weights, `[experts * projected, hidden]`, gates first.
-        down: The second's, `[experts * hidden, inner]`.
+        down: The second product's weights, `[experts * hidden, inner]`.
     """
 
     up_bias: Tensor | None

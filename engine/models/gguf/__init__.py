@@ -1,1 +1,1 @@
-"""Conversion of GGUF files into models of transformers' classes."""
+"""Converts GGUF files to models of transformers' classes."""

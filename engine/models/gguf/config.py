@@ -1,8 +1,8 @@
-"""A GGUF file's settings of attention for which transformers would take defaults of its own.
+"""Reads a GGUF file's attention settings that transformers would replace by its defaults.
 
-transformers makes a config of a file's fields, and ignores some: how rotary frequencies are scaled,
-how wide heads are and how many of their dimensions rotate, how logits are scaled. llama.cpp's
-src/llama-model.cpp and src/models/ define what the fields mean.
+transformers builds a config from a file's fields but ignores some: the scaling of rotary
+frequencies, the width of heads and of their rotated part, and the scale of logits. llama.cpp's
+src/llama-model.cpp and src/models/ define the fields.
 """
 
 from collections.abc import Mapping
@@ -13,17 +13,17 @@ import numpy as np
 from octavo.common.models.errors import UnsupportedModelError
 
 Rope = dict[str, Any]
-"""A config's `rope_parameters`, of one type of layers."""
+"""A config's `rope_parameters` for one type of layers."""
 
 PARTIAL = ("nemotron", "phi3", "stablelm")
 """Architectures that may rotate a part of a head's dimensions."""
 WHOLE = ("gemma2", "gemma3", "llama", "qwen2", "qwen2moe", "qwen3", "qwen3moe")
 """Architectures that rotate all of them."""
 SCALED_BY_WIDTH = {"gemma2": 46, "gemma3": 62}
-"""Number of layers of an architecture's 27B model, whose attention is scaled by the width over the
-heads; other models' attention is scaled by the width of a head."""
+"""Number of layers of an architecture's 27B model, whose attention scale uses hidden width / heads;
+other models use the head width."""
 FACTORS = ("rope_freqs", "rope_factors_long", "rope_factors_short")
-"""Tensors of factors that rotary frequencies are divided by, `[dimensions / 2]`."""
+"""Names of tensors with divisors of rotary frequencies, `[dimensions / 2]`."""
 EXPERT_WIDTHS = {
     "expert_feed_forward_length": "moe_intermediate_size",
     "expert_shared_feed_forward_length": "shared_expert_intermediate_size",
@@ -34,15 +34,15 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
 }
-"""Settings of Llama 3.1 and later. A file holds only the factors that result from them."""
+"""Settings of Llama 3.1 and later. A file holds only the resulting factors."""
 
 
 def read_fields(reader: Any, architecture: str) -> dict[str, Any]:  # noqa: ANN401 - gguf has no types
-    """Return an architecture's fields and the factors of rotary frequencies, by their short names.
+    """Return an architecture's fields and the factors of rotary frequencies, by short name.
 
     Args:
         reader: Reader of the file.
-        architecture: Its name, with which the fields' names begin.
+        architecture: Its name, the prefix of field names.
     """
     begin = f"{architecture}."
     fields = {
@@ -62,12 +62,12 @@ def complete_config(config: Any, architecture: str, fields: Mapping[str, Any]) -
     """Set the settings that transformers did not read.
 
     Args:
-        config: The config that transformers made of the file; it is changed.
-        architecture: The file's.
+        config: Transformers' config of the file; changed in place.
+        architecture: The file's architecture.
         fields: The result of `read_fields`.
 
     Raises:
-        UnsupportedModelError: The file has a setting that no config can have.
+        UnsupportedModelError: The file has a setting that no config supports.
     """
     _set_heads(config, architecture, fields)
     for field, name in EXPERT_WIDTHS.items():
@@ -121,7 +121,7 @@ def _set_rope(rope: Rope, config: Any, architecture: str, fields: Mapping[str, A
 
 
 def _set_longrope(rope: Rope, config: Any, fields: Mapping[str, Any]) -> None:  # noqa: ANN401
-    """Set two lists of factors, for sequences up to the original context and for longer ones."""
+    """Set two lists of factors: for sequences up to the original context, and for longer ones."""
     original = fields.get("rope.scaling.original_context_length", config.max_position_embeddings)
     config.original_max_position_embeddings = original
     rope.update(
@@ -135,7 +135,7 @@ def _set_longrope(rope: Rope, config: Any, fields: Mapping[str, Any]) -> None:  
 
 
 def _read_llama3(factors: Any, theta: float) -> Rope:  # noqa: ANN401
-    """Return the `rope_parameters` that llama.cpp made these factors from."""
+    """Return the `rope_parameters` from which llama.cpp computed these factors."""
     values = np.asarray(factors, np.float64)
     factor = float(values.max())
     if factor == values.min() == 1:

@@ -1,6 +1,6 @@
-"""Conversion of a GGUF file into a model directory, kept in the cache because it is slow.
+"""Converts a GGUF file to a model directory, which is cached because conversion is slow.
 
-There are two forms. In one, all weights are floats. In the other, weights that CPU kernels take
+There are two forms. In one, all weights are floats. In the other, weights that CPU kernels support
 stay in the file and are read from there; see `octavo.common.models.gguf_blocks`.
 """
 
@@ -51,7 +51,7 @@ SHARD_BYTES = 2 << 30
 SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"
 
 _one_at_a_time = Lock()
-"""Held while functions of `gguf` are replaced."""
+"""Lock held while functions of `gguf` are replaced."""
 
 
 def prepare(path: Path, *, packed: bool = False) -> Path:
@@ -59,7 +59,7 @@ def prepare(path: Path, *, packed: bool = False) -> Path:
 
     Args:
         path: The file.
-        packed: Whether weights stay in blocks where they can.
+        packed: Whether weights stay in blocks if possible.
 
     Raises:
         ModelError: The file is not GGUF, damaged, not supported by transformers, or changed.
@@ -89,8 +89,8 @@ def convert(
     Args:
         source: The file.
         target: The directory.
-        packed: Whether matrices that CPU kernels take are left in the file.
-        tokenizer: The directory of its tokenizer, if it was made before.
+        packed: Whether matrices that CPU kernels support stay in the file.
+        tokenizer: The directory of its tokenizer, if created before.
 
     Raises:
         ModelError: The file is damaged or not supported by transformers.
@@ -104,7 +104,7 @@ def convert(
     else:
         shutil.copytree(tokenizer, target)
     architecture = field_of(reader, "general.architecture")
-    with redirect_stderr(StringIO()), _sharing(source, reader):  # progress bars over the spinner
+    with redirect_stderr(StringIO()), _sharing(source, reader):  # else bars hide the spinner
         model = _make_model(source, reader, architecture, dtype)
         if _reads_itself(architecture):
             weights = [
@@ -131,11 +131,11 @@ def _places(
     reader: Any,  # noqa: ANN401
     weights: Sequence[Weight],
 ) -> tuple[dict[str, tuple[int, TensorLocation]], dict[str, str]]:
-    """Return the places of matrices in the files, by name, and the types of blocks, by layer.
+    """Return the locations of matrices in the files, by name, and the types of blocks, by layer.
 
     Args:
         reader: Reader of the file, or of all parts.
-        weights: The model's.
+        weights: The model's weights.
     """
     places: dict[str, tuple[int, TensorLocation]] = {}
     kinds: dict[str, str] = {}
@@ -164,7 +164,7 @@ def _write_floats(
     places: Collection[str],
     dtype: Any,  # noqa: ANN401
 ) -> None:
-    """Write all weights that are not in places as floats, in files of at most `SHARD_BYTES`.
+    """Write all weights outside `places` as floats, in files of at most `SHARD_BYTES`.
 
     Matrices become `dtype`; vectors stay in float32 beside blocks.
     """
@@ -206,9 +206,9 @@ def _write_floats(
 
 @contextmanager
 def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
-    """Have transformers use a file's reader, as each parses the vocabulary, and one map of names.
+    """Make transformers reuse a file's reader and map of names.
 
-    It makes the map, which takes long, for each module of a model.
+    Each reader parses the vocabulary, and transformers would build the slow map for each module.
     """
     gguf: Any = import_module("gguf")
     with _one_at_a_time:
@@ -234,7 +234,7 @@ def _reads_itself(architecture: str) -> bool:
 
 
 def _make_model(source: Path, reader: Any, architecture: str, dtype: Any) -> Any:  # noqa: ANN401
-    """Return the model of transformers' class for a file, without weights if they can be found."""
+    """Return transformers' model for a file, without weights if this module finds them itself."""
     from transformers import AutoConfig, AutoModelForCausalLM, GgufConfig  # noqa: PLC0415
 
     place: Any = {"pretrained_model_name_or_path": source.parent, "gguf_file": source.name}
@@ -266,7 +266,7 @@ def _check_complete(source: Path, model: Any, weights: Iterable[Weight]) -> None
 
 
 def _check_all_taken(source: Path, reader: Any, model: Any, weights: Iterable[Weight]) -> None:  # noqa: ANN401
-    """Refuse a file with numbers that no weight takes.
+    """Refuse a file with tensors that no weight uses.
 
     Raises:
         UnsupportedModelError: There are some, such as biases that the model's class does not have.

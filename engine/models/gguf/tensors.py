@@ -1,9 +1,9 @@
-"""Finds which of a GGUF file's tensors a model's weights are made of.
+"""Finds the GGUF file's tensors from which a model's weights are computed.
 
-transformers knows llama.cpp's names of its weights, and undoes what llama.cpp's converter did to
-their numbers: it reorders rows, joins the experts' products, subtracts one from norms. This
-module finds a tensor's changes by giving transformers rows of numbers: where it only moves rows, a
-weight is the tensor's rows in another order, whatever type they have.
+transformers knows llama.cpp's names of its weights, and undoes the changes of llama.cpp's
+converter: it reorders rows, joins the experts' products, subtracts one from norms. This module
+finds a tensor's changes by passing row numbers to transformers: if it only moves rows, a weight is
+the tensor's rows in another order, in any type.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from octavo.kernels.cpu import dequantize_blocks
 from octavo.kernels.cpu.blocks import FORMATS
 
 MIN_DIMENSIONS = 2
-"""Minimum dimensions of a tensor with rows."""
+"""Minimum number of dimensions of a tensor with rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,10 @@ class Weight:
 
     Attributes:
         name: Its name in transformers.
-        tensors: The file's tensors that it is made of, from `gguf.GGUFReader`.
+        tensors: Its tensors in the file, from `gguf.GGUFReader`.
         is_rows: Whether it consists of the rows of one tensor.
-        order: The tensor's row of each row, if they are not in order.
-        numbers: Returns it as a tensor of floats.
+        order: The tensor's row for each row of the weight; None if they are in order.
+        numbers: Returns the weight as a tensor of floats.
     """
 
     name: str
@@ -42,10 +42,10 @@ class Weight:
 
 
 class _Names:
-    """The changes that transformers makes to the tensors of one file.
+    """Transformers' changes to the tensors of one file.
 
     Args:
-        architecture: The file's name for it.
+        architecture: Its name in the file.
         config: The file's settings that transformers reads.
         model: A model of its class without weights.
     """
@@ -58,12 +58,12 @@ class _Names:
         self._names = gguf_utils.get_gguf_hf_weights_map(model, self._processor)
 
     def process(self, name: str, numbers: Any, made: Mapping[str, Any]) -> dict[str, Any]:  # noqa: ANN401
-        """Return the weights that a tensor is, or is a part of, by name.
+        """Return the weights that a tensor contributes to, by name.
 
         Args:
-            name: The tensor's.
-            numbers: Its numbers, or others of its shape.
-            made: The weights that other tensors made.
+            name: The tensor's name.
+            numbers: Its values, or others of its shape.
+            made: The weights from other tensors.
         """
         parsed = {"tensors": dict(made)}
         processed = self._processor.process(
@@ -77,8 +77,8 @@ class _Names:
         """Return a weight in float32.
 
         Args:
-            name: The weight's.
-            tensors: The tensors that it is made of.
+            name: The weight's name.
+            tensors: Its tensors in the file.
         """
         made: dict[str, Any] = {}
         for tensor in tensors:
@@ -98,11 +98,11 @@ def find_weights(
     config: Mapping[str, Any],
     model: Any,  # noqa: ANN401
 ) -> list[Weight]:
-    """Return the weights that a file has; tensors that no weight needs are left out.
+    """Return a file's weights; tensors that no weight uses are ignored.
 
     Args:
-        tensors: The file's, as `gguf.GGUFReader` has them.
-        architecture: The file's name for it.
+        tensors: The file's tensors, from `gguf.GGUFReader`.
+        architecture: Its name in the file.
         config: The file's settings that transformers reads.
         model: A model of its class on the meta device.
     """
@@ -126,7 +126,7 @@ def find_weights(
 
 
 def _dequantize(tensor: Any) -> Any:  # noqa: ANN401 - a numpy array
-    """Return a tensor's numbers in float32."""
+    """Return a tensor's values in float32."""
     if (block_format := FORMATS.get(tensor.tensor_type.name)) is not None:
         rows = torch.from_numpy(tensor.data.reshape(-1, tensor.data.shape[-1]).copy())
         numbers = dequantize_blocks(rows, block_format).numpy()
@@ -150,7 +150,7 @@ def _moved_rows(names: _Names, tensor: Any) -> tuple[str, Any | None] | None:  #
     marked = np.stack([numbers, numbers + 0.5], 1)
     try:
         made = names.process(tensor.name, marked, {})
-    except ValueError:  # it counts on the number of columns
+    except ValueError:  # it needs the number of columns
         return None
     (name, rows), *others = made.items() if made else [("", None)]
     if others or not isinstance(rows, np.ndarray) or rows.shape != marked.shape:

@@ -1,8 +1,8 @@
-"""Linear layers that LoRA adapters adapt, and the adapters of the step that runs.
+"""Linear layers that LoRA adapters adapt, and the current step's adapters.
 
-`applying` sets them around the model, as `attending` sets its batch and cache. Packed layers add
-their products in the kernels. Other layers have a hook that calls `add_adapters`; in a traced
-step that is an operator, `octavo::add_adapters`.
+`applying` sets the adapters around the model, as `attending` sets batch and cache. Packed layers
+add the products in their kernels. Other layers have a hook that calls `add_adapters`; in a traced
+step this is the operator `octavo::add_adapters`.
 """
 
 from collections.abc import Callable, Iterator
@@ -21,15 +21,15 @@ from octavo.kernels.ops import add_low_rank
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The place of a layer's outputs in a packed layer.
+    """The placement of a layer's outputs in a packed layer.
 
     Attributes:
         packed: The packed layer's number among those that adapters adapt.
-        panel: The panel that has the first output.
-        lane: The first lane of its panels that has outputs of the layer.
-        lanes: Number of lanes from there on that have outputs of the layer.
-        shift: Number of lanes of the first panel before the first output.
-        order: The packed layer's order of inputs, by its number in `Targets.orders`; -1: as in the
+        panel: The first panel with outputs of the layer.
+        lane: The first lane of each panel with outputs of the layer.
+        lanes: Number of such lanes.
+        shift: Number of lanes in the first panel before the first output.
+        order: The number of the packed layer's input order in `Targets.orders`; -1: as in the
             model.
     """
 
@@ -41,7 +41,7 @@ class Placement:
     order: int = -1
 
     def panels(self, outputs: int) -> int:
-        """Return the number of panels that have outputs of the layer."""
+        """Return the number of panels with outputs of the layer."""
         return -(-(self.shift + outputs) // self.lanes)
 
 
@@ -50,11 +50,11 @@ class Target:
     """A linear layer that adapters may adapt.
 
     Attributes:
-        index: Its place among the model's targets.
-        inputs: Its inputs.
-        outputs: Its outputs.
-        is_head: Whether it makes the logits: then it runs for some of the tokens only.
-        placement: Its place in a packed layer; None if it is a layer of its own.
+        index: Its index among the model's targets.
+        inputs: Number of its inputs.
+        outputs: Number of its outputs.
+        is_head: Whether it computes the logits: then it runs only for some tokens.
+        placement: Its placement in a packed layer; None if it is not packed.
     """
 
     index: int
@@ -65,7 +65,7 @@ class Target:
 
 
 class TracedAdapters:
-    """Stands for a step's adapters while it is traced."""
+    """Represents a step's adapters during tracing."""
 
 
 _adapters: ContextVar[StepAdapters | TracedAdapters | None] = ContextVar(
@@ -101,7 +101,7 @@ def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
         `[..., outputs]`.
 
     Raises:
-        ValueError: The rows are not those of the step.
+        ValueError: The number of rows is not the step's.
     """
     adapters = _adapters.get()
     if adapters is None:
@@ -113,18 +113,18 @@ def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
         )
         return added.view(out.shape)
     batch = adapters.batch(of_logits=target.is_head)
-    # A view, or an error: products added to a copy would be lost.
+    # Must be a view: products added to a copy would be lost.
     add_low_rank(out.view(-1, target.outputs), rows, batch, target.index)
     return out
 
 
 def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
-    """Wrap a packed layer's kernel so that it gets the adapters of the current step.
+    """Wrap a packed layer's kernel so that it gets the current step's adapters.
 
     Args:
-        kernel: Takes the adapters of the layer as `low_rank`.
-        place: Index of the operator's argument that is the layer's number among those that adapters
-            adapt, negative if they do not.
+        kernel: The kernel, which takes the layer's adapters as `low_rank`.
+        place: Index of the operator's argument with the layer's number among adapted layers, which
+            is negative if it is not adapted.
     """
 
     def run(*arguments: Any) -> Tensor:  # noqa: ANN401 - as the kernel

@@ -1,7 +1,7 @@
 """Fuses linear layers of the same input, such as Q, K and V, into one.
 
-With few tokens a product waits for its weights; with more tokens but few outputs it leaves cores or
-multiprocessors idle. One product of all outputs is better in both cases.
+With few tokens, a product waits for its weights; with more tokens but few outputs, it leaves cores
+or multiprocessors idle. One product of all outputs is better in both cases.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +21,7 @@ class LocatedLinear(NamedTuple):
     """A linear layer and its place in the model.
 
     Attributes:
-        parent: The module that holds it.
+        parent: The module that contains it.
         name: Its name in the parent.
         path: Its name in the model.
         layer: The layer.
@@ -33,11 +33,11 @@ class LocatedLinear(NamedTuple):
     layer: nn.Linear
 
 
-@torch.no_grad()  # inference mode does not go with the mode of `running_empty`
+@torch.no_grad()  # inference mode conflicts with the mode of `running_empty`
 def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
     """Return a model's plain linear layers, grouped by parent and input tensor.
 
-    Layers that the model does not call for one token, such as some experts, are left out.
+    It skips layers that the model does not call for a single token, such as some experts.
     """
     plain = plain_linears(model)
     inputs: dict[nn.Module, Tensor] = {}  # keeps the tensors alive, so that their ids differ
@@ -63,11 +63,11 @@ def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
 
 
 def join_linears(layers: list[nn.Linear], join: Callable[[list[Tensor]], Tensor]) -> nn.Linear:
-    """Return one layer with the outputs of several.
+    """Join layers into one with the outputs of all.
 
     Args:
         layers: Layers of the same input.
-        join: Returns one tensor of their weights, or of their biases, in the order of the outputs.
+        join: Joins their weights, or their biases, into one tensor, in the order of the outputs.
     """
     return make_linear(*map(join, weights_and_biases(*layers)))
 
@@ -85,7 +85,7 @@ def fuse(
     Args:
         group: The layers.
         convert: Returns the replacement of the fused layer.
-        join: Makes the fused layer, as `join_linears` does.
+        join: Builds the fused layer, as `join_linears` does.
     """
     layers = [located.layer for located in group]
     share(group, convert(join(layers, torch.cat)))
@@ -96,7 +96,7 @@ def share(group: list[LocatedLinear], layer: nn.Module) -> None:
 
     Args:
         group: The layers.
-        layer: Has their outputs, in order.
+        layer: The layer with all their outputs, in order.
     """
     if len(group) == 1:
         setattr(group[0].parent, group[0].name, layer)
@@ -110,7 +110,7 @@ def share(group: list[LocatedLinear], layer: nn.Module) -> None:
 
 
 class Fitting(Protocol):
-    """Weights that can be joined with those of other layers of the same input, if they fit."""
+    """Weights that can be joined with compatible weights of other layers of the same input."""
 
     def fits(self, other: Any) -> bool:  # noqa: ANN401 - of the same class
         """Return whether the weights of two layers can be joined."""
@@ -122,11 +122,11 @@ Weight = TypeVar("Weight", bound=Fitting)
 def split_alike(
     group: list[LocatedLinear], weights: Sequence[Weight | None]
 ) -> list[tuple[list[LocatedLinear], list[Weight]]]:
-    """Return the layers of a group in parts whose weights can be joined.
+    """Split a group's layers into parts whose weights can be joined.
 
     Args:
         group: Layers of the same input.
-        weights: Weights of the layers; None leaves a layer out.
+        weights: Weights of the layers; layers with None are left out.
     """
     parts: list[tuple[list[LocatedLinear], list[Weight]]] = []
     for located, weight in zip(group, weights, strict=True):
@@ -145,16 +145,16 @@ def fuse_linears(model: PreTrainedModel) -> None:
     """Fuse a model's plain linear layers of the same input; the head returns float32.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
     """
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     groups = group_linears_by_input(model)
     while groups:
-        group = groups.pop()  # frees it once it is replaced: there may be no memory for both
+        group = groups.pop()  # frees each once replaced: memory may not hold both
         first = group[0]
         layers = [located.layer for located in group]
         if any(type(layer) is not nn.Linear for layer in layers):
-            continue  # such as those of a quantized checkpoint
+            continue  # such as layers of a quantized checkpoint
         if first.layer is head:
             setattr(first.parent, first.name, WideLinear(first.layer))
         elif len(group) > 1 and len({layer.weight.dtype for layer in layers}) == 1:
@@ -184,7 +184,7 @@ class SharedLinear(nn.Module):
         self._latest: tuple[Tensor, Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the layer's outputs for `x`, kept until each part has asked for them."""
+        """Return the layer's outputs for `x`, cached until all parts have used them."""
         if self._latest is None or self._latest[0] is not x:
             self._latest = (x, self.layer(x))
             self._left = self._parts

@@ -28,7 +28,7 @@ from octavo.engine.models.linear.plain_linears import make_linear
 from octavo.kernels.cpu import linear as kernels
 
 SIZES = (24, 16)
-"""Outputs and inputs of a small layer."""
+"""Numbers of outputs and of inputs of a small layer."""
 
 
 class PackedLayer(nn.Module):
@@ -40,7 +40,7 @@ class PackedLayer(nn.Module):
     Attributes:
         outputs: The number of outputs.
         gated: Whether the weights are a SwiGLU's, from `LinearKernels.interleave`.
-        adapted: Its number among the layers that adapters adapt; -1: they do not.
+        adapted: Its number among adapted layers; -1 if it is not adapted.
     """
 
     bias: Tensor
@@ -50,11 +50,11 @@ class PackedLayer(nn.Module):
         self.outputs = linear.out_features
         self.gated = False
         self.adapted = -1
-        self.weight = torch.empty(0, dtype=linear.weight.dtype)  # some models ask for its type
+        self.weight = torch.empty(0, dtype=linear.weight.dtype)  # some models read its dtype
         self.register_buffer("bias", padded_bias(linear))
 
     def gate(self, outputs: int) -> None:
-        """Treat every other half panel as a gate's, with this number of outputs."""
+        """Treat every other half panel as gates, with this number of outputs."""
         self.outputs, self.gated = outputs, True
 
     @property
@@ -81,7 +81,7 @@ class PackedLinear(PackedLayer):
 
     Args:
         linear: The layer to replace.
-        wide: Return float32, which logits need, also in bfloat16; see `wide_linear.py`.
+        wide: Whether to return float32 also for bfloat16, as logits need; see `wide_linear.py`.
     """
 
     panels: Tensor
@@ -109,25 +109,25 @@ def has_kernels(layer: nn.Linear) -> bool:
 
 
 def has_quantized_kernels(layer: nn.Linear) -> bool:
-    """Return whether this CPU has kernels for a layer's quantized weights: for bfloat16 rows."""
+    """Return whether this CPU has kernels for a layer's quantized weights, with bfloat16 rows."""
     return layer.weight.dtype == torch.bfloat16 and has_kernels(layer)
 
 
 def _can_gate(layer: nn.Linear) -> bool:
-    """Return whether the kernels of a layer can gate its outputs, whatever its packed weights."""
+    """Return whether a layer's kernels can gate its outputs, for any type of packed weights."""
     return kernels is not None and layer.weight.dtype in {torch.bfloat16, torch.float32}
 
 
 def padded_bias(linear: nn.Linear) -> Tensor:
     """Return a layer's bias in float32, padded to whole panels; zeros if it has none."""
-    bias: Tensor | None = linear.bias  # None if the layer has none, whatever torch declares
+    bias: Tensor | None = linear.bias  # may be None, although torch declares a tensor
     values = torch.zeros(linear.out_features) if bias is None else bias.detach().float()
     assert kernels is not None
     return kernels.pad_outputs(values)
 
 
 def pack_linears(model: PreTrainedModel) -> None:
-    """Replace a model's linear layers where this CPU has kernels for them.
+    """Replace a model's linear layers if this CPU has kernels for them.
 
     Args:
         model: A model on a CPU; changed in place.
@@ -137,7 +137,7 @@ def pack_linears(model: PreTrainedModel) -> None:
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     groups = group_linears_by_input(model)
     while groups:
-        group = groups.pop()  # frees it once it is replaced
+        group = groups.pop()  # frees each once replaced
         if has_kernels(group[0].layer):
             replace(model, group, partial(PackedLinear, wide=group[0].layer is head))
 
@@ -156,8 +156,8 @@ def replace(
         model: The layers' model.
         group: The layers.
         convert: Must return a `PackedLayer` for a layer that has kernels.
-        join: Makes a fused layer, as `join_linears` does.
-        gates: Whether it returns layers that can gate their outputs.
+        join: Builds a fused layer, as `join_linears` does.
+        gates: Whether `convert` returns layers that can gate their outputs.
     """
     first = group[0]
     if len(group) == 1:
@@ -186,15 +186,15 @@ def _are_swiglu(group: list[LocatedLinear]) -> bool:
     }:
         return False
     generator = torch.Generator().manual_seed(0)
-    small = copy(mlp)  # whose code is that of the large one
-    small._modules = dict(mlp._modules)  # noqa: SLF001 - not those of the other
+    small = copy(mlp)  # a small copy with the same code
+    small._modules = dict(mlp._modules)  # noqa: SLF001 - a separate dict
     for name, sizes in (("gate_proj", SIZES), ("up_proj", SIZES), ("down_proj", SIZES[::-1])):
         small._modules[name] = make_linear(torch.randn(sizes, generator=generator))  # noqa: SLF001
     x = torch.randn((1, 8, SIZES[1]), generator=generator)
     gate, up, down = (small.get_submodule(name) for name in (*names, "down_proj"))
     try:
         return torch.allclose(small(x), down(silu(gate(x)) * up(x)))
-    except RuntimeError:  # its code depends on its own sizes
+    except RuntimeError:  # its code depends on its sizes
         return False
 
 
@@ -202,7 +202,7 @@ class GatedMLP(nn.Module):
     """A SwiGLU whose gate and up projections are one layer.
 
     Args:
-        gated: Returns their product.
+        gated: The layer that returns their product.
         mlp: The module to replace, for its `down_proj`.
     """
 
@@ -213,7 +213,7 @@ class GatedMLP(nn.Module):
         del mlp.gate_proj, mlp.up_proj, mlp.act_fn
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map `[..., hidden]` to the same."""
+        """Map `[..., hidden]` to `[..., hidden]`."""
         out: Tensor = self.mlp.get_submodule("down_proj")(self.gated(x))
         return out
 
@@ -224,10 +224,10 @@ OPERATORS: list[OpOverload] = []
 kernels/cpu/operators.cpp."""
 ADAPTED = "int adapted"
 NORMED = "Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
-"""The last arguments of operators that `fusion.py` can move a norm and a residual into; before them
-is `gated`."""
+"""The last arguments of operators into which `fusion.py` can fuse a norm and a residual, after
+`gated`."""
 FUSED = f"int gated, {ADAPTED}, {NORMED}"
-"""The last arguments of such operators that take adapters too."""
+"""The last arguments of such operators that also take adapters."""
 
 
 def define_operator(
@@ -237,8 +237,8 @@ def define_operator(
 
     Args:
         schema: Its name and arguments; the first two are the rows and the number of outputs.
-        kernel: Its implementation; None where this CPU has none. If `ADAPTED` is among the
-            arguments, it takes the adapters of the layer as `low_rank` in its place.
+        kernel: Its implementation; None if this CPU has none. If `ADAPTED` is among the arguments,
+            the kernel takes the layer's adapters as `low_rank` instead.
         dtype: The outputs' dtype, if not the rows'.
     """
     name = schema.partition("(")[0]

@@ -1,6 +1,6 @@
 """Finds linear layers that only multiply by their weights.
 
-Only these may be fused, packed or quantized. GPT-2's `Conv1D` is one under another name.
+Only these may be fused, packed or quantized. GPT-2's `Conv1D` is one, too, under another name.
 """
 
 import copy
@@ -13,13 +13,13 @@ from transformers.pytorch_utils import Conv1D
 from octavo.common.models.errors import ModelError
 
 ROWS = 8
-"""Rows of random inputs to compare a layer with the product."""
+"""Number of random rows for comparing a layer with the product."""
 
 
 def plain_linears(model: nn.Module) -> set[nn.Module]:
-    """Return a model's linear layers that compute nothing but the product with their weights.
+    """Return a model's linear layers that compute only the product with their weights.
 
-    Subclasses of `nn.Linear` are judged by the result of the first layer of each class.
+    Subclasses of `nn.Linear` are judged by the results of each class's first layer.
     """
     is_plain: dict[type, bool] = {nn.Linear: True}
     layers: set[nn.Module] = set()
@@ -47,7 +47,7 @@ def replace_conv1d(model: PreTrainedModel) -> None:
     """Replace each `Conv1D`, whose weights are transposed, by an equivalent linear layer.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
     """
     for parent in list(model.modules()):
         for name, layer in list(parent.named_children()):
@@ -80,7 +80,7 @@ def check_quantizable(model: PreTrainedModel, path: str, quantization: str) -> N
 
 
 def already_quantized(path: str, method: str, quantization: str) -> ModelError:
-    """Return the error for `--quantization` with a model that is quantized."""
+    """Return the error for `--quantization` with a quantized model."""
     return ModelError(f"{path} is already quantized ({method}): {_hint(quantization)}")
 
 
@@ -114,12 +114,12 @@ def _looks_like_product(layer: nn.Linear) -> bool:
 
 @torch.inference_mode()
 def _outputs(layer: nn.Linear) -> tuple[object, Tensor]:
-    """Return the outputs of a float32 copy of a layer for random inputs, and the product."""
+    """Return the outputs of a layer's float32 copy for random inputs, and the product."""
     wide = copy.deepcopy(layer).float()
     generator = torch.Generator().manual_seed(0)
     x = torch.randn((ROWS, layer.in_features), generator=generator).to(layer.weight.device)
     expected = nn.functional.linear(x, wide.weight, wide.bias)
     try:
         return wide(x), expected
-    except Exception:  # noqa: BLE001 - it takes other arguments, so it is not a product
+    except Exception:  # noqa: BLE001 - other arguments: not a product
         return None, expected

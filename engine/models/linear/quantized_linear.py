@@ -1,4 +1,4 @@
-"""Linear layers of quantized weights on a GPU.
+"""Linear layers with quantized weights on a GPU.
 
 Each is an operator, so that a compiled step calls its kernel.
 """
@@ -48,7 +48,7 @@ class QuantizedLinear(nn.Module):
 
     @property
     def quantized(self) -> QuantizedWeight:
-        """Its weights, where the layer is."""
+        """Its weights, on the layer's device."""
         return weight_of(self.codes, self.scale, self.more, self.outer, self._layout)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class QuantizedLinear(nn.Module):
 
 
 class Fp8Linear(nn.Module):
-    """A layer of products in fp8, for which each row of inputs is rounded.
+    """A layer that multiplies in fp8; each row of inputs is rounded.
 
     Args:
         codes: `[outputs, inputs]` e4m3.
@@ -91,13 +91,13 @@ class Fp8Linear(nn.Module):
 
 
 def bias_of(layers: list[nn.Linear]) -> Tensor | None:
-    """Return the biases of layers of the same input as one; None if they have none."""
+    """Join the biases of layers of the same input; None if they have none."""
     _, *biases = weights_and_biases(*layers)
     return torch.cat(biases[0]) if biases else None
 
 
 def layout_of(weight: QuantizedWeight) -> list[int]:
-    """Return a weight's numbers besides its tensors, for an operator."""
+    """Return a weight's scalar properties as numbers for an operator."""
     numbers, second = weight.numbers.value, weight.second.value
     scales = 0 if weight.scale_type is None else 1 + SCALE_TYPES.index(weight.scale_type)
     return [weight.inputs, weight.group, numbers, weight.zero_point, second, scales]
@@ -110,7 +110,7 @@ def weight_of(
     outer: Tensor | None,
     layout: list[int],
 ) -> QuantizedWeight:
-    """Return the weight that `layout_of` and its tensors describe."""
+    """Return the weight described by the result of `layout_of` and by its tensors."""
     inputs, group, numbers, zero_point, second, scales = layout
     kind = SCALE_TYPES[scales - 1] if scales else None
     properties = (Numbers(numbers), zero_point, Second(second), kind)

@@ -1,7 +1,7 @@
 """A linear layer with float32 outputs: the head, on a GPU.
 
-SmolLM2's greatest logits are near 25. Rounded to bfloat16, those less than an eighth apart would be
-equal, and any of them could be sampled as the most likely.
+SmolLM2's greatest logits are near 25. In bfloat16, logits less than an eighth apart would round to
+equal values, and any of them could count as the most likely.
 """
 
 import torch

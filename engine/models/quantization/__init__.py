@@ -1,7 +1,7 @@
 """Quantization of linear layers at load: one scheme per file.
 
-To add a scheme: a module here with a `Scheme` (see base.py) named `SCHEME`, and its line below.
-Nothing here imports PyTorch, so that a command can list the schemes quickly.
+To add a scheme, add a module here with a `Scheme` (see base.py) named `SCHEME`, and a line below.
+Nothing here imports PyTorch, so that commands can list the schemes quickly.
 """
 
 from importlib import import_module
@@ -17,7 +17,7 @@ SCHEMES = {
     "int4": "4-bit weights",
     "fp8": "8-bit floats, on GPUs alone",
 }
-"""Each scheme's description by its name, which is also its module's."""
+"""Descriptions of the schemes by name, which is also the module's name."""
 
 
 def schemes_for(device: "torch.device") -> list[str]:

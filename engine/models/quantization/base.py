@@ -23,14 +23,14 @@ from octavo.engine.models.quantization.gpu_weight import GpuWeight
 from octavo.engine.models.quantization.on_gpu import quantize_on_gpu
 
 MIN_REPORTED_SHARE = 0.02
-"""Smaller shares of the weights, such as those of routers, are not reported as unquantized."""
+"""Minimum share of the weights to report as unquantized: routers, for example, have less."""
 
 
 class Scheme(ABC):
     """A way to store linear layers in fewer bits.
 
     Attributes:
-        tolerance: Largest error of the logits in the self-check; see `self_check.py`.
+        tolerance: Maximum error of the logits in the self-check; see `self_check.py`.
         takes_head: Whether to convert the head (hidden states to logits) too.
         on_cpus: Whether CPUs have kernels for it.
     """
@@ -47,7 +47,7 @@ class Scheme(ABC):
     def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
         """Return the quantized layer that replaces a linear layer.
 
-        Where `has_quantized_kernels(layer)`, this must be a `PackedLayer`.
+        If `has_quantized_kernels(layer)`, this must be a `PackedLayer`.
 
         Args:
             layer: The layer, or several of the same input fused into one.
@@ -57,7 +57,7 @@ class Scheme(ABC):
 
     @abstractmethod
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:
-        """Return the bits that are stored per weight of a layer if `convert` converts it.
+        """Return the stored bits per weight of a layer that `convert` converts.
 
         Args:
             layer: The layer.
@@ -69,19 +69,19 @@ class Scheme(ABC):
         """Round a layer's weight, `[outputs, inputs]`, for a GPU's kernels."""
 
     def round_head_for_gpu(self, weight: Tensor) -> GpuWeight | None:  # noqa: ARG002
-        """Round the head's weight; None leaves it as it is."""
+        """Round the head's weight; None leaves it unchanged."""
         return None
 
     def gpu_bits(self, *, is_head: bool) -> float:  # noqa: ARG002
-        """Return the bits that a GPU stores per weight of a layer, if it is rounded."""
+        """Return a GPU's stored bits per weight of a rounded layer."""
         return 8
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:  # noqa: ARG002
-        """Return the bits per weight of experts; None if `convert_experts` leaves them."""
+        """Return the bits per weight of experts; None if they stay unquantized."""
         return None
 
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:  # noqa: ARG002
-        """Return a replacement for a layer of experts; None if it stays as it is.
+        """Return a replacement for an expert layer; None if it does not change.
 
         Args:
             layer: The layer.
@@ -93,7 +93,7 @@ class Scheme(ABC):
         """Replace a model's linear layers and experts, on a CPU.
 
         Args:
-            model: Changed in place.
+            model: The model; changed in place.
             shape: The model's dimensions.
             path: The model's directory.
         """
@@ -109,7 +109,7 @@ class Scheme(ABC):
         }
         inputs = calibrate(model, shape, path, read, [layer.path for layer in experts])
         while groups:
-            group = groups.pop()  # frees it once it is replaced
+            group = groups.pop()  # frees each once replaced
             first = group[0]
             layer_inputs = inputs.linears.get(first.path)
             convert = partial(self.convert, inputs=layer_inputs, is_head=first.layer is head)
@@ -124,7 +124,7 @@ class Scheme(ABC):
         """Replace a model's linear layers and experts by layers on a GPU.
 
         Args:
-            model: Changed in place.
+            model: The model; changed in place.
             device: The GPU.
         """
 
@@ -136,9 +136,9 @@ class Scheme(ABC):
 
 
 def unquantized_shares(model: PreTrainedModel) -> dict[str, float]:
-    """Return the kinds of layers, besides embeddings and head, that are not quantized.
+    """Return the classes of layers, besides embeddings and head, that are not quantized.
 
-    They may be experts that Octavo does not recognize, or whose size no kernel supports.
+    Examples are experts that Octavo does not recognize, or whose size no kernel supports.
 
     Returns:
         Each class's share of all weights, if at least `MIN_REPORTED_SHARE`.

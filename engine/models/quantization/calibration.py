@@ -1,4 +1,4 @@
-"""Runs a model on a short text, to see the range of its layers' inputs, keys and values."""
+"""Runs a model on a short text, to measure the range of its layers' inputs, keys and values."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -22,10 +22,10 @@ log = structlog.get_logger(__name__)
 
 MAX_TOKENS = 512
 MIN_TOKENS = 64
-"""Minimum known tokens: with fewer, the tokenizer does not know the text's words."""
+"""Minimum number of known tokens: with fewer, the tokenizer does not know the text's words."""
 SAMPLES = 128
 MIN_ROWS = 8
-"""Minimum rows of an expert: with fewer, rows of all experts are taken."""
+"""Minimum rows of an expert: with fewer, rows of all experts are used."""
 BLOCK_SIZE = 16
 
 
@@ -34,7 +34,7 @@ class Inputs:
     """A layer's inputs on the text.
 
     Attributes:
-        absmax: `[in_features]` float32, the greatest magnitude of each.
+        absmax: `[in_features]` float32, the greatest magnitude of each input.
         samples: `[n, in_features]` float32, the inputs of some tokens.
     """
 
@@ -44,7 +44,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class ExpertInputs:
-    """The inputs of a layer of experts on the text.
+    """The inputs of an expert layer on the text.
 
     Attributes:
         rows: `[n, hidden]`, of the model's dtype.
@@ -73,7 +73,7 @@ class Calibration:
 
     Attributes:
         linears: The inputs of each given linear layer that the model calls.
-        experts: The inputs of each given layer of experts.
+        experts: The inputs of each given expert layer.
     """
 
     linears: dict[str, Inputs]
@@ -95,7 +95,7 @@ def calibrate(
         shape: The model's dimensions.
         path: The model's directory.
         linears: The names of linear layers.
-        experts: Names of layers of experts.
+        experts: The names of expert layers.
     """
     calibration = Calibration({}, {})
     if not linears and not experts:
@@ -134,7 +134,7 @@ def _record_linears(
         absmax = rows.float().abs().amax(0)
         if name in recorded:  # a shared layer
             absmax = torch.maximum(absmax, recorded[name].absmax)
-        # Skip the first token: it draws all attention, and its activations are unlike the others.
+        # Skip the first token: it gets most attention, and its activations are unlike the others.
         samples = rows[1 :: max(1, len(rows) // SAMPLES)]
         recorded[name] = Inputs(absmax.clone(), samples.float().clone())
 
@@ -147,7 +147,7 @@ def _record_linears(
 
 
 def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
-    """Return the text as `[count]` token ids, or random ones if the tokenizer cannot be used."""
+    """Return the text as `[count]` token ids; random ids if the tokenizer is unusable."""
     count = min(MAX_TOKENS, shape.max_position)
     text = Path(__file__).with_name("calibration.txt").read_text()
     try:
@@ -156,7 +156,7 @@ def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
     except Exception as error:  # noqa: BLE001 - tokenizers raise many types
         known = []
         log.info("the model's tokenizer cannot be read", error=first_line(error))
-    # A tokenizer made from no files knows no words.
+    # A tokenizer without files knows no words.
     if len(known) >= min(count, MIN_TOKENS):
         return torch.tensor(known)
     log.warning("calibrating on random tokens: the model has no usable tokenizer")
@@ -165,7 +165,7 @@ def calibration_tokens(path: str, shape: ModelShape) -> Tensor:
 
 
 def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list[LayerCache]:
-    """Run a model on one sequence, in a cache of its own.
+    """Run a model on one sequence, in a separate cache.
 
     Args:
         model: A model on any device.
@@ -173,7 +173,7 @@ def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list
         tokens: `[count]` token ids on the CPU.
 
     Returns:
-        Each layer's keys and values, if it keeps any, in blocks padded with zeros.
+        Each layer's keys and values, if it has any, in blocks padded with zeros.
     """
     count, device = len(tokens), model.device
     step = step_alone(shape, count, model.dtype, device)
@@ -193,7 +193,7 @@ def run_alone(model: PreTrainedModel, shape: ModelShape, tokens: Tensor) -> list
 def step_alone(
     shape: ModelShape, count: int, dtype: torch.dtype, device: torch.device
 ) -> PagedStep:
-    """Return the step of a prompt of `count` tokens in a cache of its own, filled with zeros."""
+    """Return the step of a prompt of `count` tokens in a separate cache, filled with zeros."""
     layout = plan_layout(shape, BLOCK_SIZE, dtype, dtype)
     numbers = layout.sequence_blocks(count)
     cache = torch.zeros((sum(numbers), layout.block_elements), dtype=dtype, device=device)

@@ -1,7 +1,7 @@
 """Quantizes layers of experts.
 
-All experts of a layer see the same hidden states, so in 8 bits they share SmoothQuant's factors of
-these. The numbers between its two products are an expert's own, so each expert has its own factors.
+All experts of a layer get the same hidden states, so in 8 bits they share SmoothQuant's factors.
+Activations between the two products differ per expert, so each has its own factors there.
 """
 
 from collections.abc import Callable
@@ -32,7 +32,7 @@ from octavo.kernels.cpu import experts as kernels
 from octavo.kernels.cpu.experts import PackedProduct
 
 JUDGES = 4
-"""Number of experts, those with the most rows, by which a layer's exponent is chosen."""
+"""Number of experts, those with the most rows, that determine a layer's exponent."""
 
 
 def experts_to_int8(layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts:
@@ -99,7 +99,7 @@ def _pack(layer: ExpertLayer, name: str, factors: Tensor) -> PackedProduct:
     Args:
         layer: The layer.
         name: "up" or "down".
-        factors: `[experts or 1, inputs]`, of the weights.
+        factors: `[experts or 1, inputs]`, factors of the weights.
     """
     assert kernels is not None
     pack, weight = kernels.pack, layer.up if name == "up" else layer.down

@@ -1,6 +1,6 @@
-"""Quantization of layers of experts on a GPU: at load, and of checkpoints that are quantized.
+"""Quantizes expert layers for a GPU, at load or from quantized checkpoints.
 
-Experts are laid out one by one where the model was loaded, and moved to the GPU layer by layer.
+Experts are packed one by one where the model was loaded, and moved to the GPU layer by layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,7 +20,7 @@ from octavo.kernels.quantized import QuantizedWeight, join, make_e2m1, widen_sca
 def round_experts(
     layer: ExpertLayer, device: torch.device, round_weight: Callable[[Tensor], GpuWeight | None]
 ) -> QuantizedExperts | None:
-    """Return a layer's experts with rounded weights; None if they are not to be rounded.
+    """Return a layer's experts with rounded weights; None if they must not be rounded.
 
     Args:
         layer: The layer.
@@ -41,10 +41,10 @@ def round_experts(
 def pack_experts(
     layer: ExpertLayer, checkpoint: QuantizedCheckpoint, device: torch.device
 ) -> QuantizedExperts | None:
-    """Return a layer's experts as they are stored; None if kernels do not take all of them.
+    """Return a layer's experts as stored; None if kernels do not support all of them.
 
     Args:
-        layer: The layer, with the weights dequantized.
+        layer: The layer, with dequantized weights.
         checkpoint: Its checkpoint.
         device: The device for the layers.
     """
@@ -63,7 +63,7 @@ def pack_experts(
 
 
 def _unordered(stored: StoredWeight) -> QuantizedWeight | None:
-    """Return an expert's weight as the kernels take it; None if its inputs would be permuted."""
+    """Return an expert's weight for the kernels; None if its inputs are permuted."""
     if isinstance(stored, ScaledE2m1):
         return make_e2m1(stored.codes[0], stored.exponents[0])
     weight = stored_weight(stored)
@@ -83,7 +83,7 @@ def _make(
 
 
 def _joined(weights: Sequence[QuantizedWeight]) -> QuantizedWeight | None:
-    """Return the weights as one; None if they are of different kinds."""
-    if not all(map(weights[0].fits, weights)):  # perhaps because scales fit into 16 bits in some
+    """Join the weights; None if they have different types."""
+    if not all(map(weights[0].fits, weights)):  # perhaps because some scales fit into 16 bits
         weights = list(map(widen_scales, weights))
     return join(weights) if all(map(weights[0].fits, weights)) else None

@@ -1,6 +1,6 @@
 """Weights in fp8 with a scale per output, and inputs rounded to fp8 per token at run time.
 
-For GPUs alone. On one without products in fp8, weights are unpacked and inputs stay as they are.
+For GPUs only. On a GPU without fp8 products, weights are unpacked and inputs are not rounded.
 """
 
 from torch import Tensor, nn
@@ -12,13 +12,13 @@ from octavo.engine.models.quantization.on_gpu import FP8_TOLERANCE
 
 
 class Fp8(Scheme):
-    """8-bit floats; see the module."""
+    """8-bit floats; see this module's text."""
 
     tolerance = FP8_TOLERANCE
     on_cpus = False
 
     def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
-        """Raise NotImplementedError: CPUs have no kernels for it."""
+        """Raise NotImplementedError: CPUs have no kernels for fp8."""
         raise NotImplementedError
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""Weights as GPUs' kernels take them: rounded here, or as checkpoints have them."""
+"""Weights for the GPU kernels: rounded here, or unchanged from checkpoints."""
 
 from dataclasses import dataclass
 
@@ -25,13 +25,13 @@ from octavo.kernels.quantized import (
 
 @dataclass(frozen=True, slots=True)
 class GpuWeight:
-    """A layer's weights as GPUs' kernels take them.
+    """A layer's weights for the GPU kernels.
 
     Attributes:
         weight: The weights.
         order: `[inputs]` int64, the input of each column; None if they are in order.
-        as_fp8: `[outputs, inputs]` e4m3 and `[outputs]` float32 scales, if inputs may be rounded to
-            fp8 too.
+        as_fp8: `[outputs, inputs]` e4m3 and `[outputs]` float32 scales, if inputs may also be
+            rounded to fp8.
     """
 
     weight: QuantizedWeight
@@ -80,14 +80,14 @@ def round_to_fp8(weight: Tensor) -> GpuWeight:
 
 
 def fp8_weight(codes: Tensor, scale: Tensor, group: int) -> GpuWeight:
-    """Return weights in e4m3; with `[outputs, groups]` scales of groups of inputs."""
+    """Return weights in e4m3, with `[outputs, groups]` scales of groups of inputs."""
     made = make_weight(codes, scale, group=group, numbers=Numbers.E4M3)
     whole = scale.shape[1] == 1
     return GpuWeight(made, as_fp8=(codes, scale[:, 0].float()) if whole else None)
 
 
 def stored_weight(stored: StoredWeight | None) -> GpuWeight | None:
-    """Return a checkpoint's weight as the kernels take it; None if they do not."""
+    """Return a checkpoint's weight for the kernels; None if they do not support it."""
     if isinstance(stored, Integers):
         return _integers(stored)
     if isinstance(stored, ScaledFp8):

@@ -27,11 +27,11 @@ from octavo.kernels.cpu.blocks import FORMATS
 from octavo.kernels.cpu.linear import GROUP
 
 NIBBLE_BITS = 5
-"""Bits per 4-bit weight, with its share of a group's scale and zero point."""
+"""Bits per 4-bit weight, including its share of a group's scale and zero point."""
 
 
 class Int4(Scheme):
-    """4-bit weights; 8-bit ones for the head and layers whose inputs do not divide into groups."""
+    """4-bit weights; 8 bits for the head and layers whose inputs do not divide into groups."""
 
     tolerance = 0.7
     takes_head = True
@@ -41,7 +41,7 @@ class Int4(Scheme):
         return bool(is_head or layer.in_features % GROUP or not has_quantized_kernels(layer))
 
     def convert(self, layer: nn.Linear, inputs: Inputs | None, *, is_head: bool) -> nn.Module:
-        """Return a 4-bit layer, or an 8-bit one where there are no kernels for 4 bits."""
+        """Return a 4-bit layer, or an 8-bit one without kernels for 4 bits."""
         weight = present(layer.weight.detach())
         if self.reads_inputs(layer, is_head=is_head):
             assert inputs is not None
@@ -66,13 +66,13 @@ class Int4(Scheme):
         return 8 if is_head else NIBBLE_BITS
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:
-        """Return the bits per weight of experts, where this CPU has a kernel for them."""
+        """Return the bits per weight of experts, if this CPU has a kernel for them."""
         if has_expert_kernels(layer, torch.uint8):
             return NIBBLE_BITS
         return 8 if has_expert_kernels(layer, torch.int8) else None
 
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:
-        """Return 4-bit experts, or 8-bit ones where there is no kernel for 4 bits."""
+        """Return 4-bit experts, or 8-bit ones without a kernel for 4 bits."""
         if has_expert_kernels(layer, torch.uint8):
             return experts_to_int4(layer)
         return experts_to_int8(layer, inputs) if has_expert_kernels(layer, torch.int8) else None

@@ -36,11 +36,11 @@ from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.machine import onednn_int8_saturates
 
 JUDGES = 256
-"""Number of outputs, evenly spaced, by whose error a layer's exponent is chosen."""
+"""Number of evenly spaced outputs whose error determines a layer's exponent."""
 
 
 class Int8(Scheme):
-    """8-bit weights and activations; see the module."""
+    """8-bit weights and activations; see this module's text."""
 
     tolerance = 0.35
 
@@ -58,11 +58,11 @@ class Int8(Scheme):
         return round_to_int8(weight)
 
     def expert_bits(self, layer: ExpertLayer) -> int | None:
-        """Return the bits per weight of experts, where this CPU has a kernel for them."""
+        """Return the bits per weight of experts, if this CPU has a kernel for them."""
         return 8 if has_expert_kernels(layer, torch.int8) else None
 
     def convert_experts(self, layer: ExpertLayer, inputs: ExpertInputs) -> PackedExperts | None:
-        """Return 8-bit experts, where this CPU has a kernel for them."""
+        """Return 8-bit experts, if this CPU has a kernel for them."""
         return experts_to_int8(layer, inputs) if has_expert_kernels(layer, torch.int8) else None
 
 
@@ -147,7 +147,7 @@ class OneDnnInt8Linear(nn.Module):
         self, linear: nn.Linear, weight: Tensor, scale: Tensor, row_sums: Tensor, factors: Tensor
     ) -> None:
         super().__init__()
-        bias: Tensor | None = linear.bias  # None if the layer has none, whatever torch declares
+        bias: Tensor | None = linear.bias  # may be None, although torch declares a tensor
         self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.register_buffer("factors", factors)

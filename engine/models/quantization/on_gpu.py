@@ -1,7 +1,7 @@
-"""Quantization of a model on a GPU: at load, and of checkpoints that are quantized.
+"""Quantizes a model for a GPU, at load or from a quantized checkpoint.
 
-A layer's weights are made on the device where the model was loaded (the CPU, if the GPU has no room
-for it), and moved to the GPU one layer at a time.
+A layer's weights are packed on the device where the model was loaded (the CPU, if the GPU has no
+room for it), and moved to the GPU one layer at a time.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from octavo.kernels import ops
 from octavo.kernels.quantized import FP8_MULTIPLE, join
 
 FP8_TOLERANCE = 0.35
-"""Tolerance of the self-check where inputs are rounded to fp8."""
+"""Tolerance of the self-check if inputs are rounded to fp8."""
 
 
 def quantize_on_gpu(
@@ -38,16 +38,16 @@ def quantize_on_gpu(
     """Replace a model's linear layers and experts by quantized ones.
 
     Args:
-        model: Changed in place.
+        model: The model; changed in place.
         device: The device for the layers.
         round_weight: Rounds a weight, `[outputs, inputs]`; its second argument is whether it is the
-            head's. None leaves the layer as it is.
+            head's. None as a result leaves the layer unchanged.
     """
     replace_conv1d(model)
     head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     groups = group_linears_by_input(model)
     while groups:
-        group = groups.pop()  # frees it once it is replaced
+        group = groups.pop()  # frees each once replaced
         is_head = group[0].layer is head
         weights = [
             round_weight(present(located.layer.weight.detach()), is_head) for located in group
@@ -64,7 +64,7 @@ def quantize_on_gpu(
 def pack_checkpoint_on_gpu(
     model: PreTrainedModel, checkpoint: QuantizedCheckpoint, device: torch.device
 ) -> float:
-    """Replace the layers whose weights GPUs' kernels take as they are stored.
+    """Replace the layers whose stored weights the GPU kernels support unchanged.
 
     Args:
         model: A model with the checkpoint's weights dequantized; changed in place.
@@ -97,7 +97,7 @@ def pack_checkpoint_on_gpu(
 
 
 def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
-    """Return the name of the input embeddings by the head, if they are tied; else nothing."""
+    """Return the input embeddings' name by the head, if they are tied; else an empty mapping."""
     head: nn.Module | None = model.get_output_embeddings()  # type: ignore[no-untyped-call]
     embeddings: nn.Module = model.get_input_embeddings()
     if head is None or getattr(embeddings, "weight", None) is not getattr(head, "weight", head):
@@ -109,7 +109,7 @@ def tied_embeddings(model: PreTrainedModel) -> dict[nn.Module, str]:
 def _make(
     group: list[LocatedLinear], weights: list[GpuWeight], device: torch.device, *, is_head: bool
 ) -> nn.Module:
-    """Return one layer with the weights of several."""
+    """Join the weights of several layers into one layer."""
     first = weights[0]
     layers = [located.layer for located in group]
     bias, dtype = bias_of(layers), layers[0].weight.dtype

@@ -13,7 +13,7 @@ ALPHAS = (0.3, 0.4, 0.5, 0.6, 0.7)
 EPSILON = 1e-8  # avoids division by zero
 LEVELS = (15, 14, 13, 12)
 """Numbers of steps between a group's least and greatest weight to try. Weights that were in 4 bits
-before may not use the ends of their scale; a smaller number finds their scale again."""
+before may not use their whole range; fewer steps find their scale again."""
 
 
 class QuantizedWeights(NamedTuple):
@@ -23,7 +23,7 @@ class QuantizedWeights(NamedTuple):
         weight: `[out, in]` int8.
         scale: `[out]`; the weights are `weight * scale`.
         row_sums: `[out]`, the sum of each output's scaled weights.
-        factors: `[in]`; inputs are multiplied by these first.
+        factors: `[in]`, factors of the inputs before rounding.
     """
 
     weight: Tensor
@@ -52,7 +52,7 @@ def round_weights(weight: Tensor, factors: Tensor) -> QuantizedWeights:
 
 
 def to_bytes(weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Round a weight to 8 bits as `RoundingKernels.to_bytes` does, to the same bits."""
+    """Round a weight to 8 bits, with the same result as `RoundingKernels.to_bytes`."""
     weight = weight.float() * factors
     scale = weight.abs().amax(1).clamp_min(EPSILON) / 127
     whole = (weight / scale[:, None]).round_().to(torch.int8)
@@ -87,7 +87,7 @@ def round_rows(rows: Tensor, most: int = 255) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def round_to_4_bits(weight: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize each group of weights to 16 levels, with the scale of the least squared error.
+    """Quantize each group of weights to 16 levels, with the scale of least squared error.
 
     Returns:
         `[out, groups, GROUP]` 0 to 15; `[out, groups, 1]` scales and `[out, groups, 1]` zeros, of

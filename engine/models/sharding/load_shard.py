@@ -1,8 +1,8 @@
 """Loads this rank's part of a model.
 
 transformers reads the parts: `from_pretrained` with a plan makes each split weight a `DTensor` and
-reads only this rank's slice of it from the safetensors file. Its own hooks, which would add up the
-ranks' results, are left out: `sharded_layers.py` has layers that can be packed, quantized and
+reads only this rank's slice of it from the safetensors file. Its own hooks, which would sum the
+ranks' results, are not used: the layers of `sharded_layers.py` can be packed, quantized and
 compiled like any others.
 """
 
@@ -53,7 +53,7 @@ PLACEMENTS: dict[str, Callable[[str, Tensor], Placement]] = {
     ROWS_TRANSPOSED: lambda name, _: _whole_bias(name, Shard(0)),
     THREE_TRANSPOSED: lambda _, weight: _StridedShard(weight.dim() - 1, split_factor=3),
 }
-"""The part of a weight that a rank has, by the style of its module, its name and itself."""
+"""Returns a rank's part of a weight, from its module's style, its name and itself."""
 ADDS_UP = {ROWS, ROWS_TRANSPOSED}
 PREFIX = "octavo_part_"
 
@@ -69,7 +69,7 @@ class _Part(TensorParallelLayer):
         self._place = place
 
     def shard_param(self, module: nn.Module, param: str, mesh: DeviceMesh) -> None:
-        """Make a parameter a part of itself."""
+        """Replace a parameter by this rank's part."""
         weight = module._parameters.get(param)  # noqa: SLF001 - as transformers does
         if weight is None:
             return
@@ -81,7 +81,7 @@ class _Part(TensorParallelLayer):
         return module
 
 
-_styles: Any = ALL_PARALLEL_STYLES  # declared to hold functions, but holds such layers
+_styles: Any = ALL_PARALLEL_STYLES  # declared to hold functions, but holds styles
 for _style, _place in PLACEMENTS.items():
     _styles.register(PREFIX + _style, _Part(_place))
 
@@ -93,14 +93,14 @@ def load_shard(
     plan: ShardingPlan,
     world: World,
 ) -> PreTrainedModel:
-    """Load this rank's part of a model, with layers that add up where the ranks must.
+    """Load this rank's part of a model, with layers that sum over ranks where needed.
 
     Args:
         path: A directory.
-        config: The model's.
-        dtype: Type of its weights.
+        config: The model's config.
+        dtype: Dtype of its weights.
         plan: The plan of its parts.
-        world: The ranks, all of which call this.
+        world: The ranks; all of them call this.
     """
     styles = {name: PREFIX + style for name, style in plan.styles.items()}
     model: PreTrainedModel = load_weights(
@@ -120,7 +120,7 @@ def load_shard(
 
 
 def _take_parts(model: nn.Module) -> None:
-    """Make each `DTensor` the tensor of its part; tied weights stay tied."""
+    """Replace each `DTensor` by its local tensor; tied weights stay tied."""
     made: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, weight in module._parameters.items():  # noqa: SLF001
@@ -132,7 +132,7 @@ def _take_parts(model: nn.Module) -> None:
 
 
 def _split_heads(model: nn.Module, plan: ShardingPlan, world: World) -> None:
-    """Leave this rank one head of keys and values, where several ranks have the same."""
+    """Keep one KV head on this rank, if several ranks share a head."""
     for path, module in model.named_modules():
         if plan.style_of(path) != KEYS_VALUES:
             continue
@@ -145,7 +145,7 @@ def _split_heads(model: nn.Module, plan: ShardingPlan, world: World) -> None:
 
 
 def _set_sizes(model: nn.Module, plan: ShardingPlan) -> None:
-    """Set the sizes that modules hold to those of this rank's part."""
+    """Set modules' sizes to those of this rank's part."""
     for path, module in model.named_modules():
         marked: Any = module
         if isinstance(module, nn.Linear):
@@ -157,7 +157,7 @@ def _set_sizes(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _add_up(model: PreTrainedModel, plan: ShardingPlan, world: World) -> None:
-    """Let the ranks add up the outputs of which each computes a part."""
+    """Make ranks sum the outputs of which each computes a part."""
     embeddings = model.get_input_embeddings()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):

@@ -1,7 +1,7 @@
-"""The division of a model among ranks, from the plan that transformers has for it.
+"""The division of a model among ranks, from transformers' plan.
 
-Transformers has a plan of how each module is split, by name (`tp_plan`). It is data, as are the
-plans here, for families that it has none for.
+Transformers' plan (`tp_plan`) gives each module's style of splitting, by name. It is data, like the
+plans here for families without one.
 """
 
 import re
@@ -22,13 +22,13 @@ HEAD = "colwise_gather_output"
 PACKED, EXPERTS = "packed_colwise", "moe_tp_experts"
 WHOLE = "replicate"
 KEYS_VALUES = "octavo_keys_values"
-"""Keys and values of fewer heads than ranks: several ranks have the same head."""
+"""Style of keys and values with fewer heads than ranks: several ranks share a head."""
 THREE_TRANSPOSED, ROWS_TRANSPOSED = "octavo_three_transposed", "octavo_rows_transposed"
 COLUMNS_TRANSPOSED = "octavo_columns_transposed"
 """Styles of GPT-2's `Conv1D`, whose weights have inputs first; q, k and v are one layer."""
 
 SAME = {"replicated_with_grad_allreduce": WHOLE}
-"""Transformers' styles that differ from another in training only."""
+"""Transformers' styles that differ from others only in training."""
 STYLES = {COLUMNS, ROWS, VOCABULARY, PACKED, EXPERTS, WHOLE}
 OWN_PLANS: dict[str, dict[str, str]] = {
     "gpt2": {
@@ -40,11 +40,11 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "transformer.h.*.mlp.c_proj": ROWS_TRANSPOSED,
     }
 }
-"""Plans by model type, for families that transformers has none for."""
+"""Plans by model type, for families without one in transformers."""
 DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
     "gpt2": {"transformer.h.*.attn": ("split_size", "num_heads", "embed_dim")}
 }
-"""Attributes that must be divided by the number of ranks, by model type and module."""
+"""Attributes to divide by the number of ranks, by model type and module."""
 KEY_VALUE_NAMES = {"k_proj", "v_proj"}
 QUERY_NAME = "q_proj"
 MAX_RANKS = 64
@@ -57,7 +57,7 @@ class ShardingPlan:
     Attributes:
         styles: Styles by a module's or parameter's name, with `*` for numbers.
         size: The number of ranks.
-        model_type: The model's.
+        model_type: The model's type.
     """
 
     styles: Mapping[str, str]
@@ -69,7 +69,7 @@ class ShardingPlan:
         return self.styles.get(_wildcard(name))
 
     def divided(self, name: str) -> tuple[str, ...]:
-        """Return a module's attributes that are divided by the number of ranks."""
+        """Return a module's attributes to divide by the number of ranks."""
         return DIVIDED.get(self.model_type, {}).get(_wildcard(name), ())
 
 
@@ -107,7 +107,7 @@ def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
 
 
 def _styles(model: PreTrainedModel, kind: str) -> dict[str, str]:
-    """Return the plan of a model, the head's and the embeddings' parts included.
+    """Return the plan of a model, including the head and the embeddings.
 
     Raises:
         UnsupportedModelError: There is none.
@@ -201,7 +201,7 @@ def _is_keys_values(path: str) -> bool:
 
 
 def _heads(model: nn.Module, path: str, module: nn.Module) -> int | None:
-    """Return the number of heads of a projection; None if it is not a part of attention."""
+    """Return the number of heads of a projection; None if it is not part of attention."""
     parent, _, name = path.rpartition(".")
     if name not in {QUERY_NAME, *KEY_VALUE_NAMES} or not isinstance(module, nn.Linear):
         return None
@@ -210,7 +210,7 @@ def _heads(model: nn.Module, path: str, module: nn.Module) -> int | None:
 
 
 def _shares_heads(model: nn.Module, path: str, module: nn.Module, size: int) -> bool:
-    """Return whether several ranks have the same head of a layer of keys or values."""
+    """Return whether several ranks share a head of a projection of keys or values."""
     if not _is_keys_values(path):
         return False
     heads = _heads(model, path, module)
@@ -222,7 +222,7 @@ def check_splittable(shape: ModelShape, *, plain_cache: bool) -> None:
 
     Args:
         shape: The dimensions of this rank's part.
-        plain_cache: Whether keys and values are kept in the model's dtype.
+        plain_cache: Whether the cache has the model's dtype.
 
     Raises:
         NotImplementedError: The message names it.

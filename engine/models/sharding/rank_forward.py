@@ -12,10 +12,10 @@ class RankForward:
     """A step that all ranks run at once.
 
     Args:
-        forward: Returns the logits of this rank's tokens, `[num_rows, n]`.
+        forward: Returns the logits of this rank's part of the vocabulary, `[num_rows, n]`.
         world: The ranks.
-        vocab_size: Tokens of all ranks.
-        everywhere: Return the logits on all ranks, as the self-check needs them.
+        vocab_size: Size of the vocabulary.
+        everywhere: Whether to return the logits on all ranks, as the self-check needs.
 
     Attributes:
         compiled: Whether it is traced, not run operator by operator in Python.
@@ -31,7 +31,7 @@ class RankForward:
         self._everywhere = everywhere
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Return logits `[num_rows, vocab_size]`; on ranks other than 0 without columns."""
+        """Return logits `[num_rows, vocab_size]`; without columns on ranks other than 0."""
         columns = self._forward(token_ids, positions, logit_rows)
         if self._everywhere:
             return self._world.gather_columns_everywhere(columns, self._vocab_size)

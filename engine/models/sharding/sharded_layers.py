@@ -1,7 +1,7 @@
-"""Layers that add up the ranks' parts.
+"""Layers that sum the ranks' parts.
 
-The first of two products in a row is split by outputs, as heads are, and the second by inputs, so
-that ranks add up once, after the second.
+Of two consecutive products, the first is split by outputs, like heads, and the second by inputs, so
+that ranks sum only once, after the second.
 """
 
 from typing import Any
@@ -17,7 +17,7 @@ class SummedLinear(nn.Module):
     """A linear layer that is split by inputs: its outputs are sums over ranks.
 
     Args:
-        linear: This rank's part; on all ranks but the first its bias becomes zero.
+        linear: This rank's part; its bias becomes zero on all ranks but the first.
         world: The ranks.
     """
 
@@ -39,10 +39,10 @@ def _clear_biases(module: nn.Module) -> None:
 
 
 class VocabularyEmbedding(nn.Module):
-    """Embeddings, of which each rank has some tokens'.
+    """Embeddings that are split by tokens.
 
     Args:
-        embedding: This rank's part; the factor of a subclass is kept.
+        embedding: This rank's part; a subclass keeps its factor.
         first: The first token of this rank.
     """
 
@@ -52,7 +52,7 @@ class VocabularyEmbedding(nn.Module):
         self.first = first
         marked: Any = embedding
         marked.num_embeddings = len(marked.weight)
-        marked.padding_idx = None  # it matters in training only
+        marked.padding_idx = None  # only matters in training
 
     @property
     def weight(self) -> Tensor:
@@ -69,7 +69,7 @@ class VocabularyEmbedding(nn.Module):
 
 
 def sum_experts(experts: nn.Module, world: World) -> None:
-    """Let a layer of experts, each split by its inner outputs, return sums over ranks."""
+    """Make an expert layer, split by inner outputs, return sums over ranks."""
     if world.rank:
         down = getattr(experts, "down_proj_bias", None)
         if isinstance(down, Tensor):

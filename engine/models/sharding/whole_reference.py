@@ -1,7 +1,7 @@
 """The logits of the whole model, for ranks that hold a part of it.
 
-The parts are compared with transformers' own forward pass of the whole model, not with one that is
-split by the same plan. Rank 0 runs it with the weights left in their files; see `deferred.py`.
+The parts are compared with transformers' own forward pass of the whole model, not with a pass split
+by the same plan. Rank 0 runs it with weights left in their files; see `deferred.py`.
 """
 
 from collections.abc import Callable
@@ -31,14 +31,14 @@ def whole_reference(
     *,
     prepare: Callable[[PreTrainedModel], Any],
 ) -> Reference:
-    """Return the logits of transformers' forward pass on rank 0, on all ranks.
+    """Run transformers' forward pass on rank 0; return the logits on all ranks.
 
     Args:
         path: A directory.
-        config: The model's.
-        dtype: Type of its weights.
+        config: The model's config.
+        dtype: Dtype of its weights.
         shape: The dimensions of a part.
-        world: The ranks, all of which call this.
+        world: The ranks; all of them call this.
         prepare: Called with the model before it runs.
     """
     if world.rank:
@@ -59,7 +59,7 @@ def whole_reference(
     routing = ModuleRouting(model)
     whole = reference(model, shape, routing, CPU)
     if is_narrow(model) and not is_small(model):
-        whole = with_rounding(whole, model, routing, CPU, passes=1)  # it reads the files
+        whole = with_rounding(whole, model, routing, CPU, passes=1)  # reads the files
     flat = [tensor for choice in whole.choices for tensor in choice]
     world.share([whole.tokens, whole.logits, whole.rounding, *flat])
     return whole

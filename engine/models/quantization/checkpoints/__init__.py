@@ -1,7 +1,7 @@
-"""Quantized checkpoints as they are published: one format per file.
+"""Formats of published quantized checkpoints, one per file.
 
-To add a format: a module here with a `Format` (see base.py) named `FORMAT`, its line in `FORMATS`,
-and its name in `octavo.common.models.quantized.METHODS`.
+To add a format, add a module here with a `Format` (see base.py) named `FORMAT`, a line in
+`FORMATS`, and its name in `octavo.common.models.quantized.METHODS`.
 """
 
 from importlib import import_module
@@ -28,7 +28,7 @@ FORMATS = {
 def find_format(directory: Path) -> "Format | None":
     """Return the format of a model's directory; None if its weights are not quantized.
 
-    A method that is not in `FORMATS` is left to transformers: `check_checkpoint` refuses it before.
+    It is None for methods outside `FORMATS` too: `check_checkpoint` has refused those before.
 
     Raises:
         UnsupportedModelError: Octavo does not read the format with these settings.
@@ -50,7 +50,7 @@ def make_format(statement: Statement) -> "Format":
     """Return the format that a statement describes.
 
     Raises:
-        UnsupportedModelError: The message names the setting that Octavo does not read.
+        UnsupportedModelError: The message names the unsupported setting.
     """
     kind: type[Format] = import_module(f"{__name__}.{FORMATS[statement.method]}").FORMAT
     return kind(statement.settings)

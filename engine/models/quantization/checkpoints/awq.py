@@ -1,7 +1,7 @@
 """AWQ (Lin et al. 2023), in the layout "gemm" of AutoAWQ.
 
-`qweight` `[inputs, outputs / 8]` int32 has a word of eight outputs of an input, in the order of
-`ORDER`; `qzeros` `[groups, outputs / 8]` has the same for groups, and `scales` is `[groups,
+A word of `qweight` `[inputs, outputs / 8]` int32 holds eight outputs of an input, in the order of
+`ORDER`; `qzeros` `[groups, outputs / 8]` holds groups' zeros likewise, and `scales` is `[groups,
 outputs]`. A weight is `(code - zero) * scale`.
 """
 
@@ -58,7 +58,7 @@ class Awq(Format):
 
     @property
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
         return f"AWQ, {BITS} bits, groups of {self._size}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
@@ -70,7 +70,7 @@ class Awq(Format):
         return group_bits(BITS, inputs, self._size)
 
     def covers(self, layer: str) -> bool:
-        """Return whether a layer is quantized: all but the head and those that are named."""
+        """Return whether a layer is quantized: all are, except the head and the layers named."""
         return not is_left(layer, self._left)
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -95,7 +95,7 @@ class Awq(Format):
 
 
 def _in_order(words: Tensor) -> Tensor:
-    """Return the numbers of words along the second dimension, in the order of the outputs."""
+    """Unpack words along the second dimension, in the order of the outputs."""
     numbers = unpack(words, BITS, 1).reshape(len(words), -1, PER_WORD)
     return numbers[..., torch.tensor(ORDER).argsort()].flatten(1)
 
@@ -123,5 +123,5 @@ ALLOWED = {
     "exllama_config": anything,
     "modules_to_fuse": anything,
 }
-"""The settings that are read; those with any value change no weight."""
+"""Checks of known settings; settings with `anything` do not affect weights."""
 FORMAT = Awq

@@ -14,15 +14,15 @@ from octavo.kernels.quantized import E2M1, E8M0_BIAS, takes_group
 
 Settings = Mapping[str, Any]
 SCALES = ("F16", "BF16", "F32")
-"""The types that scales may have, by safetensors' names."""
+"""Allowed dtypes of scales, by safetensors' names."""
 ZERO_OF_BYTES = 128
-"""The zero point of weights in 8 bits that kernels store as int8."""
+"""The zero point of 8-bit weights that kernels store as int8."""
 NIBBLE_BITS = 5
 """Bits per 4-bit weight, with its share of a group's scale and zero point."""
 
 
 class WeightError(ModelError):
-    """A quantized weight cannot be read. The message has the reason."""
+    """A quantized weight cannot be read; the message has the reason."""
 
 
 class TensorHeader(NamedTuple):
@@ -38,7 +38,7 @@ class TensorHeader(NamedTuple):
 
 
 class StoredWeight(Protocol):
-    """A weight as it is stored, unpacked."""
+    """A stored weight, unpacked."""
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""
@@ -46,10 +46,10 @@ class StoredWeight(Protocol):
 
 @runtime_checkable
 class Rows(StoredWeight, Protocol):
-    """A weight whose rows can be unpacked alone."""
+    """A weight whose rows can be unpacked separately."""
 
     def part(self, start: int, end: int) -> StoredWeight:
-        """Return the rows from `start` to before `end`."""
+        """Return rows `start` to `end - 1`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +59,10 @@ class Integers:
     Attributes:
         codes: `[outputs, inputs]` uint8, from 0 to `2 ** bits - 1`.
         scale: `[outputs, groups]` float32.
-        zero: `[outputs, groups]` float32, whole numbers.
+        zero: `[outputs, groups]` float32, integers.
         bits: Bits of a code.
         group_of: `[inputs]` int64, the group of each input.
-        rounds_inputs: Whether the checkpoint is made for inputs in 8 bits.
+        rounds_inputs: Whether the checkpoint is made for 8-bit inputs.
     """
 
     codes: Tensor
@@ -127,7 +127,7 @@ class ScaledE2m1:
         return ScaledE2m1(self.codes[only], self.exponents[only])
 
     def dequantize(self) -> Tensor:
-        """Return the weights in float32, `[experts, inputs, outputs]`, as gpt-oss has them."""
+        """Return the weights in float32, `[experts, inputs, outputs]`, as in gpt-oss."""
         experts, outputs, inputs = self.codes.shape
         values = torch.empty(experts, inputs, outputs)
         for out, codes, exponents in zip(values, self.codes, self.exponents, strict=True):
@@ -139,7 +139,7 @@ class ScaledE2m1:
 
 @dataclass(frozen=True, slots=True)
 class Floats:
-    """A weight whose numbers and scales are multiplied to floats.
+    """A weight whose codes are already multiplied by their scales.
 
     Attributes:
         values: Values of any shape, float32.
@@ -153,7 +153,7 @@ class Floats:
 
 
 class Format(ABC):
-    """A format: which tensors hold a weight, and what they mean.
+    """A format: the tensors of a weight, and their meaning.
 
     Args:
         settings: The config's settings; the constructor checks all of them.
@@ -163,12 +163,12 @@ class Format(ABC):
     """
 
     endings: ClassVar[Mapping[str, str]]
-    """Parts of a weight by the end of a tensor's name; the name before it is the layer's."""
+    """Parts of a weight by tensor name suffix; the rest of the name is the layer's."""
     weight_ending: ClassVar[str] = ".weight"
-    """Ending of a weight's name in transformers, after the layer's name."""
+    """Suffix of a weight's name in transformers, after the layer's name."""
 
     packs_ends: ClassVar[bool] = False
-    """Whether kernels take embeddings and the head as they are stored too."""
+    """Whether kernels also take embeddings and the head as stored."""
 
     has_rows: ClassVar[bool] = False
     """Whether weights are `Rows`."""
@@ -179,11 +179,11 @@ class Format(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
 
     @abstractmethod
     def kernel_bits(self, layer: str, inputs: int) -> int | None:
-        """Return the bits per weight that kernels store; None if a layer is widened.
+        """Return the bits per weight that kernels store; None if a layer is dequantized.
 
         Args:
             layer: The layer's name.
@@ -191,11 +191,11 @@ class Format(ABC):
         """
 
     def permutes_inputs(self, layer: str) -> bool:  # noqa: ARG002
-        """Return whether a layer's inputs are in another order than groups are."""
+        """Return whether a layer's inputs are not in the order of groups."""
         return False
 
     def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
-        """Return the bits per weight that a GPU's kernels store, with scales; as `kernel_bits`."""
+        """Return a GPU's stored bits per weight, with scales; see `kernel_bits`."""
         return None
 
     @abstractmethod
@@ -204,11 +204,10 @@ class Format(ABC):
 
         Args:
             layer: The layer's name.
-            parts: Its tensors by part. Without the part that `is_quantized` looks for, there are
-                none.
+            parts: Its tensors by part; empty without the part that `is_quantized` looks for.
 
         Raises:
-            WeightError: One is missing, or has another type or shape.
+            WeightError: One is missing, or has a wrong type or shape.
         """
 
     @abstractmethod
@@ -220,24 +219,24 @@ class Format(ABC):
             parts: Its tensors, which `check` has accepted.
 
         Raises:
-            WeightError: Its numbers cannot be right.
+            WeightError: Its values cannot be right.
         """
 
     @abstractmethod
     def covers(self, layer: str) -> bool:
-        """Return whether a linear layer is quantized by the config."""
+        """Return whether the config says that a linear layer is quantized."""
 
     def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
-        """Return whether tensors whose names end as a weight's parts do are quantized."""
+        """Return whether tensors with a weight's name suffixes are quantized."""
         return bool(parts)
 
 
 def known(settings: Settings, allowed: Mapping[str, Callable[[Any], bool]]) -> None:
-    """Refuse settings whose name or value is not known.
+    """Refuse settings with an unknown name or value.
 
     Args:
         settings: The settings.
-        allowed: Functions that return whether a value is known, by the setting's name.
+        allowed: Functions that return whether a value is known, by setting name.
 
     Raises:
         UnsupportedModelError: The message names the setting and its value.
@@ -257,12 +256,12 @@ def unsupported(name: str, value: object) -> UnsupportedModelError:
 
 
 def anything(_: object) -> bool:
-    """Accept any value, of a setting that changes no weight."""
+    """Accept any value, for settings that do not affect weights."""
     return True
 
 
 def one_of(*values: object) -> Callable[[Any], bool]:
-    """Return a function that accepts these values, and no others that are equal, such as True."""
+    """Return a function that accepts exactly these values, not equal ones such as True for 1."""
     return lambda value: any(type(value) is type(one) and value == one for one in values)
 
 
@@ -274,7 +273,7 @@ def is_names(value: object) -> bool:
 
 
 def is_group_size(value: object) -> bool:
-    """Return whether a value is a number of inputs that share a scale; -1 for all of them."""
+    """Return whether a value is a valid group size; -1 means all inputs."""
     return type(value) is int and (value == -1 or value > 0)
 
 
@@ -293,7 +292,7 @@ def need_parts(layer: str, parts: Iterable[str], names: Iterable[str]) -> None:
 def need_header(
     layer: str, part: str, header: TensorHeader, dtypes: Sequence[str], shape: tuple[int, ...]
 ) -> None:
-    """Raise a WeightError if a tensor has another type or shape."""
+    """Raise a WeightError if a tensor has a wrong type or shape."""
     need(
         header.dtype in dtypes,
         layer,
@@ -307,7 +306,7 @@ def need_header(
 
 
 def need_finite(layer: str, part: str, values: Tensor) -> None:
-    """Raise a WeightError if a tensor has infinite numbers or NaN."""
+    """Raise a WeightError if a tensor has infinite values or NaN."""
     need(values.float().isfinite().all(), layer, f"has numbers in {part} that are not finite")
 
 
@@ -346,7 +345,7 @@ def group_of_inputs(
 
 
 def is_left(layer: str, names: Iterable[str]) -> bool:
-    """Return whether a layer is not quantized: the head, or one that has a name in its own."""
+    """Return whether a layer is not quantized: the head, or its name contains one of `names`."""
     return layer.endswith("lm_head") or any(name in layer for name in names)
 
 
@@ -356,7 +355,7 @@ def times_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -
     Args:
         weight: `[outputs, inputs]`.
         scale: `[blocks of outputs, blocks of inputs]`, or one number.
-        block: Rows and columns of a block; None if there is one scale.
+        block: Rows and columns of a block; None for a single scale.
     """
     if block is None:
         return weight * scale.reshape(())
@@ -366,20 +365,20 @@ def times_blocks(weight: Tensor, scale: Tensor, block: tuple[int, int] | None) -
 
 
 def in_groups(inputs: int, size: int) -> bool:
-    """Return whether the 4-bit kernels take groups of `size` inputs; -1 is all of them."""
+    """Return whether the 4-bit kernels take groups of `size` inputs; -1 means all inputs."""
     return inputs % GROUP == 0 and (size == -1 or size % GROUP == 0)
 
 
 def nibble_bits(inputs: int, size: int) -> int | None:
-    """Return the bits per weight that the 4-bit kernels store; None if they do not take it."""
+    """Return the 4-bit kernels' stored bits per weight; None if they do not support it."""
     return NIBBLE_BITS if in_groups(inputs, size) else None
 
 
 def group_bits(bits: int, inputs: int, size: int) -> float | None:
-    """Return the bits per weight that a GPU's kernels store, with scales; as `kernel_bits`.
+    """Return a GPU's stored bits per weight, with scales; see `kernel_bits`.
 
     Args:
-        bits: Bits of a number.
+        bits: Bits of a code.
         inputs: The number of inputs.
         size: Inputs that share a scale; -1 for all.
     """
@@ -388,15 +387,15 @@ def group_bits(bits: int, inputs: int, size: int) -> float | None:
 
 
 def unpack(words: Tensor, bits: int, dim: int) -> Tensor:
-    """Return the numbers in words, from the low bits up, along a dimension.
+    """Unpack the codes in words, from the low bits up, along a dimension.
 
     Args:
         words: `[rows, columns]` int32.
-        bits: Bits of a number: 2, 4 or 8.
-        dim: 0 if a word has numbers of several rows, 1 if of several columns.
+        bits: Bits of a code: 2, 4 or 8.
+        dim: 0 if a word has codes of several rows, 1 if of several columns.
 
     Returns:
-        The numbers, uint8, with `32 / bits` times as many rows or columns.
+        The codes, uint8, with `32 / bits` times as many rows or columns.
     """
     shifts = torch.arange(0, 32, bits, dtype=torch.int32)
     spread = words.unsqueeze(dim + 1) >> shifts.reshape(-1, *[1] * (1 - dim))

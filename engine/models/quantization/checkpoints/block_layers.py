@@ -1,4 +1,4 @@
-"""Linear layers and embeddings of weights in GGUF's blocks, for the kernels of blocks.py."""
+"""Linear layers and embeddings with weights in GGUF's blocks, for the kernels of blocks.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,10 +13,10 @@ from octavo.kernels.cpu import blocks as kernels
 from octavo.kernels.cpu.blocks import BlockFormat
 
 DTYPES = {torch.bfloat16, torch.float32}
-"""Types of activations that the kernels take."""
+"""Dtypes of activations that the kernels support."""
 
 FEW = 64
-"""Embeddings to find their factor by."""
+"""Number of embeddings for finding their factor."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +26,7 @@ class BlockWeights:
     Attributes:
         rows: `[outputs, bytes]` uint8, as in the file.
         format: Format of the blocks.
-        packed: The same for the kernels, once they are packed; shared by a head and embeddings.
+        packed: The packed weights, once packed; a head and embeddings share them.
         wide: Whether outputs are float32.
         order: `[inputs]` int64, the input of each column; None if they are in order.
     """
@@ -44,7 +44,7 @@ class BlockWeights:
     def joined(
         self, others: "Sequence[BlockWeights]", join: Callable[[list[Tensor]], Tensor]
     ) -> "BlockWeights":
-        """Return these weights and others as one."""
+        """Join these weights with others."""
         return replace(self, rows=join([weights.rows for weights in (self, *others)]))
 
     def fits(self, other: object) -> bool:
@@ -62,14 +62,14 @@ class BlockWeights:
 
 
 def block_weights(weight: object, dtype: torch.dtype) -> BlockWeights | None:
-    """Return a stored weight as the kernels take it; None if they do not."""
+    """Return a stored weight for the kernels; None if they do not support it."""
     if kernels is None or dtype not in DTYPES or not isinstance(weight, Blocks):
         return None
     return BlockWeights(weight.rows, weight.format)
 
 
 class PackedBlocksLinear(PackedLayer):
-    """A layer of weights in blocks.
+    """A linear layer with weights in blocks.
 
     Args:
         linear: The layer to replace.
@@ -107,13 +107,13 @@ class PackedBlocksLinear(PackedLayer):
 
 
 class PackedBlocksEmbedding(nn.Module):
-    """Embeddings of weights in blocks.
+    """Embeddings with weights in blocks.
 
     Args:
         width: The number of elements of an embedding.
         dtype: Type of embeddings: bfloat16 or float32.
         weight: The weights, packed.
-        number: The format's.
+        number: The format's number.
         factor: Factor of embeddings.
     """
 

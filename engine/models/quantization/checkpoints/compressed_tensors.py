@@ -1,15 +1,15 @@
 """The formats of compressed-tensors, which LLM Compressor writes, with weights in 4 and 8 bits.
 
-- pack-quantized: `weight_packed` `[outputs, inputs * bits / 32]` int32 has a word of consecutive
-  inputs, `weight_zero_point` `[outputs * bits / 32, groups]` one of consecutive outputs. Both hold
-  whole numbers, stored with `2 ** (bits - 1)` added. `weight_shape` is `[outputs, inputs]`.
+- pack-quantized: a word of `weight_packed` `[outputs, inputs * bits / 32]` int32 holds consecutive
+  inputs, a word of `weight_zero_point` `[outputs * bits / 32, groups]` consecutive outputs. Both
+  hold integers plus `2 ** (bits - 1)`. `weight_shape` is `[outputs, inputs]`.
 - int-quantized, float-quantized and naive-quantized: `weight` is in int8 or e4m3, like
   `weight_zero_point` `[outputs, groups]`, if any.
 
 `weight_scale` is `[outputs, groups]`, `[outputs, 1]`, `[1]` or of blocks. A weight is `(number -
 zero) * scale`. `weight_g_idx` `[inputs]` is the group of each input, if activation order permuted
-them. Scales of activations are not used: activations stay in 16 bits, or are rounded to 8 bits as
-they come.
+them. Scales of activations are not used: activations stay in 16 bits, or are rounded to 8 bits at
+run time.
 """
 
 import math
@@ -53,7 +53,7 @@ from octavo.engine.models.quantization.checkpoints.fp8_blocks import E4M3, is_bl
 PACKED = "pack-quantized"
 WHOLE = ("int-quantized", "float-quantized", "naive-quantized")
 CLASS = "Linear"
-"""The target for all linear layers."""
+"""The target name for all linear layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,14 +62,14 @@ class WeightScheme:
 
     Attributes:
         packed: Whether weights are words.
-        bits: Bits of a number.
-        is_float: Whether numbers are floats.
+        bits: Bits of a code.
+        is_float: Whether codes are floats.
         symmetric: Whether there are no zero points.
-        strategy: Numbers that share a scale: "tensor", "channel", "group" or "block".
+        strategy: The weights that share a scale: "tensor", "channel", "group" or "block".
         group_size: Inputs of a group; -1 for all.
         block: Rows and columns of a block, or None.
         permuted: Whether activation order permuted the groups.
-        rounds_inputs: Whether the checkpoint is made for inputs in 8 bits.
+        rounds_inputs: Whether the checkpoint is made for 8-bit inputs.
     """
 
     packed: bool
@@ -84,7 +84,7 @@ class WeightScheme:
 
     @property
     def offset(self) -> int:
-        """Number added to a whole number to make it positive."""
+        """Offset that makes signed codes positive."""
         return 1 << (self.bits - 1)
 
     def scale_shapes(self, outputs: int, inputs: int, layer: str) -> tuple[tuple[int, ...], ...]:
@@ -124,7 +124,7 @@ class CompressedTensors(Format):
 
     @property
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
         kinds = sorted({_describe(scheme) for _, scheme in self._schemes})
         return f"compressed-tensors, {' and '.join(kinds)}"
 
@@ -138,7 +138,7 @@ class CompressedTensors(Format):
         return 8 if scheme.rounds_inputs and scheme.symmetric and scheme.group_size == -1 else None
 
     def permutes_inputs(self, layer: str) -> bool:
-        """Return whether inputs are in another order than groups are."""
+        """Return whether inputs are not in the order of groups."""
         scheme = self._find(layer)
         return scheme is not None and scheme.permuted
 
@@ -155,7 +155,7 @@ class CompressedTensors(Format):
         return not any(map(_matches(layer), self._ignored)) and self._find(layer) is not None
 
     def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
-        """Return whether there are more tensors than a weight, or a weight not in floats."""
+        """Return whether there are tensors besides a weight, or a weight that is not floats."""
         return set(parts) != {"weight"} or parts["weight"].dtype in {E4M3, "I8"}
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -201,7 +201,7 @@ class CompressedTensors(Format):
         )
 
     def _find(self, layer: str) -> WeightScheme | None:
-        """Return the scheme of the target that names a layer, or else of all linear layers."""
+        """Return the scheme of the target that names a layer, else of all linear layers."""
         exact = [one for targets, one in self._schemes if any(map(_matches(layer), targets))]
         every = [one for targets, one in self._schemes if CLASS in targets]
         return next(iter(exact + every), None)
@@ -218,7 +218,7 @@ def _targets(name: str, group: Any) -> list[str]:  # noqa: ANN401 - of JSON
     if not isinstance(targets, list) or not targets:
         raise unsupported(f"{name}.targets", targets)
     for target in targets:
-        # For other names of classes, only a model shows which layers they have.
+        # For other class names, only a model shows the layers of that class.
         if not isinstance(target, str) or not (
             target == CLASS or target.startswith("re:") or "." in target
         ):
@@ -317,7 +317,7 @@ def _check_zeros(
 
 
 def _codes(layer: str, scheme: WeightScheme, parts: Mapping[str, Tensor]) -> Tensor:
-    """Return a weight's numbers from 0 on, `[outputs, inputs]` uint8."""
+    """Return a weight's codes, offset to start at 0, `[outputs, inputs]` uint8."""
     if not scheme.packed:
         return (parts["weight"].short() + scheme.offset).to(torch.uint8)
     codes = unpack(parts["weight_packed"], scheme.bits, 1)
@@ -362,13 +362,13 @@ WEIGHTS = {
     "observer": anything,
     "observer_kwargs": anything,
 }
-"""The settings of weights that are read."""
+"""Checks of the settings for weights."""
 INPUTS = WEIGHTS | {
     "num_bits": one_of(8),
     "strategy": one_of("tensor", "token", "group", "block", None),
     "dynamic": one_of(True, False),
 }
-"""The same for activations, of which only the bits matter."""
+"""Checks of the settings for activations, of which only the bits matter."""
 GROUP = {
     "targets": anything,
     "weights": lambda value: isinstance(value, dict),
@@ -376,7 +376,7 @@ GROUP = {
     "output_activations": one_of(None),
     "format": one_of(None, PACKED, *WHOLE),
 }
-"""The settings of a config group."""
+"""Checks of the settings of a config group."""
 ALLOWED = {
     "quant_method": one_of("compressed-tensors"),
     "format": one_of(None, PACKED, *WHOLE, "mixed-precision"),
@@ -391,5 +391,5 @@ ALLOWED = {
     "version": anything,
     "run_compressed": anything,
 }
-"""The settings that are read; those with any value change no weight."""
+"""Checks of known settings; settings with `anything` do not affect weights."""
 FORMAT = CompressedTensors

@@ -1,4 +1,4 @@
-"""Packs experts in e2m1 for the CPU kernels, as a checkpoint stores them."""
+"""Packs a checkpoint's e2m1 experts unchanged for the CPU kernels."""
 
 from collections.abc import Callable, Sequence
 
@@ -14,11 +14,11 @@ from octavo.kernels.cpu.linear import GROUP
 
 
 def pack_e2m1(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> PackedExperts | None:
-    """Return a layer's experts with the numbers that are stored; None if these are not e2m1.
+    """Return a layer's experts with their stored values; None if these are not e2m1.
 
     Args:
         layer: The layer.
-        experts: All of its experts.
+        experts: All experts of the layer.
     """
     ups = [weight for first, _ in experts for weight in first if isinstance(weight, ScaledE2m1)]
     downs = [weight for _, weight in experts if isinstance(weight, ScaledE2m1)]

@@ -1,7 +1,7 @@
-"""FP8 with a scale for each block of a weight, as DeepSeek and Qwen publish it.
+"""FP8 with a scale per block of a weight, as in DeepSeek's and Qwen's checkpoints.
 
 `weight` `[outputs, inputs]` is in e4m3, and `weight_scale_inv` `[outputs / rows, inputs /
-columns]`, rounded up, has the factors of the blocks. Without blocks there is one scale.
+columns]`, rounded up, has the blocks' factors. Without blocks there is one scale.
 """
 
 import math
@@ -33,7 +33,7 @@ USUAL = [128, 128]
 
 
 class Fp8(Format):
-    """Weights in e4m3, with scales of blocks or one scale."""
+    """Weights in e4m3, with a scale per block or one scale."""
 
     endings: ClassVar = {".weight": "weight", ".weight_scale_inv": "weight_scale_inv"}
 
@@ -46,7 +46,7 @@ class Fp8(Format):
 
     @property
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
         blocks = "one scale" if self._blocks is None else "blocks of {} x {}".format(*self._blocks)
         return f"FP8, {blocks}"
 
@@ -59,7 +59,7 @@ class Fp8(Format):
         return group_bits(8, inputs, -1 if self._blocks is None else self._blocks[1])
 
     def covers(self, layer: str) -> bool:
-        """Return whether a layer is quantized: all but the head and those that are named."""
+        """Return whether a layer is quantized: all are, except the head and the layers named."""
         return not is_left(layer, self._left)
 
     def is_quantized(self, parts: Mapping[str, TensorHeader]) -> bool:
@@ -112,5 +112,5 @@ ALLOWED = {
     "scale_fmt": one_of("ue8m0", "float", None),
     "dequantize": one_of(True, False),
 }
-"""The settings that are read."""
+"""Checks of known settings."""
 FORMAT = Fp8

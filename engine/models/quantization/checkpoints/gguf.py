@@ -1,8 +1,8 @@
-"""GGUF's own blocks, whose places `octavo.common.models.gguf_blocks` has.
+"""GGUF's own blocks; `octavo.common.models.gguf_blocks` has their locations.
 
-A layer's `blocks` `[outputs, bytes]` uint8 are whole units of one of GGUF's types, which the config
-names for each layer; its `order` `[outputs]` int32, if there is one, is the row of each output.
-ggml's ggml-common.h defines the types.
+A layer's `blocks` `[outputs, bytes]` uint8 are whole units of a GGUF type, which the config names
+per layer. Its `order` `[outputs]` int32, if any, is the row of each output. ggml's ggml-common.h
+defines the types.
 """
 
 from collections.abc import Mapping
@@ -33,7 +33,7 @@ from octavo.kernels.cpu.blocks import (
 )
 
 SCALE_OF_Q6_K = 208
-"""The first byte of a unit's scale."""
+"""Offset of a unit's scale, in bytes."""
 EXPONENT = 0x7C
 """The bits of the exponent in a float16's second byte."""
 
@@ -58,7 +58,7 @@ class Blocks:
         return self.stored if self.order is None else self.stored[self.order]
 
     def part(self, start: int, end: int) -> "Blocks":
-        """Return the outputs from `start` to before `end`."""
+        """Return outputs `start` to `end - 1`."""
         if self.order is None:
             return replace(self, stored=self.stored[start:end])
         return replace(self, order=self.order[start:end])
@@ -68,7 +68,7 @@ class Blocks:
         return dequantize_blocks(self.stored, self.format, order=self.order)
 
     def fields(self) -> BlockFields:
-        """Return the fields that the bytes hold."""
+        """Return the fields in the bytes."""
         return read_fields(self.rows, self.format)
 
 
@@ -90,7 +90,7 @@ class Gguf(Format):
 
     @property
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
         return f"GGUF, {', '.join(sorted({kind.name for kind in self._kinds.values()}))}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
@@ -146,9 +146,9 @@ class Gguf(Format):
 
 
 def _are_finite(rows: Tensor, first: int, block_format: BlockFormat) -> bool:
-    """Return whether the float16 from byte `first` of each unit on is a finite number.
+    """Return whether the float16 at byte `first` of each unit is finite.
 
-    It is not finite if all bits of its exponent, which are in its second byte, are set.
+    It is not finite if all exponent bits, which are in its second byte, are set.
     """
     high = rows.reshape(len(rows), -1, block_format.unit_bytes)[..., first + 1]
     return not bool(((high & EXPONENT) == EXPONENT).any())

@@ -1,8 +1,8 @@
 """GPTQ (Frantar et al. 2022), as AutoGPTQ and GPTQModel write it.
 
-`qweight` `[inputs * bits / 32, outputs]` int32 has a word of consecutive inputs, `qzeros` `[groups,
-outputs * bits / 32]` one of consecutive outputs, and `scales` is `[groups, outputs]`. A weight is
-`(code - zero) * scale`. Checkpoints of version 1 ("gptq") store the zero minus one.
+A word of `qweight` `[inputs * bits / 32, outputs]` int32 holds consecutive inputs, a word of
+`qzeros` `[groups, outputs * bits / 32]` consecutive outputs; `scales` is `[groups, outputs]`. A
+weight is `(code - zero) * scale`. Checkpoints of version 1 ("gptq") store the zero minus one.
 `g_idx` `[inputs]` is the group of each input, in any order with activation order ("desc_act").
 """
 
@@ -64,16 +64,16 @@ class Gptq(Format):
 
     @property
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
         order = ", activation order" if self._act_order else ""
         return f"GPTQ, {self._bits} bits, groups of {self._size}{order}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
-        """Return the bits per weight that kernels store; none take 8 bits as they are."""
+        """Return the bits per weight that kernels store; none support 8 bits."""
         return nibble_bits(inputs, self._size) if self._bits < 8 else None
 
     def permutes_inputs(self, layer: str) -> bool:  # noqa: ARG002
-        """Return whether inputs are in another order than groups are."""
+        """Return whether inputs are not in the order of groups."""
         return self._act_order and self._size != -1
 
     def gpu_bits(self, layer: str, inputs: int) -> float | None:  # noqa: ARG002
@@ -81,7 +81,7 @@ class Gptq(Format):
         return group_bits(self._bits, inputs, self._size)
 
     def covers(self, layer: str) -> bool:
-        """Return whether a layer is quantized: all are, but usually not the head."""
+        """Return whether a layer is quantized: all are, usually except the head."""
         return self._takes_head or not layer.endswith("lm_head")
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -104,7 +104,7 @@ class Gptq(Format):
         """Return a weight."""
         need_finite(layer, "scales", parts["scales"])
         stored = unpack(parts["qzeros"], self._bits, 1)
-        # Tools do not agree on 2^bits - 1 plus one: some read 0, others 2^bits.
+        # Tools disagree about 2^bits - 1 plus one: some read 0, others 2^bits.
         need(
             not self._shift or int(stored.max()) < 2**self._bits - 1,
             layer,
@@ -158,5 +158,5 @@ ALLOWED = {
     "backend": anything,
     "modules_to_not_convert": is_names,
 }
-"""The settings that are read; those with any value change no weight."""
+"""Checks of known settings; settings with `anything` do not affect weights."""
 FORMAT = Gptq

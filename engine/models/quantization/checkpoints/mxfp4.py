@@ -1,8 +1,8 @@
-"""MXFP4 (OCP Microscaling Formats 1.0), as gpt-oss has its experts.
+"""MXFP4 (OCP Microscaling Formats 1.0), the format of gpt-oss's experts.
 
-`..._blocks` `[experts, outputs, groups, 16]` uint8 has the 32 numbers of a group in e2m1, two in a
-byte, the first in the low bits. `..._scales` `[experts, outputs, groups]` uint8 has the group's
-exponent plus 127.
+`..._blocks` `[experts, outputs, groups, 16]` uint8 has a group's 32 values in e2m1, two per byte,
+the first in the low bits. `..._scales` `[experts, outputs, groups]` uint8 has the group's exponent
+plus 127.
 """
 
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ class Mxfp4(Format):
 
     @property
     def description(self) -> str:
-        """The format and its settings, for people."""
+        """A description of the format and its settings."""
         return f"MXFP4, groups of {GROUP}"
 
     def kernel_bits(self, layer: str, inputs: int) -> int | None:  # noqa: ARG002
@@ -52,7 +52,7 @@ class Mxfp4(Format):
         return 4 + 8 / GROUP
 
     def covers(self, layer: str) -> bool:
-        """Return whether a layer is one of experts: no others are quantized."""
+        """Return whether a layer is an expert layer: no others are quantized."""
         return ".experts." in layer
 
     def check(self, layer: str, parts: Mapping[str, TensorHeader]) -> tuple[int, ...]:
@@ -67,7 +67,7 @@ class Mxfp4(Format):
         return experts, groups * GROUP, outputs
 
     def read(self, layer: str, parts: Mapping[str, Tensor]) -> ScaledE2m1:
-        """Return a weight, which gpt-oss has transposed in transformers."""
+        """Return a weight, which is transposed in transformers' gpt-oss."""
         blocks, scales = parts["blocks"], parts["scales"]
         need(int(scales.max()) < NAN, layer, "has numbers in scales that are not finite")
         codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-3)
@@ -79,5 +79,5 @@ ALLOWED = {
     "modules_to_not_convert": is_names,
     "dequantize": one_of(True, False),
 }
-"""The settings that are read."""
+"""Checks of known settings."""
 FORMAT = Mxfp4

@@ -1,14 +1,15 @@
-"""Packs a quantized checkpoint's integers for the CPU kernels, as they are.
+"""Packs a quantized checkpoint's integers unchanged for the CPU kernels.
 
 - Weights in 4 or 2 bits run as blocks of GGUF's Q4_1, with inputs rounded to bytes. Blocks have a
-  scale for every 32 inputs, so those of larger groups are repeated. Inputs are gathered in the
-  groups' order. Experts in 4 bits run with inputs in 16 bits.
-- Weights in GGUF's blocks run as they are, also those of embeddings and the head.
-- Experts in e2m1 run as they are, with inputs in 16 bits.
-- Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made so.
+  scale per 32 inputs, so larger groups' scales are repeated. Inputs are gathered in the groups'
+  order. Experts in 4 bits run with inputs in 16 bits.
+- Weights in GGUF's blocks run unchanged, including embeddings and the head.
+- Experts in e2m1 run unchanged, with inputs in 16 bits.
+- Weights in 8 bits with a scale per output run with inputs in 8 bits, if the checkpoint is made for
+that.
 
-All others are widened to the model's dtype, as transformers loads them here. A weight is packed
-only if transformers took it unchanged, under any name, so that no weight is mistaken for another.
+All others are dequantized to the model's dtype, as transformers loads them here. A weight is packed
+only if transformers loaded it unchanged, under any name, so that no weight is mistaken for another.
 """
 
 from collections.abc import Callable, Sequence
@@ -61,10 +62,10 @@ from octavo.kernels.cpu.experts import PackedProduct
 from octavo.kernels.cpu.linear import GROUP
 
 Join = Callable[[list[Tensor]], Tensor]
-"""Puts the outputs of several layers into one tensor."""
+"""Joins the outputs of several layers into one tensor."""
 
 MIDDLE = 8
-"""Number that the kernels subtract from a code of 4 bits."""
+"""Number that the kernels subtract from a 4-bit code."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class Nibbles:
         return BlockWeights(rows, FORMATS["Q4_1"], order=self.order)
 
     def joined(self, others: "Sequence[Nibbles]", join: Join) -> "Nibbles":
-        """Return these weights and others, whose inputs are in the same order, as one."""
+        """Join these weights with others whose inputs are in the same order."""
         every = [self, *others]
         return Nibbles(
             join([one.codes for one in every]),
@@ -124,7 +125,7 @@ class Bytes:
         return PackedInt8Linear(linear, self.codes, self.scale, row_sums, factors)
 
     def joined(self, others: "Sequence[Bytes]", join: Join) -> "Bytes":
-        """Return these weights and others as one."""
+        """Join these weights with others."""
         every = [self, *others]
         return Bytes(join([one.codes for one in every]), join([one.scale for one in every]))
 
@@ -134,11 +135,11 @@ class Bytes:
 
 
 Packable = Bytes | BlockWeights
-"""Weights as kernels take them."""
+"""Weights in the kernels' form."""
 
 
 def for_kernels(weight: object) -> Nibbles | Bytes | None:
-    """Return a stored weight as the kernels take it; None if none does."""
+    """Return a stored weight for the kernels; None if no kernel supports it."""
     if not isinstance(weight, Integers):
         return None
     groups, inputs = weight.scale.shape[1], weight.codes.shape[1]
@@ -153,8 +154,8 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
     if not in_groups(inputs, inputs // groups):
         return None
     order = weight.order()
-    # Codes and zero points are shifted together, so that zero points are near 0: experts' are
-    # rounded to bfloat16, which rounds small numbers less.
+    # Codes and zero points are shifted together, so that zero points are near 0: experts' zero
+    # points are rounded to bfloat16, which is more precise near 0.
     shift = MIDDLE - (1 << (weight.bits - 1))
     codes = (weight.codes if order is None else weight.codes[:, order]) + shift
     repeats = inputs // groups // GROUP
@@ -179,11 +180,11 @@ class _Packing:
         self._weights: dict[nn.Module, Packable] = {}
 
     def pack_linears(self) -> None:
-        """Replace linear layers where all that have the same input can be packed."""
+        """Replace linear layers if all layers with the same input can be packed."""
         head = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
         groups = group_linears_by_input(self._model)
         while groups:
-            group = groups.pop()  # frees it once it is replaced
+            group = groups.pop()  # frees each once replaced
             if group[0].layer is head:
                 continue  # see pack_ends
             weights: list[Packable | None] = [self._find(located) for located in group]
@@ -234,7 +235,7 @@ class _Packing:
         self._checkpoint.give_back()
 
     def pack_experts(self) -> None:
-        """Replace layers of experts where all of them can be packed."""
+        """Replace expert layers if all their experts can be packed."""
         for layer in find_experts(self._model):
             if layer.dtype != torch.bfloat16 or not has_expert_kernels(layer, torch.uint8):
                 continue  # the kernel would round rows in float32
@@ -247,12 +248,12 @@ class _Packing:
                 layer.replace(made)
 
     def _find_blocks(self, weight: Tensor) -> BlockWeights | None:
-        """Return a weight in blocks; None if the file does not have it in blocks."""
+        """Return a weight in blocks; None if the file stores it otherwise."""
         stored = self._checkpoint.find(weight)
         return block_weights(stored, weight.dtype)
 
     def _find(self, located: LocatedLinear) -> Packable | None:
-        """Return a layer's weights as kernels take them; None if the file has another form."""
+        """Return a layer's weights for the kernels; None if the file stores them otherwise."""
         stored = self._checkpoint.find(located.layer.weight)
         if (blocks := block_weights(stored, located.layer.weight.dtype)) is not None:
             return blocks
@@ -272,7 +273,7 @@ class _Packing:
 
 
 def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> float:
-    """Replace the layers whose weights the CPU kernels take as they are stored.
+    """Replace the layers whose stored weights the CPU kernels support unchanged.
 
     Args:
         model: A model on a CPU, with the checkpoint's weights dequantized; changed in place.
@@ -291,7 +292,7 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
 
 
 def _end(layer: nn.Module, weight: nn.Parameter, blocks: BlockWeights, factor: float) -> nn.Module:
-    """Return a packed layer for a head, or for embeddings, which are multiplied by a factor."""
+    """Return a packed layer for a head, or for embeddings, which have a factor."""
     if isinstance(layer, nn.Linear):
         return blocks.layer(layer)
     number = blocks.format.number
@@ -299,7 +300,7 @@ def _end(layer: nn.Module, weight: nn.Parameter, blocks: BlockWeights, factor: f
 
 
 def _pack_nibbles(layer: ExpertLayer, experts: Sequence[StoredExpert]) -> PackedExperts | None:
-    """Return a layer's experts in 4 bits; None if they are stored in another way."""
+    """Return a layer's experts in 4 bits; None if they are stored otherwise."""
     ups, downs = [], []
     for stored, own_down in experts:
         up, *others, down = map(for_kernels, (*stored, own_down))

@@ -1,4 +1,4 @@
-"""Reads a quantized checkpoint's weights, whatever its format, by the names of their tensors."""
+"""Reads a quantized checkpoint's weights in any format, by the names of their tensors."""
 
 import math
 from collections import defaultdict, deque
@@ -31,25 +31,25 @@ from octavo.engine.models.quantization.checkpoints.base import (
 from octavo.engine.models.quantization.checkpoints.tensor_files import StoredTensor, open_tensors
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
-"""Types of weights that may be large, by safetensors' names."""
+"""Dtypes of weights that may be large, by safetensors' names."""
 
 JOINED = 4
-"""Maximum weights that are joined into one, such as those of queries, keys and values."""
+"""Maximum number of weights joined into one, such as queries, keys and values."""
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class LazyWeight:
-    """A deferred weight of a file, in the form that transformers takes.
+    """A deferred weight of a file, in transformers' form.
 
     Attributes:
         name: The weight's name.
         shape: Its shape.
-        dtype: Its type.
-        read: Returns it.
+        dtype: Its dtype.
+        read: Returns the weight.
         quantized: Whether it is a quantized weight, in float32.
-        rows: Returns some of its rows, if it can; see `DeferredTensor`.
+        rows: Returns some of its rows, if possible; see `DeferredTensor`.
     """
 
     name: str
@@ -67,15 +67,15 @@ class LazyWeight:
 
 
 class QuantizedCheckpoint:
-    """The weights of a model's directory, of which some are quantized.
+    """The weights of a model's directory, some of them quantized.
 
     Args:
         directory: The directory.
         stored_format: The format of its quantized weights.
 
     Raises:
-        ModelError: A quantized weight lacks tensors, or they have other types or shapes than they
-            must; or there are quantized weights of another format.
+        ModelError: A quantized weight lacks tensors or they have wrong types or shapes, or there
+            are quantized weights of another format.
 
     Attributes:
         format: The format of the quantized weights.
@@ -98,7 +98,7 @@ class QuantizedCheckpoint:
         self._check_plain()
 
     def weights(self) -> dict[str, Any]:
-        """Return all weights by their names in transformers, to be read when they are needed."""
+        """Return all weights by their names in transformers, deferred until needed."""
         plain = {name: self._tensors[name] for name in self._plain}
         return _lazy(plain) | {
             name: LazyWeight(
@@ -109,7 +109,7 @@ class QuantizedCheckpoint:
         }
 
     def empty_weights(self) -> dict[str, Tensor]:
-        """Return the same on the meta device, for their shapes."""
+        """Return the weights on the meta device, for their shapes."""
         shapes = self.shapes | {name: header.shape for name, header in self._plain.items()}
         return {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
 
@@ -120,7 +120,7 @@ class QuantizedCheckpoint:
             name: Its name in transformers, one of `shapes`.
 
         Raises:
-            ModelError: Its numbers cannot be right.
+            ModelError: Its values cannot be right.
         """
         layer = name.removesuffix(self.format.weight_ending)
         self._latest += [self._tensors[name] for name in self._parts[layer].values()]
@@ -131,7 +131,7 @@ class QuantizedCheckpoint:
             raise ModelError(f"{self._directory}: {error}") from None
 
     def give_back(self) -> None:
-        """Let the system have the memory of the files' parts that were read since the last time."""
+        """Return to the system the memory of the files' parts read since the last call."""
         for tensor in self._latest:
             tensor.give_back()
         self._latest.clear()
@@ -171,7 +171,7 @@ class QuantizedCheckpoint:
         }
 
     def _split(self, name: str) -> Iterator[tuple[str, str]]:
-        """Yield the layer and part of a tensor, if its name ends as one of a weight's does."""
+        """Yield the layer and part of a tensor, if its name has the suffix of a weight's part."""
         for ending, part in self.format.endings.items():
             if name.endswith(ending):
                 yield name.removesuffix(ending), part
@@ -207,7 +207,7 @@ def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
         path: A directory with weights. For a hub name the result is None.
 
     Raises:
-        UnsupportedModelError: Octavo does not read its format, or not with its settings.
+        UnsupportedModelError: Octavo does not support its format or its settings.
         ModelError: Its weights are incomplete.
         OSError: A file cannot be read.
     """
@@ -223,7 +223,7 @@ def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
     Args:
         path: A directory or a hub name.
         quantized: Whether Octavo reads the weights. Then the config must not state that they are
-            quantized: transformers would make layers for it.
+            quantized, or transformers would create layers for that.
     """
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
     if quantized:
@@ -241,9 +241,9 @@ def load_weights(
     *,
     empty: bool = False,
     deferred: bool = False,
-    **options: Any,  # noqa: ANN401 - as transformers takes them
+    **options: Any,  # noqa: ANN401 - as in transformers
 ) -> Any:  # noqa: ANN401
-    """Load a model with transformers, which reads no pickles and runs no code of the model.
+    """Load a model with transformers, without pickles and without code of the model.
 
     Quantized weights are deferred; see `deferred.py`.
 
@@ -264,7 +264,7 @@ def load_weights(
         return AutoModelForCausalLM.from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False, **options
         )
-    # To learn the class, which takes weights without a path.
+    # To find the class, which accepts weights without a path.
     with torch.device("meta"), no_init_weights():
         made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     if (Path(path) / GENERATION_CONFIG).is_file():
@@ -277,10 +277,10 @@ def load_weights(
 
 
 def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
-    """Return a model's weights by name, none of which is quantized.
+    """Return the weights of an unquantized model by name.
 
     Args:
-        directory: The model's.
+        directory: The model's directory.
         empty: Whether only their shapes are needed.
     """
     tensors = open_tensors(directory).items()
@@ -290,9 +290,9 @@ def _plain_weights(directory: Path, *, empty: bool) -> dict[str, Any]:
 
 
 def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
-    """Return files' tensors by name, the large ones deferred.
+    """Return files' tensors by name; large ones are deferred.
 
-    The memory of each is given back once some others have been read, as a few may be joined.
+    The memory of each is released once some others have been read, as a few may be joined.
     """
     latest: deque[StoredTensor] = deque()
 
@@ -323,8 +323,8 @@ def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype
 
     Args:
         checkpoint: The checkpoint.
-        packed: The number of its quantized weights that run as they are.
-        dtype: Dtype that the others are widened to.
+        packed: The number of its quantized weights that run unchanged.
+        dtype: Dtype to which the others are dequantized.
     """
     total = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     widened = max(0, total - packed)

@@ -14,19 +14,18 @@ NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's products in checkpoints."""
 
 StoredExpert = tuple[Sequence[StoredWeight], StoredWeight]
-"""An expert's weights of its first product, the gates before the up projections, and of its
-second."""
+"""An expert's weights: of the first product, gates before up projections, and of the second."""
 
 
 def stored_experts(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
-    """Yield the experts of a layer as they are stored, in order.
+    """Yield the stored experts of a layer, in order.
 
-    It ends early at an expert that is not in the checkpoint, or that dequantizes to other weights
-    than the layer's.
+    It ends early at an expert that is not in the checkpoint, or whose dequantized weights differ
+    from the layer's.
 
     Args:
         checkpoint: The checkpoint.
-        layer: The layer, whose weights are the dequantized ones.
+        layer: The layer, with dequantized weights.
     """
     if layer.activation.gated:
         for number, expert in enumerate(_read(checkpoint, layer)):

@@ -1,4 +1,4 @@
-"""Reads a model's tensors directly from its files, and gives back the files' memory."""
+"""Reads a model's tensors directly from its files, and releases the files' memory."""
 
 import mmap
 from contextlib import suppress
@@ -29,9 +29,9 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by safetensors' names."""
+"""Dtypes by safetensors' names."""
 LARGE = 1 << 20
-"""Minimum bytes of a tensor whose memory is given back."""
+"""Minimum bytes of a tensor whose memory is released."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class StoredTensor:
 
     Attributes:
         file: The file's bytes.
-        place: Its place in the file.
+        place: Its location in the file.
     """
 
     file: mmap.mmap
@@ -60,7 +60,7 @@ class StoredTensor:
         return self.place.dtype
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
-        """Return the tensor, a view of the file, whose numbers must not be changed.
+        """Return the tensor, a view of the file that must not be changed.
 
         Raises:
             ModelError: It has a type that PyTorch lacks.
@@ -75,7 +75,7 @@ class StoredTensor:
         return flat.reshape(place.shape)
 
     def give_back(self) -> None:
-        """Let the system have the memory of a large tensor, which is read again if it is used."""
+        """Return a large tensor's memory to the system; later uses read it again."""
         size = torch.Size(self.place.shape).numel() * DTYPES[self.place.dtype].itemsize
         first = -(-self.place.offset // mmap.PAGESIZE) * mmap.PAGESIZE
         length = (self.place.offset + size - first) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -106,5 +106,5 @@ def open_tensors(directory: Path) -> dict[str, StoredTensor]:
 
 def _mapped(path: Path) -> mmap.mmap:
     with path.open("rb") as file:
-        # Numbers may be changed in memory; the file stays as it is.
+        # A private mapping: changes in memory do not reach the file.
         return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
