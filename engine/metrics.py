@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 from octavo.engine.constraints.compiler import CompileCounters
 from octavo.engine.events import Load
 from octavo.engine.kv_cache import CacheCounters
+from octavo.engine.kv_disk.disk_tier import DiskCounters
 from octavo.engine.parallel.times import Times
 from octavo.engine.scheduling.batch import Batch
 from octavo.engine.scheduling.counters import Counters
@@ -30,6 +31,7 @@ class EngineMetrics:
         self._seen = Counters()
         self._seen_cache = CacheCounters()
         self._seen_constraints = CompileCounters()
+        self._seen_disk = DiskCounters()
         self._seen_eager_steps = 0
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -62,6 +64,12 @@ class EngineMetrics:
         )
         self.restored_blocks = counter(
             "restored_blocks", "Prefix blocks copied back from CPU swap space, not recomputed."
+        )
+        self.disk_blocks = counter(
+            "disk_blocks", "Prefix blocks of --kv-disk: read, written, dropped.", "what"
+        )
+        self.late_disk_reads = counter(
+            "late_disk_reads", "Reads of --kv-disk that took longer than computing the prefix."
         )
         self.queue_seconds = histogram(
             "queue_seconds", "Time from arrival to first admission.", _QUEUE_SECONDS
@@ -154,6 +162,14 @@ class EngineMetrics:
         for seconds in counters.take_seconds():
             self.constraint_seconds.observe(seconds)
         self._seen_constraints = replace(counters)
+
+    def observe_disk(self, counters: DiskCounters) -> None:
+        """Count the blocks read from disk, written and dropped since the last call."""
+        now, seen = replace(counters), self._seen_disk
+        for what in ("read", "written", "dropped"):
+            self.disk_blocks.labels(what).inc(getattr(now, what) - getattr(seen, what))
+        self.late_disk_reads.inc(now.late - seen.late)
+        self._seen_disk = now
 
     def show(self, load: Callable[[], Load]) -> None:
         """Make the gauges of groups and blocks read the core's load when scraped.

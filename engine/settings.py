@@ -1,5 +1,6 @@
 """The engine's settings."""
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, field_validator, model_validator
@@ -126,6 +127,14 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="GiB of CPU memory for preempted requests and evicted prefixes; 0 disables"
         " swapping. Default: 2, or a quarter of the free memory if that is less.",
     )
+    kv_disk: Path | None = Field(
+        None,
+        description="Directory that keeps prefix blocks, also after the engine ends. Engines of one"
+        " machine, or of one file system, may share it. Blocks are read through swap space.",
+    )
+    kv_disk_space: float = Field(
+        10.0, gt=0, description="Maximum GiB of all files in --kv-disk; the least recently used go."
+    )
     preemption: PreemptionMode = Field(
         "auto",
         description="How to preempt a request: swap its blocks out or recompute them. auto: the"
@@ -241,6 +250,19 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             raise ValueError(
                 f"--max-num-batched-tokens ({batched}) must be at least --max-num-seqs"
                 f" ({seqs}): every running sequence decodes a token per step"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _disk_has_prefixes(self) -> Self:
+        if self.kv_disk is None:
+            return self
+        if not self.enable_prefix_caching or self.swap_space == 0:
+            raise ValueError("--kv-disk needs prefix caching and --swap-space")
+        if self.tensor_parallel_size > 1:
+            raise ValueError(
+                "--kv-disk does not work with --tensor-parallel-size"
+                f" {self.tensor_parallel_size}: ranks do not write their blocks yet"
             )
         return self
 

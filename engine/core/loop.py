@@ -7,10 +7,12 @@ from queue import Empty, SimpleQueue
 
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.masks import Masks
+from octavo.engine.core.read_ahead import ReadAhead
 from octavo.engine.core.reporting import Publish, PublishPrefixes, Reporter
 from octavo.engine.core.requests import OnEnd, Requests
 from octavo.engine.core.step import StepError, Steps
 from octavo.engine.events import Load
+from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import StepOutput
@@ -44,6 +46,7 @@ class EngineCore:
         publish_prefixes: PublishPrefixes = lambda _: None,
         on_end: OnEnd = lambda _group, _outcome: None,
         constraints: ConstraintCompiler | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         """Set up the core; `run` starts its loop.
 
@@ -60,12 +63,16 @@ class EngineCore:
                 same step.
             on_end: Called with each ended group and the way it ended.
             constraints: Compiler of requests' constraints; None if constraints are not accepted.
+            disk: Keeps prefix blocks on disk; None keeps them in memory alone.
         """
         self._scheduler = scheduler
         self._executor = executor
         self._constraints = constraints
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopped = False
+        self._read_ahead = (
+            None if disk is None else ReadAhead(scheduler, executor.cache, disk, self._call)
+        )
         self.requests = Requests(
             scheduler,
             metrics,
@@ -73,9 +80,12 @@ class EngineCore:
             on_end=on_end,
             constraints=constraints,
             on_compiled=lambda *compiled: self._call(self.requests.constrain, *compiled),
+            read_ahead=self._read_ahead,
         )
         self._reporter = Reporter(
-            scheduler, self.requests, metrics, publish, publish_prefixes, constraints=constraints
+            *(scheduler, self.requests, metrics, publish, publish_prefixes),
+            constraints=constraints,
+            disk=disk,
         )
         wake_up = partial(self._call, lambda: None)
         masks = Masks(scheduler, metrics, self.requests.fail_constraint, wake_up)
@@ -159,12 +169,17 @@ class EngineCore:
         finally:
             if self._constraints is not None:
                 self._constraints.close()
+            if self._read_ahead is not None:
+                self._read_ahead.close()
             self.requests.fail_all("the engine stopped; try again")
             self._reporter.publish()
 
     def step(self) -> StepOutput | None:
         """Compute one step; see `Steps.step`."""
-        return self.steps.step()
+        output = self.steps.step()
+        if self._read_ahead is not None:
+            self._read_ahead.save()
+        return output
 
     def _take_calls(self) -> None:
         """Run all queued calls; wait a while for one if there is no other work."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.requests import Requests
 from octavo.engine.events import Event, Load, PrefixChange, Started, measure_load
+from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_events import output_events
 from octavo.engine.running.executor import Executor
@@ -34,6 +35,7 @@ class Reporter:
         publish_prefixes: PublishPrefixes,
         *,
         constraints: ConstraintCompiler | None,
+        disk: DiskTier | None,
     ) -> None:
         self._scheduler = scheduler
         self._requests = requests
@@ -41,6 +43,7 @@ class Reporter:
         self._publish_events = publish
         self._publish_prefixes = publish_prefixes
         self._constraints = constraints
+        self._disk = disk
         self._step_ended = 0.0
         self._step_seconds = 0.0
         self.reported = time.monotonic()
@@ -54,6 +57,8 @@ class Reporter:
         self._metrics.observe_counters(self._scheduler)
         if self._constraints is not None:
             self._metrics.observe_constraints(self._constraints.counters)
+        if self._disk is not None:
+            self._metrics.observe_disk(self._disk.counters)
         stored, evicted = self._scheduler.cache.take_changes()
         if stored or evicted:
             self._publish_prefixes(PrefixChange(None, stored, evicted))

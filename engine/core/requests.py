@@ -12,6 +12,7 @@ from octavo.engine.constraints.compiler import (
     TokensMissingError,
 )
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
+from octavo.engine.core.read_ahead import ReadAhead
 from octavo.engine.events import Event, Failure, FailureCode
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request
@@ -40,6 +41,7 @@ class Requests:
         on_end: OnEnd,
         constraints: ConstraintCompiler | None,
         on_compiled: Callable[[SequenceGroup, Outcome], None],
+        read_ahead: ReadAhead | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._metrics = metrics
@@ -47,6 +49,8 @@ class Requests:
         self._on_end = on_end
         self._constraints = constraints
         self._on_compiled = on_compiled
+        self._read_ahead = read_ahead
+        self._queue = (scheduler if read_ahead is None else read_ahead).submit
         self.groups: dict[tuple[int, str], SequenceGroup] = {}
         self.preparing: dict[SequenceGroup, Preparation] = {}
         self.events: list[Event] = []
@@ -56,8 +60,9 @@ class Requests:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for admission or for their constraint's compilation."""
-        return len(self._scheduler.waiting) + len(self.preparing)
+        """Number of requests that wait for admission, for a constraint or for blocks on disk."""
+        reading = 0 if self._read_ahead is None else len(self._read_ahead.reads)
+        return len(self._scheduler.waiting) + len(self.preparing) + reading
 
     def submit(self, request: Request) -> None:
         """Queue a request; or refuse it with an event."""
@@ -76,7 +81,7 @@ class Requests:
         if request.deadline is not None:
             self._next_deadline = min(self._next_deadline, request.deadline)
         if request.constraint is None:
-            self._scheduler.submit(group)
+            self._queue(group)
         else:
             self._prepare(group, request.constraint)
 
@@ -107,7 +112,7 @@ class Requests:
                     sequence.matcher = matcher
                 group.record(GroupEvent.CONSTRAINED)
                 group.state = GroupState.WAITING
-                self._scheduler.submit(group)
+                self._queue(group)
 
     def abort(self, session: int, request_id: str, index: int | None) -> None:
         """Stop a request, or one of its outputs."""
@@ -159,5 +164,7 @@ class Requests:
         del self.groups[request.session, request.request_id]
         if (preparation := self.preparing.pop(group, None)) is not None:
             preparation.cancelled = True
+        if self._read_ahead is not None:
+            self._read_ahead.cancel(group)
         self._metrics.requests.labels(outcome).inc()
         self._on_end(group, outcome)

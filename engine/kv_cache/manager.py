@@ -12,7 +12,7 @@ taken.
 """
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 
@@ -27,6 +27,7 @@ from octavo.engine.kv_cache.invariants import check_pool, check_table
 from octavo.engine.kv_cache.prefix_publishing import PrefixPublisher
 from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixFinder
 from octavo.engine.kv_cache.stats import CacheCounters, CacheStats, wasted_slots
+from octavo.engine.kv_cache.stored_prefixes import StoredPrefixes
 from octavo.engine.kv_cache.swap_moves import SwapMoves
 from octavo.engine.kv_cache.transfers import Transfers
 
@@ -117,10 +118,16 @@ class KVCacheManager:
     def forget_contents(self) -> None:
         """Drop pending copies and unpublish everything: contents cannot be trusted."""
         self.take_transfers()
+        self._publisher.unsaved.clear()
         self.device.forget_contents()
         self.swap.forget_contents()
 
     # Prefixes.
+
+    def use_tier(self, is_stored: Callable[[bytes], bool]) -> StoredPrefixes:
+        """Return the link to a slower tier of prefix blocks; `is_stored` tells its keys."""
+        anywhere = PrefixFinder(self.groups, self.device, self.swap, is_stored)
+        return StoredPrefixes(self._finder, anywhere, self._publisher, self._moves)
 
     def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> Prefix:
         """Return the blocks that already hold a prefix of `token_ids`.

@@ -23,6 +23,9 @@ class PrefixPublisher:
     Attributes:
         published: Keys of prefix blocks in either pool, as of the last `take_changes`.
         keeps_states: Whether any layer group has states.
+        lists_unsaved: Whether to list published blocks in `unsaved`.
+        unsaved: Device blocks published, with their keys; whoever saves them clears the list. A
+            decode's states are not listed: each replaces the one before.
     """
 
     def __init__(self, groups: Tokens[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
@@ -33,6 +36,8 @@ class PrefixPublisher:
         self._stride = max(group.block_size for group in groups)
         self.keeps_states = any(group.state_blocks for group in groups)
         self.published: set[bytes] = set()
+        self.lists_unsaved = False
+        self.unsaved: list[tuple[int, bytes]] = []
 
     def publish(self, table: BlockTable, token_ids: Tokens[int], num_computed: int) -> None:
         """Publish a sequence's full blocks of K and V that are not published yet.
@@ -52,6 +57,8 @@ class PrefixPublisher:
         keys += chain_keys(parent, token_ids[before * size : count * size], size)
         for block, key in self._full_blocks(table, before, count):
             self.publish_block(self._device, block, key)
+            if self.lists_unsaved:
+                self.unsaved.append((block, key))
         if self.keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
 
@@ -71,6 +78,8 @@ class PrefixPublisher:
                 names = block_keys(key, group, layers.state_blocks)
                 for block, name in zip(table.groups[group], names, strict=True):
                     self.publish_block(self._device, block, name)
+                    if self.lists_unsaved and not decoding:
+                        self.unsaved.append((block, name))
                 table.snapshot += names if decoding else []
 
     def pause_before(self, table: BlockTable, start: int, end: int) -> int:

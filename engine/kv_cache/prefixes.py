@@ -1,6 +1,6 @@
 """Finds the blocks that already hold a prompt's prefix."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -9,6 +9,8 @@ from octavo.common.kv_cache.prefix_hash import block_key, root_key
 from octavo.engine.kv_cache.block_pool import BlockPool
 
 KEY_BYTES = 32
+STORED = -1
+"""Block number of a hit in a slower tier."""
 
 
 class Hit(NamedTuple):
@@ -69,10 +71,25 @@ class PrefixFinder:
         stride: Prefixes end at multiples of this many tokens.
     """
 
-    def __init__(self, groups: Sequence[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
+    def __init__(
+        self,
+        groups: Sequence[LayerGroup],
+        device: BlockPool,
+        swap: BlockPool,
+        is_stored: Callable[[bytes], bool] = lambda _: False,
+    ) -> None:
+        """Look prefixes up in these pools.
+
+        Args:
+            groups: The model's layer groups.
+            device: The device's blocks.
+            swap: The blocks of swap space.
+            is_stored: Whether a slower tier has a key; such hits have the block `STORED`.
+        """
         self._groups = groups
         self._device = device
         self._swap = swap
+        self._is_stored = is_stored
         self._block_size = min(group.block_size for group in groups)
         self.stride = max(group.block_size for group in groups)
         self._unbounded = [
@@ -141,6 +158,8 @@ class PrefixFinder:
                 hits.append(Hit(key, block, swapped=False))
             elif (block := self._swap.find(key)) is not None:
                 hits.append(Hit(key, block, swapped=True))
+            elif self._is_stored(key):
+                hits.append(Hit(key, STORED, swapped=False))
             else:
                 return None
         hits.reverse()

@@ -67,6 +67,18 @@ class SwapMoves:
                 self._offloading[kept] = block
         return self._device.allocate()
 
+    @property
+    def num_places(self) -> int:
+        """Blocks of swap space that `place` can give."""
+        return self._swap.num_available
+
+    def place(self, key: bytes) -> int | None:
+        """Cache a block in swap space, for the caller to fill; None if there is no need or room."""
+        if self._device.find(key) is not None or (block := self._swap.reserve_cached(key)) is None:
+            return None
+        self._offloading.pop(block, None)  # cancel an offload there: it was just evicted
+        return block
+
     def _allocate_in_swap(self, count: int) -> list[int]:
         """Allocate blocks of swap space, adjacent if possible, so that copies are few."""
         blocks = self._swap.allocate_together(count)

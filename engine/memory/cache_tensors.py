@@ -1,6 +1,6 @@
 """The KV cache's tensors: on the device and in CPU swap space."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 
@@ -9,7 +9,7 @@ from octavo.common.resources import Memory
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_layout import CacheLayout, LayerPlace
 from octavo.engine.memory.pinned import pin
-from octavo.engine.memory.swap import CopyTime, make_swapper
+from octavo.engine.memory.swap import Bytes, CopyTime, make_swapper
 from octavo.kernels import huge_pages
 from octavo.kernels.metadata import LayerCache, StateCache
 from octavo.kernels.ops import copy_blocks
@@ -81,6 +81,14 @@ class CacheTensors:
             self._swapper.swap_in(transfers.swap_in)
         for pairs in _independent(transfers.copies):
             copy_blocks(self.device, torch.tensor(pairs))
+
+    def copy_out(self, block: int) -> Callable[[], Bytes]:
+        """Copy a device block to memory of its own; see `Swapper.copy_out`."""
+        return self._swapper.copy_out(block)
+
+    def fill_swap(self, block: int, contents: Bytes) -> None:
+        """Set a swap block that no pending copy uses to some bytes."""
+        self._swapper.fill(block, contents)
 
     def take_copy_times(self) -> list[CopyTime]:
         """Return the durations of swaps that ended since the last call."""

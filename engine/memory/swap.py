@@ -23,12 +23,16 @@ from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.kernels.ops import swap_blocks
 
 if TYPE_CHECKING:  # so that benchmarks can time swaps with torch alone
     from octavo.engine.kv_cache.transfers import BlockPairs
+
+Bytes = NDArray[np.uint8]
 
 STAGING_BYTES = 128 << 20
 """Maximum size of each of the two staging buffers: larger swap-outs make the compute stream wait
@@ -53,6 +57,16 @@ class Swapper(Protocol):
 
     def take_times(self) -> list[CopyTime]:
         """Return the durations of copies that ended since the last call."""
+
+    def copy_out(self, block: int) -> Callable[[], Bytes]:
+        """Copy a device block to memory of its own.
+
+        Returns:
+            A function that waits for the copy and returns the block's bytes, for any thread.
+        """
+
+    def fill(self, block: int, contents: Bytes) -> None:
+        """Set a swap block that no copy of this step uses to some bytes."""
 
 
 class HostSwapper:
@@ -80,6 +94,15 @@ class HostSwapper:
         """Return the durations of copies since the last call."""
         times, self._times = self._times, []
         return times
+
+    def copy_out(self, block: int) -> Callable[[], Bytes]:
+        """Copy a device block to memory of its own."""
+        contents = _bytes_of(self._device[block].clone())
+        return lambda: contents
+
+    def fill(self, block: int, contents: Bytes) -> None:
+        """Set a swap block to some bytes."""
+        _bytes_of(self._swap[block])[:] = contents
 
 
 class CudaStream:
@@ -198,6 +221,34 @@ class StreamSwapper:
             blocks, began, ended = self._running.popleft()
             times.append(CopyTime(blocks, began.elapsed_time(ended) / 1e3))
         return times
+
+    def copy_out(self, block: int) -> Callable[[], Bytes]:
+        """Copy a device block to memory of its own, before later work on the compute stream."""
+        source = self._device[block]
+        copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._compute.run(partial(_copy, copy, source))
+        copied = self._compute.record()
+
+        def wait() -> Bytes:
+            copied.synchronize()
+            return _bytes_of(copy)
+
+        return wait
+
+    def fill(self, block: int, contents: Bytes) -> None:
+        """Set a swap block to some bytes, once the copies launched so far are done."""
+        self._side.record().synchronize()
+        _bytes_of(self._swap[block])[:] = contents
+
+
+def _bytes_of(block: torch.Tensor) -> Bytes:
+    """Return a view of a block in host memory."""
+    contents: Bytes = block.view(torch.uint8).numpy()
+    return contents
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
 
 
 def _capacity(num_swap_blocks: int, block_bytes: int, staging_bytes: int) -> int:

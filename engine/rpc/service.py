@@ -82,6 +82,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             publish_prefixes=bridge.publish_prefixes,
             on_end=self._request_ended,
             constraints=_compiler(settings, parts),
+            disk=parts.disk,
         )
 
     async def Session(

@@ -104,9 +104,10 @@ class Sequence:
 
 
 class GroupState(Enum):
-    """The queue of a sequence group; none while its constraint compiles."""
+    """The queue of a sequence group; none while its constraint compiles or its prefix is read."""
 
     COMPILING = auto()
+    READING = auto()
     WAITING = auto()
     RUNNING = auto()
     SWAPPED = auto()

@@ -31,6 +31,10 @@ class PreemptionPolicy:
         """Update the rate of prefill from a step of `tokens` tokens, most of them prefill."""
         self._seconds_per_token = _smooth(self._seconds_per_token, seconds / tokens)
 
+    def prefill_seconds(self, tokens: int) -> float | None:
+        """Return the time that computing `tokens` tokens takes; None if it is not known yet."""
+        return None if self._seconds_per_token is None else tokens * self._seconds_per_token
+
     def prefers_swap(self, *, blocks: int, tokens: int) -> bool:
         """Return whether to swap a group of `blocks` blocks and `tokens` computed tokens."""
         if self.mode != "auto":

@@ -12,6 +12,7 @@ from octavo.common.limits import Limits
 from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.tokens import read_tokens
 from octavo.engine.kv_cache import KVCacheManager
+from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import return_freed
@@ -31,6 +32,7 @@ from octavo.engine.startup.cache_plan import (
     plan_cache,
     size_cache,
 )
+from octavo.engine.startup.disk_tier import open_disk_tier
 from octavo.engine.startup.find_model import ModelFiles, find_model
 from octavo.engine.startup.generation_config import Defaults
 from octavo.engine.startup.load import Loaded, load
@@ -62,6 +64,7 @@ class Parts:
             constrained.
         leader: Sends steps to the other ranks; None if there are none.
         adapters: The adapters that requests may name; None if the engine takes none.
+        disk: The KV cache's tier on disk; None if there is none.
     """
 
     scheduler: Scheduler
@@ -80,6 +83,7 @@ class Parts:
     read_tokens: Callable[[], TokenTable] | None
     leader: Leader | None = None
     adapters: AdapterRegistry | None = None
+    disk: DiskTier | None = None
 
     @property
     def ranks(self) -> int:
@@ -142,6 +146,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         else None,
         leader=loaded.leader,
         adapters=loaded.adapters,
+        disk=open_disk_tier(settings, files, loaded, plan, size),
     )
 
 

@@ -77,6 +77,7 @@ class Running:
             max_waiting=50,
             async_scheduling=async_scheduling,
             publish_prefixes=self.heard.hear_prefixes,
+            disk=self.parts.disk,
         )
         self.thread = threading.Thread(target=self.core.run, daemon=True)
         if begin:

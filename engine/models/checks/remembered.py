@@ -4,26 +4,18 @@ The pass takes longer than the rest of a start. It depends only on the files, th
 code; after a change of these it runs again.
 """
 
-import hashlib
 import os
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
-from octavo import kernels
 from octavo.common.models import cache as model_cache
-from octavo.common.models.gguf_blocks import TensorLocations
 from octavo.engine.models.checks.reference import Reference
-from octavo.kernels.machine import cpu_identity
+from octavo.engine.models.fingerprint import fingerprint
 
 FOLDER = "references"
 MAX_REMEMBERED = 16
 """Maximum cached models, the latest ones. Each takes a few megabytes."""
-CODE = Path(__file__).resolve().parents[2], Path(kernels.__file__).resolve().parent
-SOURCES = {".py", ".cpp", ".h"}
 
 
 def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
@@ -33,19 +25,8 @@ def place_of(directory: Path, settings: Mapping[str, object]) -> Path:
         directory: The model's directory.
         settings: More settings that affect the outcome of its checks.
     """
-    files = (file for file in directory.iterdir() if file.is_file())
-    paths = [*files, *(Path(path) for path, _ in TensorLocations.read(directory).files)]
-    digest = hashlib.sha256(repr(sorted(settings.items())).encode())
-    for path in sorted(paths):
-        status = path.stat()
-        digest.update(f"{path.name} {status.st_size} {status.st_mtime_ns}".encode())
-    for name in (torch.__version__, version("transformers"), cpu_identity()):
-        digest.update(name.encode())
-    for folder in CODE:
-        for file in sorted(folder.rglob("*")):
-            if file.suffix in SOURCES:
-                digest.update(file.read_bytes())
-    return model_cache.cache_dir() / FOLDER / f"{digest.hexdigest()[:24]}.safetensors"
+    name = fingerprint(directory, settings)
+    return model_cache.cache_dir() / FOLDER / f"{name}.safetensors"
 
 
 def recall(place: Path) -> Reference | None:

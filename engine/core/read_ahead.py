@@ -1,0 +1,76 @@
+"""Prefixes on disk: read before a request waits for admission, and written behind the steps."""
+
+from collections.abc import Callable
+from functools import partial
+
+from octavo.engine.kv_disk.disk_tier import DiskTier, Read, StoredBlock
+from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.sequence import GroupState, SequenceGroup
+
+Call = Callable[..., None]
+
+
+class ReadAhead:
+    """Moves prefix blocks between the disk and swap space.
+
+    Attributes:
+        reads: The reads that groups wait for.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, tensors: CacheTensors, tier: DiskTier, call: Call
+    ) -> None:
+        """Keep the scheduler's prefix blocks on disk too.
+
+        Args:
+            scheduler: Gets a group once its prefix is read.
+            tensors: The tensors of its cache.
+            tier: Reads and writes files.
+            call: Has the core's thread call a function with arguments; from any thread.
+        """
+        self._scheduler = scheduler
+        self._tensors = tensors
+        self._tier = tier
+        self._call = call
+        self.reads: dict[SequenceGroup, Read] = {}
+        self._stored = scheduler.cache.use_tier(lambda key: key in tier.held)
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Queue a group for admission, at once or when its prefix has been read."""
+        request, lead = group.request, group.live[0]
+        keys: list[bytes] = []
+        if request.sampling.prompt_logprobs is None:  # else all of the prompt is computed
+            keys, tokens = self._stored.missing(lead.token_ids, request.prefix_salt)
+        seconds = self._scheduler.policy.prefill_seconds(tokens) if keys else None
+        if not keys or not self._tier.worthwhile(len(keys), seconds):
+            self._scheduler.submit(group)
+            return
+        group.state = GroupState.READING
+        finish = partial(self._call, self._finish, group)
+        self.reads[group] = self._tier.read(keys, seconds, finish)
+
+    def _finish(self, group: SequenceGroup, blocks: list[StoredBlock]) -> None:
+        """Put a group's blocks into swap space and queue it, unless it has ended meanwhile."""
+        if self.reads.pop(group, None) is None:
+            return
+        # The first placed is evicted first, and a prefix must lose its end first.
+        for key, contents in reversed(blocks):
+            if (block := self._stored.place(key)) is not None:
+                self._tensors.fill_swap(block, contents)
+        group.state = GroupState.WAITING
+        self._scheduler.submit(group)
+
+    def cancel(self, group: SequenceGroup) -> None:
+        """Forget a group that has ended."""
+        if (read := self.reads.pop(group, None)) is not None:
+            read.end(cancelled=True)
+
+    def save(self) -> None:
+        """Copy newly published blocks for the writer, before a step may overwrite them."""
+        for block, key in self._stored.take_unsaved():
+            self._tier.save(key, partial(self._tensors.copy_out, block))
+
+    def close(self) -> None:
+        """Stop reading and writing."""
+        self._tier.close()

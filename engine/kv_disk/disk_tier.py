@@ -1,0 +1,237 @@
+"""Reads and writes block files beside the core's thread, which never waits for a disk.
+
+Blocks are written behind: the core copies a computed block to memory, and a thread writes it. A
+disk that is slower than the model makes blocks be dropped, not queued without end.
+
+Blocks are read ahead: a request whose prefix has files waits for them outside the scheduler, for at
+most the time that computing the prefix takes. Then they are in swap space, where admission finds
+them.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import NamedTuple
+
+import numpy as np
+import structlog
+
+from octavo.engine.kv_disk.block_files import BlockFiles, Bytes
+
+log = structlog.get_logger(__name__)
+
+MAX_PENDING_BYTES = 256 << 20
+"""Maximum bytes of copied blocks that are not written yet."""
+READERS = 2
+"""Requests that are read for at the same time."""
+REFRESH_SECONDS = 5.0
+"""Maximum age of the list of other engines' files."""
+RETRY_SECONDS = 30.0
+"""Time without writes after an error, such as a full disk."""
+DEFAULT_SECONDS = 10.0
+"""Maximum time of a read before the rate of prefill is known."""
+_SMOOTHING = 0.2
+
+
+class StoredBlock(NamedTuple):
+    """A block that was read, `[block_bytes]`."""
+
+    key: bytes
+    contents: Bytes
+
+
+@dataclass(slots=True)
+class DiskCounters:
+    """Counts since the start.
+
+    Attributes:
+        written: Blocks written.
+        read: Blocks read.
+        dropped: Blocks not written, because the disk is too slow, full or gone.
+        late: Reads that ended early, because computing was faster.
+    """
+
+    written: int = 0
+    read: int = 0
+    dropped: int = 0
+    late: int = 0
+
+
+class Read:
+    """A read of some blocks for one request.
+
+    It ends once: when all are read, when one is missing, or when its time is over.
+
+    Attributes:
+        keys: Keys of the blocks.
+        timer: Ends it when its time is over.
+        ended: Whether it has ended.
+        left: Whether its reader has left it, which may be later than the end.
+    """
+
+    def __init__(self, keys: Sequence[bytes], on_end: Callable[[list[StoredBlock]], None]) -> None:
+        self.keys = keys
+        self._on_end = on_end
+        self._blocks: list[StoredBlock] = []
+        self._lock = threading.Lock()
+        self.timer: threading.Timer | None = None
+        self.ended = False
+        self.left = False
+
+    def add(self, block: StoredBlock) -> None:
+        """Add a block, unless the read has ended."""
+        with self._lock:
+            if not self.ended:
+                self._blocks.append(block)
+
+    def end(self, *, cancelled: bool = False) -> bool:
+        """End it and hand its blocks over; return whether it had not ended before."""
+        with self._lock:
+            if self.ended:
+                return False
+            self.ended = True
+        if not cancelled:
+            self._on_end(self._blocks)
+        return True
+
+
+class DiskTier:
+    """The threads that read and write one model's block files.
+
+    Attributes:
+        counters: Blocks read, written and dropped.
+    """
+
+    def __init__(self, files: BlockFiles) -> None:
+        self._files = files
+        self.counters = DiskCounters()
+        self._pending: deque[tuple[bytes, Callable[[], Bytes]]] = deque()
+        self._wake = threading.Condition()
+        self._closed = False
+        self._bytes_per_second: float | None = None
+        self._reads: SimpleQueue[Read | None] = SimpleQueue()
+        self._hanging: set[Read] = set()  # ended, but their readers still wait for the disk
+        # An engine must be able to end while a disk hangs: so all threads are daemons.
+        for work in (self._write_blocks, *(READERS * [self._read_blocks])):
+            threading.Thread(target=work, name="kv-disk", daemon=True).start()
+
+    @property
+    def held(self) -> set[bytes]:
+        """Keys of the blocks that have a file."""
+        return self._files.held
+
+    def save(self, key: bytes, copy: Callable[[], Callable[[], Bytes]]) -> None:
+        """Write a block behind, or drop it.
+
+        Args:
+            key: The block's key.
+            copy: Copies it, now; the function that it returns waits for the copy, `[block_bytes]`.
+        """
+        if key in self.held:
+            return
+        with self._wake:
+            if len(self._pending) * self._files.block_bytes >= MAX_PENDING_BYTES:
+                self.counters.dropped += 1
+                return
+            self._pending.append((key, copy()))
+            self._wake.notify()
+
+    def worthwhile(self, num_blocks: int, prefill_seconds: float | None) -> bool:
+        """Return whether reading blocks is faster than computing them, as far as is known."""
+        if len(self._hanging) >= READERS:
+            return False
+        if prefill_seconds is None or self._bytes_per_second is None:
+            return True
+        return num_blocks * self._files.block_bytes / self._bytes_per_second < prefill_seconds
+
+    def read(
+        self,
+        keys: Sequence[bytes],
+        prefill_seconds: float | None,
+        on_end: Callable[[list[StoredBlock]], None],
+    ) -> Read:
+        """Read blocks, in order.
+
+        Args:
+            keys: Their keys.
+            prefill_seconds: Time that computing them takes; None if it is not known.
+            on_end: Called once, from another thread, with the blocks read until then.
+        """
+        read = Read(keys, on_end)
+        read.timer = threading.Timer(prefill_seconds or DEFAULT_SECONDS, self._end_late, [read])
+        read.timer.daemon = True
+        read.timer.start()
+        self._reads.put(read)
+        return read
+
+    def close(self) -> None:
+        """Stop the threads; blocks not written yet are dropped."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        for _ in range(READERS):
+            self._reads.put(None)
+
+    def _end_late(self, read: Read) -> None:
+        if read.end():
+            self.counters.late += 1
+            self._hanging.add(read)
+            if read.left:  # meanwhile
+                self._hanging.discard(read)
+
+    def _read_blocks(self) -> None:
+        while (read := self._reads.get()) is not None:
+            if not read.ended:
+                self._read(read)
+            read.left = True
+            self._hanging.discard(read)
+
+    def _read(self, read: Read) -> None:
+        began, count = time.perf_counter(), 0
+        try:
+            for key in read.keys:
+                contents = np.empty(self._files.block_bytes, np.uint8)
+                if read.ended or not self._files.read(key, contents):
+                    break
+                read.add(StoredBlock(key, contents))
+                count += 1
+        finally:
+            assert read.timer is not None
+            read.timer.cancel()
+            self.counters.read += count
+            if count:
+                self._observe(count * self._files.block_bytes / (time.perf_counter() - began))
+            read.end()
+
+    def _observe(self, rate: float) -> None:
+        old = self._bytes_per_second
+        self._bytes_per_second = rate if old is None else old + _SMOOTHING * (rate - old)
+
+    def _write_blocks(self) -> None:
+        paused = refreshed = 0.0
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._pending or self._closed, REFRESH_SECONDS)
+                if self._closed:
+                    return
+                next_ = self._pending.popleft() if self._pending else None
+            now = time.monotonic()
+            try:
+                if now - refreshed > REFRESH_SECONDS:
+                    refreshed = now
+                    self._files.refresh()
+                if next_ is None:
+                    continue
+                if now < paused:
+                    self.counters.dropped += 1
+                    continue
+                key, contents = next_
+                self._files.write(key, contents())
+                self.counters.written += 1
+            except OSError as error:
+                paused = now + RETRY_SECONDS
+                self.counters.dropped += next_ is not None
+                log.warning("cannot keep blocks on disk", error=str(error), retry_s=RETRY_SECONDS)

@@ -1,0 +1,135 @@
+"""Prefixes in files: found after a restart, shared by engines, and recomputed where files fail."""
+
+import os
+import time
+from contextlib import contextmanager
+
+import pytest
+from transformers import BambaConfig, LlamaConfig, MistralConfig
+
+from octavo.engine.events import Started
+from octavo.engine.kv_disk import disk_tier
+from tests.engine.random_model import TINY, save_random_model
+from tests.engine.test_core import PATIENCE, Running
+from tests.integration.harness import wait_until
+
+PROMPT, OUTPUT = 100, 12
+CONFIGS = {
+    "full attention": LlamaConfig(**TINY),
+    "sliding windows": MistralConfig(**TINY | {"sliding_window": 24}),
+    "states": BambaConfig(
+        **TINY | {"mamba_n_heads": 8, "mamba_d_state": 16, "mamba_n_groups": 1},
+        attn_layer_indices=[1],
+    ),
+}
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp("model")
+    save_random_model(CONFIGS[request.param], path, std=0.12)
+    return path
+
+
+@contextmanager
+def running(model, disk, **settings):
+    """An engine that keeps prefixes in `disk`."""
+    engine = Running(model, kv_disk=disk, swap_space=0.1, **settings)
+    try:
+        yield engine
+    finally:
+        engine.core.stop()
+        engine.thread.join(PATIENCE)
+        assert not engine.thread.is_alive()
+
+
+def generate(engine, name):
+    """Return the output of a prompt, and how many of its tokens were cached."""
+    engine.submit(name, PROMPT, OUTPUT)
+    engine.heard.wait(lambda: engine.heard.ended(name))
+    engine.wait_idle()
+    (start,) = (event for event in engine.heard.events[name] if isinstance(event, Started))
+    tokens = [token for event in engine.heard.outputs(name) for token in event.token_ids]
+    return tokens, start.cached_tokens
+
+
+def written(engine):
+    """Wait until all blocks are written."""
+    tier = engine.parts.disk
+    wait_until(lambda: not tier._pending, what="the last write")
+    time.sleep(0.05)  # the write itself
+    return tier.counters.written
+
+
+@pytest.fixture
+def filled(model, tmp_path):
+    """The output of a prompt; its blocks are in `tmp_path`."""
+    with running(model, tmp_path) as engine:
+        tokens, cached = generate(engine, "a")
+        assert cached == 0
+        assert written(engine) > 0
+    return tokens
+
+
+def test_a_restarted_engine_finds_its_prefixes(model, filled, tmp_path):
+    with running(model, tmp_path) as engine:
+        assert generate(engine, "a") == (filled, 96)
+        assert generate(engine, "b") == (filled, 96)  # from memory now
+        assert engine.parts.disk.counters.read > 0
+        sample = engine.metrics.registry.get_sample_value
+        assert sample("octavo_engine_disk_blocks_total", {"what": "read"}) > 0
+
+
+def test_other_settings_use_other_files(model, filled, tmp_path):
+    with running(model, tmp_path, block_size=32) as engine:
+        assert generate(engine, "a") == (filled, 0)
+
+
+def test_damaged_files_are_recomputed(model, filled, tmp_path):
+    for path in tmp_path.rglob("*.kv"):
+        path.write_bytes(path.read_bytes()[:-1] + b"?")
+    with running(model, tmp_path) as engine:
+        assert generate(engine, "a") == (filled, 0)
+
+
+def test_files_that_are_gone_when_they_are_read_are_recomputed(model, filled, tmp_path):
+    with running(model, tmp_path) as engine:
+        for path in tmp_path.rglob("*.kv"):
+            path.unlink()
+        assert generate(engine, "a") == (filled, 0)
+
+
+def test_nobody_waits_for_a_disk_that_hangs(model, filled, tmp_path, monkeypatch):
+    monkeypatch.setattr(disk_tier, "DEFAULT_SECONDS", 0.3)
+    with running(model, tmp_path) as engine:
+        for path in tmp_path.rglob("*.kv"):
+            path.unlink()
+            os.mkfifo(path)  # opening it waits for a writer that never comes
+        began = time.monotonic()
+        assert generate(engine, "a") == (filled, 0)
+        assert time.monotonic() - began < PATIENCE / 3
+        assert engine.parts.disk.counters.late == 1
+        assert generate(engine, "b") == (filled, 96)  # from memory
+
+
+def test_a_request_that_is_aborted_while_it_is_read_ends(model, filled, tmp_path):
+    with running(model, tmp_path) as engine:
+        for path in tmp_path.rglob("*.kv"):
+            path.unlink()
+            os.mkfifo(path)
+        engine.submit("a", PROMPT, OUTPUT)
+        wait_until(lambda: engine.core._read_ahead.reads)
+        assert not engine.core.idle
+        engine.core.abort(0, "a")
+        engine.wait_idle()
+        assert engine.outcome("aborted") == 1
+
+
+def test_a_disk_that_cannot_be_written_to_changes_no_output(model, filled, tmp_path):
+    with running(model, tmp_path / "other") as engine:
+        directory = engine.parts.disk._files._directory
+        directory.rename(directory.with_name("moved"))
+        directory.write_bytes(b"a file in the directory's place")
+        assert generate(engine, "a") == (filled, 0)
+        wait_until(lambda: engine.parts.disk.counters.dropped > 0)
+        assert engine.parts.disk.counters.written == 0
