@@ -150,11 +150,11 @@ async def measure(minutes: float, streams: int, engines: int) -> bool:
 
 def _children() -> list[psutil.Process]:
     """Return this process' descendants except multiprocessing's own two."""
-    own = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
+    helpers = ("multiprocessing.forkserver", "multiprocessing.resource_tracker")
     return [
         child
         for child in psutil.Process().children(recursive=True)
-        if not any(part in argument for part in own for argument in child.cmdline())
+        if not any(part in argument for part in helpers for argument in child.cmdline())
     ]
 
 

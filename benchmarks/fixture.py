@@ -78,8 +78,8 @@ def save_tokenizer(directory: Path) -> None:
 
 
 def _own_channel(address: str, *, options: Sequence[tuple[str, Any]]) -> grpc.aio.Channel:
-    own = [*options, ("grpc.use_local_subchannel_pool", 1)]
-    return grpc.aio.insecure_channel(address, options=own)
+    channel_options = [*options, ("grpc.use_local_subchannel_pool", 1)]
+    return grpc.aio.insecure_channel(address, options=channel_options)
 
 
 class OwnConnection(AsyncClient):
@@ -176,7 +176,7 @@ class Node:
             os.kill(self._process.pid, number)
 
     async def close(self) -> None:
-        """End the process in whatever state it is."""
+        """End the process in any state."""
         self.signal(signal.SIGCONT)
         self.signal(signal.SIGTERM)
         await asyncio.to_thread(self._process.join, STOP_SECONDS)
@@ -212,16 +212,16 @@ def engine(
         "drain_timeout": 0.0,
         "log_level": "error",
     }
-    own = defaults | settings
-    return Node(partial(_run_engine, own, threads, sabotage), own["metrics_port"])
+    merged = defaults | settings
+    return Node(partial(_run_engine, merged, threads, sabotage), merged["metrics_port"])
 
 
 def router(engines: Iterable[str], **settings: Any) -> Node:  # noqa: ANN401
     """Return a router over engines by address; `settings` are more of RouterSettings."""
     defaults = {"metrics_port": free_port(), "drain_timeout": 0.0, "log_level": "error"}
-    own = {"engine": list(engines)} | defaults | settings
-    workers = own.get("workers", 1)
-    return Node(partial(_run_router, own), own["metrics_port"], has_children=workers > 1)
+    merged = {"engine": list(engines)} | defaults | settings
+    workers = merged.get("workers", 1)
+    return Node(partial(_run_router, merged), merged["metrics_port"], has_children=workers > 1)
 
 
 @asynccontextmanager
@@ -262,15 +262,15 @@ def _run_engine(
     if threads is not None:
         os.environ["OMP_NUM_THREADS"] = str(threads)  # otherwise the engine chooses the number
         torch.set_num_threads(threads)
-    own = EngineSettings(**settings, port=port)
-    logging.configure(own.log_format, own.log_level)
+    engine_settings = EngineSettings(**settings, port=port)
+    logging.configure(engine_settings.log_format, engine_settings.log_level)
 
     def on_ready(address: str) -> None:
         if sabotage is not None:
             sabotage()
         ready.send(address)
 
-    uvloop.run(serve(own, on_ready=on_ready))
+    uvloop.run(serve(engine_settings, on_ready=on_ready))
 
 
 def _run_router(settings: dict[str, Any], port: int, ready: Connection) -> None:

@@ -279,13 +279,13 @@ def _table(costs: dict[int, Cost]) -> str:
     def row(name: str, values: list[float]) -> list[str]:
         return [name, *(f"{value * 1e3:.2f}" for value in values)]
 
-    found = costs.values()
-    rows = [row(name, [cost.parts[part] for cost in found]) for part, name in PARTS.items()]
+    measured = costs.values()
+    rows = [row(name, [cost.parts[part] for cost in measured]) for part, name in PARTS.items()]
     rows += [
-        row("a step", [cost.step for cost in found]),
-        row("CPU time of the core's thread", [cost.core for cost in found]),
-        row("CPU time of the other threads", [cost.others for cost in found]),
-        ["tokens/s", *(f"{cost.tokens:,.0f}" for cost in found)],
+        row("a step", [cost.step for cost in measured]),
+        row("CPU time of the core's thread", [cost.core for cost in measured]),
+        row("CPU time of the other threads", [cost.others for cost in measured]),
+        ["tokens/s", *(f"{cost.tokens:,.0f}" for cost in measured)],
     ]
     return table(["milliseconds a step", *(f"{sequences:,}" for sequences in costs)], rows)
 

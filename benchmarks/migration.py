@@ -73,7 +73,7 @@ class Outcome:
         tokens: Output tokens of the completed requests.
         refused: Refusals before any work; these requests were sent again.
         migrations: Migrations to another engine.
-        different: Kinds of requests with other outputs than without faults.
+        different: Kinds of requests whose outputs differ from a run without faults.
         failures: Errors of the other requests.
     """
 
@@ -235,13 +235,13 @@ async def stream(
     for i in itertools.count(first):
         request = asks[i % len(asks)]
         try:
-            found = await ask(client, request, outcome)
+            completion = await ask(client, request, outcome)
         except Error as error:
             outcome.failures.append(f"{request.kind}: {error}")
         else:
             outcome.completed += 1
-            outcome.tokens += sum(len(output.token_ids) for output in found.outputs)
-            if tuple(map(shown, found.outputs)) != request.expected:
+            outcome.tokens += sum(len(output.token_ids) for output in completion.outputs)
+            if tuple(map(shown, completion.outputs)) != request.expected:
                 outcome.different.append(request.kind)
         if over.is_set():
             return

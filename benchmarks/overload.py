@@ -206,8 +206,8 @@ def judge(outcome: Outcome, goodput: float, peak: float, memory: dict[str, Memor
 def _engine(model: str | None, tiny: str, *, paced: bool) -> Node:
     if model is not None:
         # So few blocks that all are in use, and have memory, before the measurement.
-        own = {"dtype": "auto", "compile": "auto", "num_blocks": 512}
-        return engine(model, threads=None, max_num_seqs=PLACES, **own)
+        options = {"dtype": "auto", "compile": "auto", "num_blocks": 512}
+        return engine(model, threads=None, max_num_seqs=PLACES, **options)
     if paced:
         return paced_engine(tiny, step_seconds=PACED_STEP, max_num_seqs=PLACES)
     return engine(tiny, max_num_seqs=PLACES)

@@ -13,12 +13,12 @@ def thread_times(process: int) -> dict[int, tuple[float, float]]:
     Args:
         process: Its id.
     """
-    found = {}
+    times = {}
     for thread in Path(f"/proc/{process}/task").iterdir():
         with contextlib.suppress(OSError):  # it ended meanwhile
             ran, waited, _ = map(int, (thread / "schedstat").read_text().split())
-            found[int(thread.name)] = ran / 1e9, waited / 1e9
-    return found
+            times[int(thread.name)] = ran / 1e9, waited / 1e9
+    return times
 
 
 def timed(

@@ -47,13 +47,13 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", choices=("auto", "off"), default="auto")
     parser.add_argument("--alone", action="store_true", help="one run with --ranks ranks")
-    given = parser.parse_args()
-    if given.alone:
-        run(given)
+    args = parser.parse_args()
+    if args.alone:
+        run(args)
     with tempfile.TemporaryDirectory() as folder:
-        if given.model is None:
-            given.model = save_model(folder)
-        compare(given)
+        if args.model is None:
+            args.model = save_model(folder)
+        compare(args)
 
 
 def save_model(folder: str) -> str:
@@ -65,23 +65,23 @@ def save_model(folder: str) -> str:
     return folder
 
 
-def compare(given: argparse.Namespace) -> None:
+def compare(args: argparse.Namespace) -> None:
     """Run each configuration in each round, and print the medians."""
     # Several ranks first: a model whose heads cannot be divided fails at once.
-    found: dict[int, list[float]] = {given.ranks: [], 1: []}
-    for _ in range(given.rounds):
-        for ranks, rates in found.items():
-            result = in_process(given, ranks)
+    rates_by_ranks: dict[int, list[float]] = {args.ranks: [], 1: []}
+    for _ in range(args.rounds):
+        for ranks, rates in rates_by_ranks.items():
+            result = in_process(args, ranks)
             rates.append(result["tokens_per_second"])
             print(json.dumps({"ranks": ranks} | result), flush=True)
-    several, one = (statistics.median(rates) for rates in found.values())
-    print(f"medians: 1 rank {one:.1f}, {given.ranks} ranks {several:.1f}: {several / one:.2f}")
+    several, one = (statistics.median(rates) for rates in rates_by_ranks.values())
+    print(f"medians: 1 rank {one:.1f}, {args.ranks} ranks {several:.1f}: {several / one:.2f}")
 
 
-def in_process(given: argparse.Namespace, ranks: int) -> dict[str, float]:
+def in_process(args: argparse.Namespace, ranks: int) -> dict[str, float]:
     """Run one configuration in a child process; return its measurement."""
-    options = ["--model", given.model, "--dtype", given.dtype, "--batch", str(given.batch)]
-    options += ["--quantization", given.quantization, "--compile", given.compile]
+    options = ["--model", args.model, "--dtype", args.dtype, "--batch", str(args.batch)]
+    options += ["--quantization", args.quantization, "--compile", args.compile]
     options += ["--ranks", str(ranks), "--alone"]
     command = [sys.executable, "-m", "benchmarks.ranks", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
@@ -89,34 +89,34 @@ def in_process(given: argparse.Namespace, ranks: int) -> dict[str, float]:
     return result
 
 
-def run(given: argparse.Namespace) -> None:
+def run(args: argparse.Namespace) -> None:
     """Measure one configuration, print it and end the process."""
     logging.configure(log_level="error")
     settings = EngineSettings(
-        model=given.model,
-        dtype=given.dtype,
-        quantization=given.quantization,
-        compile=given.compile,
+        model=args.model,
+        dtype=args.dtype,
+        quantization=args.quantization,
+        compile=args.compile,
         swap_space=0,
-        num_blocks=given.batch * (PROMPT_TOKENS + OUTPUT_TOKENS) // 8,
+        num_blocks=args.batch * (PROMPT_TOKENS + OUTPUT_TOKENS) // 8,
         enable_prefix_caching=False,
-        tensor_parallel_size=given.ranks,
+        tensor_parallel_size=args.ranks,
     )
     text = settings.model_dump_json(exclude_unset=True)
-    with started_ranks(given.ranks, text) as (place, processes):
+    with started_ranks(args.ranks, text) as (place, processes):
         parts = build(settings, place)
         cpu.pin_threads(parts.threads.places)  # as in an engine
         core = EngineCore(
             parts.scheduler, parts.executor, EngineMetrics(), lambda *_: None, max_waiting=1 << 20
         )
-        compute(core, given.batch, WARM_UP_TOKENS)
+        compute(core, args.batch, WARM_UP_TOKENS)
         times = None if parts.leader is None else parts.leader.world.times
         before = (times.reduce, times.gather, times.broadcast) if times else ()
         began = time.perf_counter()
-        steps = compute(core, given.batch, OUTPUT_TOKENS)
+        steps = compute(core, args.batch, OUTPUT_TOKENS)
         seconds = time.perf_counter() - began
         result = {
-            "tokens_per_second": round(given.batch * OUTPUT_TOKENS / seconds, 1),
+            "tokens_per_second": round(args.batch * OUTPUT_TOKENS / seconds, 1),
             "seconds": round(seconds, 2),
             "steps": steps,
             "compiled": parts.executor.compiled,

@@ -40,7 +40,7 @@ class Gpu:
 
     @property
     def capability(self) -> tuple[int, int]:
-        """The compute capability of an NVIDIA GPU; AMD's have none, whatever PyTorch returns."""
+        """The compute capability of an NVIDIA GPU; AMD's have none, despite PyTorch's value."""
         return (0, 0) if self.is_amd else divmod(int(self.arch.removeprefix("sm_")), 10)
 
     @property

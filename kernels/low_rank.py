@@ -119,7 +119,7 @@ def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:
     Args:
         down: Address of the matrix `[rank, inputs]`.
         up: Address of the matrix `[rank, outputs]`, or in panels; see `LowRankPart`.
-        rank: 0 if the adapter leaves the layer as it is.
+        rank: The adapter's rank; 0 if it does not adapt the layer.
         scale: Factor of the product; its bits as a float64 are stored.
     """
     return np.array([down, up, rank, np.float64(scale).view(np.int64)], np.int64)

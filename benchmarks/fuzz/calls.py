@@ -201,10 +201,10 @@ async def run(case: Case, channel: grpc.aio.Channel) -> str:
 
 def _start(case: Case, channel: grpc.aio.Channel) -> StreamCall:
     """Call as a client of the method would, or with too many or too few requests."""
-    given = {"timeout": case.deadline, "metadata": case.metadata}
+    options = {"timeout": case.deadline, "metadata": case.metadata}
     if case.method.endswith("/Session") or len(case.requests) != 1:
-        return channel.stream_stream(case.method)(_paced(case), **given)
-    return channel.unary_stream(case.method)(case.requests[0], **given)
+        return channel.stream_stream(case.method)(_paced(case), **options)
+    return channel.unary_stream(case.method)(case.requests[0], **options)
 
 
 async def _paced(case: Case) -> AsyncIterator[bytes]:

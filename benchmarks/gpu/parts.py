@@ -233,12 +233,12 @@ def _compare(
     Raises:
         ArithmeticError: Results differ by more than bfloat16 explains.
     """
-    found = batch.attend()
+    attended = batch.attend()
     times, output, notes = peers.time_contiguous(batch, timer)
     error = None
     if output is not None:
         expected = output.transpose(1, 2).flatten(0, 1).float()
-        error = float((found.float() - expected).abs().max() / expected.abs().max())
+        error = float((attended.float() - expected).abs().max() / expected.abs().max())
         allowed = ERROR_ALLOWED if _item(batch) > 1 else 10 * ERROR_ALLOWED
         if not error <= allowed:
             raise ArithmeticError(f"{case}: the kernels are {error:.2g} off PyTorch's attention")

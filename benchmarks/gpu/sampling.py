@@ -29,14 +29,14 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
     """
     rows, vocab_size = (4, 500) if tiny else (ROWS, VOCAB_SIZE)
     logits = SPREAD * torch.randn((rows, vocab_size), device=timer.device)
-    found = []
+    results = []
     for case, params in CASES.items():
         draws = _draws(rows, **params)
         different = (ops.draw_tokens(logits, draws) != draw_by_sorting(logits, draws)).float()
         error = float(different.mean())
         if error > DIFFERENT_ALLOWED:
             raise ArithmeticError(f"{case}: {error:.0%} of the tokens differ from the sort's")
-        found.append(
+        results.append(
             Row(
                 f"{rows} x {vocab_size} {case}",
                 timer.time(lambda draws=draws: ops.draw_tokens(logits, draws)),
@@ -46,7 +46,7 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
                 peers={"sorted": timer.time(lambda draws=draws: draw_by_sorting(logits, draws))},
             )
         )
-    return found
+    return results
 
 
 def _draws(rows: int, *, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> SamplingTensors:

@@ -136,7 +136,7 @@ async def _serve(address: str, requests: Requests) -> float:
     """Return the seconds from the first request to the last token.
 
     Raises:
-        ArithmeticError: A request got fewer or more tokens than it asked for.
+        ArithmeticError: A request got fewer or more tokens than requested.
     """
     sampling = {"temperature": 1.0 if requests.n > 1 else 0.0, "n": requests.n}
 

@@ -97,15 +97,15 @@ def choose(names: str, forms: frozenset[str] = frozenset({DIRECTORY, GGUF})) -> 
     """
     chosen: dict[str, Peer] = {}
     for name in filter(None, names.split(",")):
-        found = {
+        matching = {
             peer.name: peer
             for peer in PEERS
             if peer.name == name or peer.name.startswith(f"{name}-")
         }
-        if not found:
+        if not matching:
             known = ", ".join(peer.name for peer in PEERS)
             raise ValueError(f"no peer is called {name!r}; there are {known}")
-        chosen |= found
+        chosen |= matching
     for peer in chosen.values():
         if peer.form not in forms:
             raise ValueError(f"{peer.name} needs a {peer.form} file, which this model lacks")

@@ -77,25 +77,25 @@ def markdown(results: Sequence[Result], ours: Sequence[str], where: Circumstance
 
 def as_json(results: Sequence[Result], where: Circumstances) -> str:
     """Return everything, samples included."""
-    found = {**asdict(where), "peers": [asdict(result) for result in results]}
-    return json.dumps(found, indent=2, default=str) + "\n"
+    values = {**asdict(where), "peers": [asdict(result) for result in results]}
+    return json.dumps(values, indent=2, default=str) + "\n"
 
 
 def tables(
     results: Sequence[Result], ours: Sequence[str]
 ) -> list[tuple[str, list[str], list[list[str]]]]:
     """Return the title, header and rows of each table."""
-    own = [result for result in results if result.name in ours and result.samples]
+    base = [result for result in results if result.name in ours and result.samples]
     made = [("Rates", _rates_header(), _rates(results))]
     for workload, title in (("mixed", "the mix"), ("single", "one request")):
-        found = ratios(results, own, workload)
+        by_peer = ratios(results, base, workload)
         rows = [
-            [result.title, *(_times(found[result.name].get(mine.name)) for mine in own)]
+            [result.title, *(_times(by_peer[result.name].get(mine.name)) for mine in base)]
             for result in results
-            if result.name in found and result.name not in ours
+            if result.name in by_peer and result.name not in ours
         ]
         if rows:
-            made.append((f"Octavo / peer, {title}", ["Peer", *(mine.title for mine in own)], rows))
+            made.append((f"Octavo / peer, {title}", ["Peer", *(mine.title for mine in base)], rows))
     return made
 
 

@@ -146,11 +146,11 @@ def save(shape: Shape, directory: Path) -> None:
 
     demo = Path(resolve("demo"))
     vocabulary = json.loads((demo / "config.json").read_text())
-    own = {
+    settings = {
         key: vocabulary[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")
     } | shape.settings
     config = AutoConfig.for_model(
-        shape.model_type, **own, max_position_embeddings=CONTEXT, dtype=torch.bfloat16
+        shape.model_type, **settings, max_position_embeddings=CONTEXT, dtype=torch.bfloat16
     )
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -17,7 +17,7 @@ from benchmarks.peers.workers.protocol import Outcome, Request, Setup
 BENCHMARKS = Path(__file__).parents[1]
 LOGGED_CHARACTERS = 300
 END_SECONDS = 60.0
-"""Seconds that a worker has to end by itself."""
+"""Seconds to wait for a worker to exit before killing it."""
 
 
 def worker_command(python: Path, worker: str) -> list[str]:

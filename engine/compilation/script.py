@@ -49,7 +49,7 @@ class UnscriptableError(Exception):
 
 
 class Script:
-    """Runs a traced step; it takes and returns what a `Forward` does.
+    """Runs a traced step, with the arguments and results of a `Forward`.
 
     Args:
         traced: The step.

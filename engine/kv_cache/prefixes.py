@@ -144,10 +144,10 @@ class PrefixFinder:
                 ratio = layers.block_size // self._block_size
                 needed = range(layers.first_block(end), end // layers.block_size)
                 names = [block_keys(keys[(i + 1) * ratio - 1], group)[0] for i in needed]
-            found = self._look_up(names)
-            if found is None:
+            hits = self._look_up(names)
+            if hits is None:
                 return None
-            groups.append(found)
+            groups.append(hits)
         return groups
 
     def _look_up(self, keys: list[bytes]) -> list[Hit] | None:

@@ -183,8 +183,8 @@ class StepGraphs:
             recorded.query_starts[: count + 1] = batch.query_starts
             recorded.query_starts[count + 1 : -1] = rows
         for tables, slots, metadata in zip(self._tables, self._slots, inputs.groups, strict=True):
-            given = metadata.block_tables
-            tables[:count, : given.shape[1]] = given
+            block_tables = metadata.block_tables
+            tables[:count, : block_tables.shape[1]] = block_tables
             slots[:rows] = metadata.slot_mapping
             slots[rows : size.rows] = -1
         if size.mixed:
@@ -283,5 +283,5 @@ def graph_memory(
     chosen = [size for size in sizes if size == sizes[0] or size in largest.values()]
     recorded = record_sizes(chosen, measured)
     del recorded
-    whole, own = left[0] - left[-1], left[-2] - left[-1]
-    return max(0, whole) + (len(sizes) - len(chosen)) * max(0, own)
+    whole, per_graph = left[0] - left[-1], left[-2] - left[-1]
+    return max(0, whole) + (len(sizes) - len(chosen)) * max(0, per_graph)

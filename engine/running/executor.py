@@ -354,5 +354,5 @@ class Executor:
 
 def _sizes(max_num_seqs: int, max_tokens: int, num_drafted: int) -> list[GraphSize]:
     """Return the sizes to record; mixed steps are last, for steps that fit into no other size."""
-    own = graph_sizes(max_num_seqs, num_drafted)
-    return own + mixed_sizes(max_num_seqs, max_tokens, num_drafted)
+    unmixed = graph_sizes(max_num_seqs, num_drafted)
+    return unmixed + mixed_sizes(max_num_seqs, max_tokens, num_drafted)

@@ -96,12 +96,12 @@ def _pack_transfers(transfers: Transfers) -> list[int]:
 def _take_transfers(numbers: np.ndarray) -> tuple[Transfers, np.ndarray]:
     """Return the copies at the beginning of a message, and the rest."""
     counts, at = numbers[:3].tolist(), 3
-    found = []
+    transfers = []
     for count in counts:
         pairs = numbers[at : at + 2 * count].reshape(-1, 2).tolist()
-        found.append([(source, target) for source, target in pairs])
+        transfers.append([(source, target) for source, target in pairs])
         at += 2 * count
-    return Transfers(*found), numbers[at:]
+    return Transfers(*transfers), numbers[at:]
 
 
 def pack(arrays: StepArrays) -> np.ndarray:

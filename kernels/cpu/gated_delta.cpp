@@ -22,7 +22,7 @@
 namespace {
 
 constexpr int kTokens = 16;      // per chunk
-constexpr int kFew = 2;          // up to so many tokens, one by one is faster
+constexpr int kFew = 2;          // maximum tokens for which one by one is faster
 constexpr int kPadding = kFloatsPerLine;  // else rows would share few cache sets
 constexpr int kTileVectors = 4;  // columns of the state at a time for one token
 constexpr int kItemsPerThread = 2;

@@ -247,7 +247,7 @@ class LatentAttention {
   // A sequence whose latents are expanded. Its keys are counted from `base`, a multiple of kTile.
   struct Expanded {
     int seq;
-    int32_t base, first, end;        // positions: of key 0, and of the keys that queries see
+    int32_t base, first, end;        // positions of key 0 and of the keys that queries see
     std::vector<uint32_t> latents;   // packed rows from `first` on
     std::vector<Stored> rotated;     // [tiles][rotated / kPack][kTile][kPack]
     std::vector<int32_t> table;      // blocks of kTile keys in a buffer of kMostKeys

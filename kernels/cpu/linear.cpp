@@ -94,7 +94,7 @@ extern "C" void octavo_linear_float32(const float* x, int64_t rows, int64_t row_
   linear(x, rows, row_stride, *layer, y, threads);
 }
 
-// Does the same as octavo_linear, with y in float32.
+// Like octavo_linear, but y is float32.
 extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
                                    const LinearLayer* layer, float* y, int threads) {
   linear(x, rows, row_stride, *layer, y, threads);

@@ -153,7 +153,7 @@ class LinearKernels:
         return _pad(values, self.panel)
 
     def interleave(self, gate: Tensor, up: Tensor) -> Tensor:
-        """Interleave the outputs of a gate and an up projection, as gated panels have them.
+        """Interleave the outputs of a gate and an up projection, as in gated panels.
 
         Args:
             gate: `[outputs, ...]`.

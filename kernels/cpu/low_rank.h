@@ -7,7 +7,7 @@
 struct LowRankRecord {
   const void* down;  // [rank, inputs]
   const void* up;    // [rank, outputs], or in panels: see LowRankPart
-  int64_t rank;      // 0: the adapter leaves the layer as it is
+  int64_t rank;      // 0: the adapter does not adapt the layer
   double scale;
 };
 

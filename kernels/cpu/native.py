@@ -1,7 +1,7 @@
 """The compiled kernels on a CPU: passes the pointers and strides of tensors to C++.
 
-A model calls these once per layer, so what the layers of a step share is checked once: each cache
-the first time, the batch when it changes.
+A model calls these once per layer, so shared objects are checked once: each cache the first time,
+the batch when it changes.
 """
 
 import itertools
@@ -354,7 +354,7 @@ class NativeKernels:
         self.programs = Programs(library)
         self._caches: dict[int, _CheckedCache] = {}
         self._batch: _CheckedBatch | None = None  # of the latest call
-        self._batches: _CheckedBatches | None = None  # likewise
+        self._batches: _CheckedBatches | None = None  # of the latest call
         self._slots: _CheckedSlots | None = None  # of the latest call
 
     def write_kv(
@@ -723,7 +723,7 @@ def _nothing() -> None:
 
 
 def _check_block(cache: Tensor) -> None:
-    """Raise ValueError if C++ would read a cache's memory wrongly."""
+    """Raise ValueError if C++ would misread a cache's memory."""
     _, _, block_size, dim = cache.shape
     if cache.dtype not in _DTYPES | _FP8_DTYPES:
         known = ", ".join(map(str, _DTYPES | _FP8_DTYPES))
@@ -771,7 +771,7 @@ def _check_table(bad: int, metadata: AttentionMetadata, cache: Tensor) -> None:
 
 
 def _check_dtype(tokens: Tensor, cache: _CheckedCache) -> None:
-    """Raise ValueError if C++ would read the tokens' memory wrongly."""
+    """Raise ValueError if C++ would misread the tokens' memory."""
     if tokens.dtype != cache.dtype or tokens.dtype not in _DTYPES:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is for {cache.dtype}")
 

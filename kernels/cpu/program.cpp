@@ -37,7 +37,7 @@ Error aoti_torch_library_impl(Library library, const char* name,
 // A size, a stride or an offset is three words: a constant, and factors of tokens and of rows.
 enum { kView = -1, kFree = -2 };
 
-// A program; the same as in program.py, which owns what it points to.
+// A program; the same as in program.py, which owns the memory behind its pointers.
 struct Program {
   const int64_t* words;
   const View* constants;

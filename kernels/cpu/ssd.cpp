@@ -17,7 +17,7 @@
 namespace {
 
 constexpr int kTokens = std::max(16, kMicroColumns * kLanes);  // per chunk
-constexpr int kFew = 3;            // up to so many tokens, one by one is faster
+constexpr int kFew = 3;            // maximum tokens for which one by one is faster
 constexpr int kMostHeads = 8;      // per item: their states stay in a core's cache
 constexpr int kItemsPerThread = 4;
 

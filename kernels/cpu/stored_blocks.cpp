@@ -25,7 +25,7 @@ struct StoredUnit {
                                 (K::kBits == 6 ? 16 : K::kSuper ? 12 : 0);
 
   alignas(64) uint8_t codes[kBlocks * kBlock];
-  uint16_t outer[kLanes];  // scale, minimum, and zeros up to one widening
+  uint16_t outer[kLanes];  // scale and minimum; zeros pad to one vector
   uint8_t scales[kBlocks * K::kGroups], mins[kBlocks];
 
   void read(const uint8_t* from) {

@@ -24,7 +24,7 @@ def stored(x, to, scale, LARGEST: tl.constexpr):
 
 
 def largest(cache: Tensor) -> float:
-    """Return the largest number of a cache's dtype."""
+    """Return the largest finite value of a cache's dtype."""
     return torch.finfo(cache.dtype).max
 
 

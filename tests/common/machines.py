@@ -16,7 +16,7 @@ class Machine:
     Attributes:
         cores: Each core's CPUs.
         nodes: Each node's CPUs and GiB of memory; a quarter is free and a quarter page cache.
-        allowed: The CPUs that the process may use, whatever its real affinity; default: all.
+        allowed: The CPUs that the process may use, regardless of its real affinity; default: all.
             None: by its affinity.
         memory_allowed: The nodes whose memory it may use; default: all.
         offline: CPUs that are not running.

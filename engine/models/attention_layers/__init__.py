@@ -45,7 +45,7 @@ ALiBi twice (transformers 5.23)."""
 
 
 def reference_attention(config: PreTrainedConfig) -> str:
-    """Return the name of transformers' attention that defines what a model computes."""
+    """Return the name of transformers' attention implementation that defines a model's results."""
     return REFERENCES.get(config.model_type, "eager")
 
 

@@ -142,7 +142,7 @@ def _sample(tensor: Any) -> Any:  # noqa: ANN401
 
 
 def _moved_rows(names: _Names, tensor: Any) -> tuple[str, Any | None] | None:  # noqa: ANN401
-    """Return a weight's name and the order of its rows; None if a tensor is not moved rows."""
+    """Return a weight's name and the order of its rows; None if it does more than move rows."""
     shape = tuple(int(size) for size in tensor.shape[::-1])
     if len(shape) != MIN_DIMENSIONS:
         return None

@@ -32,7 +32,7 @@ class Ended:
     Attributes:
         tokens: Token ids by output.
         reasons: Names of the outputs' ends.
-        logprobs: The tokens' log-probabilities by output, if asked for.
+        logprobs: The tokens' log-probabilities by output, if requested.
         times: `time.perf_counter()` when each token came.
         failure: The error of a request without outputs.
     """

@@ -493,7 +493,7 @@ class Contents(RuleBasedStateMachine):
             named[key] = block
         return named
 
-    # What is picked.
+    # Choices.
 
     def pick(self, data, *, swapped=False):
         ids = [i for i in self.tokens if (i in self.swapped) is swapped]

@@ -13,7 +13,7 @@ from tests.architectures.tiny import FIRST_TOKEN, VOCABULARY
 BY_NAME = {entry.name: entry for entry in entries()}
 LENGTHS, OUTPUT_TOKENS = (60, 33, 5, 48, 17, 9), 50
 CROWDING = 1.4
-"""Blocks, as a multiple of what the longest request takes: too few for all."""
+"""Blocks per block of the longest request; not all requests fit at once."""
 
 
 class StateWatch:

@@ -1,4 +1,4 @@
-"""Calls in a family's own form satisfy the tool's schema, whatever the model's logits."""
+"""Calls in a family's own form satisfy the tool's schema, for any logits."""
 
 import json
 import random

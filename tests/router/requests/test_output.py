@@ -65,7 +65,7 @@ def test_log_probabilities_are_shown_with_the_text_of_their_tokens(pieces):
         assert shown(output) == ids(*expected)
     output.push(ids("St", "op", "!", "b"), scored(ids("St", "op", "!", "b")), 0)
     assert output.reason == STOP_STRING
-    assert shown(output) == ids("St")  # whose first letter is shown
+    assert shown(output) == ids("St")  # its first letter is shown
 
 
 def test_log_probabilities_that_were_held_are_shown_at_another_end(pieces):

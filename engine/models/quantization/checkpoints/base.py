@@ -307,7 +307,7 @@ def need_header(
 
 def need_finite(layer: str, part: str, values: Tensor) -> None:
     """Raise a WeightError if a tensor has infinite values or NaN."""
-    need(values.float().isfinite().all(), layer, f"has numbers in {part} that are not finite")
+    need(values.float().isfinite().all(), layer, f"has non-finite values in {part}")
 
 
 def groups_of(layer: str, inputs: int, size: int) -> int:

@@ -133,13 +133,13 @@ class Gguf(Format):
             need(
                 _are_finite(rows, scale, block_format),
                 layer,
-                "has numbers in scales that are not finite",
+                "has non-finite values in scales",
             )
             if block_format.has_min:
                 need(
                     _are_finite(rows, 2, block_format),
                     layer,
-                    "has numbers in minima that are not finite",
+                    "has non-finite values in minima",
                 )
             self._finite.add(layer)
         return Blocks(rows, block_format, parts["order"].long() if "order" in parts else None)

@@ -67,9 +67,9 @@ class Mxfp4(Format):
         return experts, groups * GROUP, outputs
 
     def read(self, layer: str, parts: Mapping[str, Tensor]) -> ScaledE2m1:
-        """Return a weight, which is transposed in transformers' gpt-oss."""
+        """Return a weight; transformers' gpt-oss holds it transposed."""
         blocks, scales = parts["blocks"], parts["scales"]
-        need(int(scales.max()) < NAN, layer, "has numbers in scales that are not finite")
+        need(int(scales.max()) < NAN, layer, "has non-finite values in scales")
         codes = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-3)
         return ScaledE2m1(codes, scales)
 

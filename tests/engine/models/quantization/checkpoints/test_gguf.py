@@ -294,7 +294,7 @@ def test_damaged_blocks_are_refused(tmp_path):
     with file.open("r+b") as opened:
         opened.seek(place.offset)
         opened.write(b"\xff" * 144)
-    with pytest.raises(ModelError, match="up_proj has numbers in scales that are not finite"):
+    with pytest.raises(ModelError, match="up_proj has non-finite values in scales"):
         loaded_as("bfloat16", str(path))
     with file.open("ab") as opened:
         opened.write(b"more")
