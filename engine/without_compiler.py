@@ -19,10 +19,36 @@ NEEDED = f"{COMPILER}._trace_wrapped_higher_order_op"
 """The only module of the compiler that transformers' masks need."""
 
 
-def keep_compiler_out() -> None:
-    """Import transformers without the compiler, distributed tensors and SciPy.
+def _true(first: object, *others: object) -> bool:
+    return all((first, *others))
 
-    Other names of the first two than those given here import them on use.
+
+def _equal(first: Any, other: Any) -> bool:  # noqa: ANN401 - a size, or a list or tuple of sizes
+    return first == other if isinstance(first, int) else [*first] == [*other]
+
+
+SIZES = "torch.fx.experimental.symbolic_shapes"
+OF_SIZES: Mapping[str, Callable[..., Any]] = {
+    "expect_true": bool,
+    "guard_or_false": bool,
+    "guard_or_true": bool,
+    "guard_size_oblivious": bool,
+    "guarding_hint_or_throw": lambda size: size,
+    "has_guarding_hint": lambda _: True,
+    "is_nested_int": lambda _: False,
+    "statically_known_true": bool,
+    "sym_and": _true,
+    "sym_eq": _equal,
+    "sym_or": lambda *conditions: any(conditions),
+}
+"""The compiler's functions of symbolic sizes, for sizes that are numbers. PyTorch calls them for
+tensors on the meta device, and would import SymPy."""
+
+
+def keep_compiler_out() -> None:
+    """Import transformers without the compiler, distributed tensors, SymPy and SciPy.
+
+    Other names of the first three than those given here import them on use.
     """
     marks = dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _mark)
     compiler = _Placeholder(COMPILER, marks)
@@ -33,11 +59,18 @@ def keep_compiler_out() -> None:
     # PyTorch checks whether tensors of classes like `DeferredTensor` are instances of these.
     tensors = "torch.distributed.tensor"
     sys.modules.setdefault(tensors, _Placeholder(tensors, {"DTensor": _NoTensor}))
+    sys.modules.setdefault(SIZES, _Placeholder(SIZES, OF_SIZES))
+    sys.modules.setdefault("sympy", _Placeholder("sympy", {"Basic": _NoSymbol}))
     with _unavailable():
         from transformers.utils import import_utils  # noqa: PLC0415 - not earlier
 
         import_utils.is_torch_distributed_available()  # it caches the answers
         import_utils.is_scipy_available()
+    # Importing transformers reads the files of all its models for their names; importing this
+    # package, through which models are imported, would read them again.
+    models = "transformers.models"
+    folder = str(Path(import_utils.__file__).parents[1] / "models")
+    sys.modules.setdefault(models, _Placeholder(models, {"__path__": [folder]}))
 
 
 @contextmanager
@@ -68,7 +101,8 @@ class _Placeholder(ModuleType):
         vars(self).update(known)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a module's
-        if name == "__file__":  # `inspect` asks all modules
+        if name == "__file__" or (name == "__path__" and self.__name__ == SIZES):
+            # `inspect` asks all modules for the first, and imports for the second.
             raise AttributeError(name)
         module_name = self.__name__
         if sys.modules[module_name] is self:
@@ -78,6 +112,10 @@ class _Placeholder(ModuleType):
 
 class _NoTensor(torch.Tensor):
     """A class without instances."""
+
+
+class _NoSymbol:
+    """A class that no object has."""
 
 
 def _mark(function: Callable[..., Any] | None = None, *_: object, **__: object) -> Any:  # noqa: ANN401

@@ -6,37 +6,32 @@ implementations; with any other, as in a reference run, transformers' own code r
 
 import functools
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.engine.models.attention_layers import (
-    attn_method,
-    bloom,
-    falcon,
-    llama4,
-    mpt,
-)
 from octavo.engine.models.attention_layers.attend import OWN_CONFIG, is_paged
 
-METHODS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "BloomAttention": ("forward", bloom.forward),
-    "CodeGenAttention": ("_attn", attn_method.gptj),
-    "FalconAttention": ("forward", falcon.forward),
-    "FalconModel": ("forward", falcon.model_forward),
-    "GPTJAttention": ("_attn", attn_method.gptj),
-    "GPTNeoSelfAttention": ("_attn", attn_method.gpt_neo),
-    "GPTNeoXJapaneseAttention": ("_attn", attn_method.gpt_neox_japanese),
-    "Llama4TextAttention": ("forward", llama4.forward),
-    "Llama4TextDecoderLayer": ("forward", llama4.layer_forward),
-    "Llama4TextMoe": ("forward", llama4.experts_forward),
-    "MptAttention": ("forward", mpt.forward),
-    "MptModel": ("forward", mpt.model_forward),
+METHODS: dict[str, tuple[str, str, str]] = {
+    "BloomAttention": ("forward", "bloom", "forward"),
+    "CodeGenAttention": ("_attn", "attn_method", "gptj"),
+    "FalconAttention": ("forward", "falcon", "forward"),
+    "FalconModel": ("forward", "falcon", "model_forward"),
+    "GPTJAttention": ("_attn", "attn_method", "gptj"),
+    "GPTNeoSelfAttention": ("_attn", "attn_method", "gpt_neo"),
+    "GPTNeoXJapaneseAttention": ("_attn", "attn_method", "gpt_neox_japanese"),
+    "Llama4TextAttention": ("forward", "llama4", "forward"),
+    "Llama4TextDecoderLayer": ("forward", "llama4", "layer_forward"),
+    "Llama4TextMoe": ("forward", "llama4", "experts_forward"),
+    "MptAttention": ("forward", "mpt", "forward"),
+    "MptModel": ("forward", "mpt", "model_forward"),
 }
-"""Methods to replace, and their replacements, by the name of a module's class.
+"""Methods to replace, and files and names of their replacements, by the name of a module's class.
 
-A replacement takes the module, the replaced method, and the method's arguments.
+A file is imported when a model needs it, as it may import the model's code from transformers. A
+replacement takes the module, the replaced method, and the method's arguments.
 """
 
 REFERENCES = {"falcon": "sdpa"}
@@ -59,7 +54,8 @@ def replace_attention(model: PreTrainedModel) -> None:
     for module in model.modules():
         if replaced := METHODS.get(type(module).__name__):
             setattr(module, OWN_CONFIG, getattr(module, "config", config))
-            name, ours = replaced
+            name, file, function = replaced
+            ours = getattr(import_module(f"{__name__}.{file}"), function)
             setattr(module, name, _either(module, ours, getattr(module, name)))
 
 
