@@ -5,6 +5,7 @@ alone are deferred too: transposing, joining or widening takes no memory. An ope
 tensors computes the values, uses them and drops them. So a model with deferred weights gives the
 same results as with all weights in memory, in little more memory than its largest weight. Products
 with float32 inputs compute the weight in parts that stay in a core's cache.
+Of embeddings, only the rows that are looked up are computed.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +25,7 @@ UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that return the same values, like `CASTS`."""
 CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - no public name
 LINEAR = torch.ops.aten.linear.default
+EMBEDDING = torch.ops.aten.embedding.default
 PART = 240 << 10
 """Elements of a weight's part in a product: less than `MAPPED_BYTES` of freed.py, so that each part
 reuses the previous part's memory."""
@@ -92,6 +94,8 @@ class DeferredTensor(Tensor):
                 return made
         if operator is LINEAR and _has_parts(args[1]):
             return _multiply(*args)
+        if operator is EMBEDDING and isinstance(args[0], DeferredTensor) and args[0].rows:
+            return _look_up(*args[:2])
         return operator(*tree_map(present, args), **tree_map(present, kwargs))
 
 
@@ -151,6 +155,14 @@ def _multiply(x: Tensor, weight: DeferredTensor, bias: Tensor | None = None) -> 
         part = weight.rows(start, end).float()
         out[..., start:end] = functional.linear(x, part)
     return out if bias is None else out + present(bias)
+
+
+def _look_up(weight: DeferredTensor, indices: Tensor) -> Tensor:
+    """Return some rows of embeddings, with only these numbers made."""
+    assert weight.rows is not None
+    wanted, places = torch.unique(indices, return_inverse=True)
+    rows = [weight.rows(row, row + 1) for row in wanted.tolist()]
+    return torch.cat(rows).to(weight.dtype)[places]
 
 
 def _part(run: Callable[[], Any], number: int) -> Tensor:

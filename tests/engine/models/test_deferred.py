@@ -86,6 +86,21 @@ def test_a_product_in_float32_makes_a_weight_in_parts(bias, monkeypatch):
     assert len(parts) == 3
 
 
+def test_embeddings_make_only_the_rows_that_are_looked_up():
+    exact, parts = torch.randn(9, 6), []
+
+    def rows(start, end):
+        parts.append((start, end))
+        return exact[start:end]
+
+    like = torch.empty(9, 6, device="meta", dtype=torch.bfloat16)
+    whole = DeferredTensor(like, exact.bfloat16, rows=rows, exact=lambda: exact)
+    tokens = torch.tensor([[7, 2, 7], [8, 0, 2]])
+    assert torch.equal(functional.embedding(tokens, in_float32(whole)), exact[tokens])
+    assert parts == [(0, 1), (2, 3), (7, 8), (8, 9)]
+    assert torch.equal(functional.embedding(tokens, whole), exact.bfloat16()[tokens])
+
+
 def test_what_depends_on_numbers_reads_them():
     weight = Weight(6, 4)
     assert float(weight.deferred().sum()) == float(weight.numbers.sum())
