@@ -95,6 +95,7 @@ async def serve(
             _started_ranks(settings) as (place, ranks),
         ):
             await server.start()
+            gc.freeze()  # imports' objects, most of all: the collection after the build skips them
             building = thread.call(_build, settings, place)
             parts = await _unless_stopped(building, stopping, stopped_by)
             if ranks is not None:
