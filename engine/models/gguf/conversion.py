@@ -8,6 +8,7 @@ import json
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr
+from copy import copy
 from functools import cache, partial
 from importlib import import_module
 from io import StringIO
@@ -47,6 +48,8 @@ from octavo.engine.models.gguf.config import FACTORS, complete_config, read_fiel
 from octavo.engine.models.gguf.tensors import MIN_DIMENSIONS, Weight, find_weights
 
 HEAD = f"output{WEIGHT}"
+UNREAD_FIELDS = {f"tokenizer.ggml.{name}" for name in ("merges", "scores", "token_type")}
+"""Long fields that no config depends on."""
 SHARD_BYTES = 2 << 30
 SHARD_NAME = "model-{:05d}-of-{:05d}.safetensors"
 
@@ -214,8 +217,13 @@ def _sharing(source: Path, reader: Any) -> Iterator[None]:  # noqa: ANN401
     with _one_at_a_time:
         originals = gguf.GGUFReader, gguf.get_tensor_name_map
 
+        shared = copy(reader)
+        shared.fields = {
+            name: field for name, field in reader.fields.items() if name not in UNREAD_FIELDS
+        }
+
         def read(path: str, *options: Any) -> Any:  # noqa: ANN401
-            return reader if source.samefile(path) else originals[0](path, *options)
+            return shared if source.samefile(path) else originals[0](path, *options)
 
         gguf.GGUFReader, gguf.get_tensor_name_map = read, cache(originals[1])
         try:
