@@ -221,7 +221,7 @@ class BlockKernels:
             *(c_void_p, c_int),
         )
         self._embed.restype = None
-        stored = c_void_p, c_int64, c_void_p, c_int64, c_int64
+        stored = c_void_p, c_int64, c_int64, c_int64
         self._widen, self._pack = library.octavo_widen_blocks, library.octavo_pack_blocks
         self._widen.argtypes, self._widen.restype = (*stored, c_int64, c_void_p, c_int), None
         self._pack.argtypes, self._pack.restype = (*stored, c_void_p, c_int), None
@@ -239,14 +239,13 @@ class BlockKernels:
             IndexError: There is no such row.
         """
         rows = rows.contiguous()
-        outputs, stored = _stored(rows, order)
-        out = torch.empty(
-            (outputs, rows.shape[1] // block_format.unit_bytes * block_format.unit), dtype=dtype
-        )
+        addresses, row_bytes = row_addresses(rows, order), rows.shape[1]
+        inputs = row_bytes // block_format.unit_bytes * block_format.unit
+        out = torch.empty((len(addresses), inputs), dtype=dtype)
         huge_pages.ask_for(out)
-        wide = int(dtype == torch.float32)
         self._widen(
-            *stored, outputs, block_format.number, wide, out.data_ptr(), torch.get_num_threads()
+            *(addresses.data_ptr(), row_bytes, len(addresses), block_format.number),
+            *(int(dtype == torch.float32), out.data_ptr(), torch.get_num_threads()),
         )
         return out
 
@@ -265,12 +264,27 @@ class BlockKernels:
             IndexError: There is no such row.
         """
         rows = rows.contiguous()
-        outputs, stored = _stored(rows, order)
-        units = rows.shape[1] // block_format.unit_bytes
+        return self.pack_rows(row_addresses(rows, order), rows.shape[1], block_format)
+
+    def pack_rows(self, addresses: Tensor, row_bytes: int, block_format: BlockFormat) -> Tensor:
+        """Lay out a weight's bytes, which may lie in several places, for the kernels.
+
+        Args:
+            addresses: `[outputs]` int64, the address of each output's row; 0 for zeros.
+            row_bytes: The number of bytes of a row.
+            block_format: Format of the rows.
+
+        Returns:
+            `[panels, units, bytes]` uint8.
+        """
+        units, outputs = row_bytes // block_format.unit_bytes, len(addresses)
         shape = -(-outputs // self._panel), units, self._panel * block_format.packed_bytes
         out = torch.empty(shape, dtype=torch.uint8)
         huge_pages.ask_for(out)
-        self._pack(*stored, outputs, block_format.number, out.data_ptr(), torch.get_num_threads())
+        self._pack(
+            *(addresses.data_ptr(), row_bytes, outputs, block_format.number),
+            *(out.data_ptr(), torch.get_num_threads()),
+        )
         return out
 
     def linear(
@@ -369,12 +383,19 @@ def _apart(values: Tensor, dim: int, *sizes: int) -> Tensor:
     return taken
 
 
-def _stored(rows: Tensor, order: Tensor | None) -> tuple[int, tuple[int, int, int | None]]:
-    """Return the number of outputs, the rows, and their order, as C++ takes them."""
+def row_addresses(rows: Tensor, order: Tensor | None) -> Tensor:
+    """Return the addresses of outputs' rows, `[outputs]` int64.
+
+    Args:
+        rows: `[rows, bytes]` uint8, contiguous.
+        order: `[outputs]` int64, the row of each output; None if they are in order.
+
+    Raises:
+        IndexError: There is no such row.
+    """
+    first, row_bytes = rows.data_ptr(), rows.shape[1]
     if order is None:
-        return len(rows), (rows.data_ptr(), rows.shape[1], None)
-    assert order.is_contiguous()
-    assert order.dtype == torch.int64
+        return torch.arange(len(rows)).mul_(row_bytes).add_(first)
     if len(order) and not 0 <= int(order.min()) <= int(order.max()) < len(rows):
         raise IndexError(f"an output is in none of {len(rows)} rows")
-    return len(order), (rows.data_ptr(), rows.shape[1], order.data_ptr())
+    return order * row_bytes + first

@@ -107,15 +107,10 @@ struct StoredUnit {
   }
 };
 
-// Rows of a file.
+// Outputs' rows, which may lie in several places of a file.
 struct StoredRows {
-  const uint8_t* bytes;
-  int64_t row_bytes;
-  const int64_t* order;  // each output's row; null: in order
-
-  const uint8_t* row(int64_t output) const {
-    return bytes + (order ? order[output] : output) * row_bytes;
-  }
+  const uint8_t* const* rows;  // null for zeros
+  int64_t row_bytes, count;
 };
 
 // Stores the weights of a unit, in the same order of operations as blocks.py.
@@ -143,12 +138,12 @@ void widen_unit(const StoredUnit<K>& unit, typename Element::Stored* to) {
 }
 
 template <class K, class Element>
-void widen(const StoredRows& rows, int64_t outputs, void* y, int threads) {
-  const int64_t units = rows.row_bytes / StoredUnit<K>::kBytes;
+void widen(const StoredRows& stored, void* y, int threads) {
+  const int64_t units = stored.row_bytes / StoredUnit<K>::kBytes;
   constexpr int kInputs = K::kUnitBlocks * kBlock;
 #pragma omp parallel for schedule(dynamic, 16) num_threads(threads)
-  for (int64_t output = 0; output < outputs; output++) {
-    const uint8_t* const from = rows.row(output);
+  for (int64_t output = 0; output < stored.count; output++) {
+    const uint8_t* const from = stored.rows[output];
     auto* const to = static_cast<typename Element::Stored*>(y) + output * units * kInputs;
     StoredUnit<K> unit{};
     for (int64_t i = 0; i < units; i++) {
@@ -197,15 +192,15 @@ void pack_unit(const StoredUnit<K>& unit, int output, uint8_t* to) {
 }
 
 template <class K>
-void pack(const StoredRows& rows, int64_t outputs, uint8_t* panels, int threads) {
-  const int64_t units = rows.row_bytes / StoredUnit<K>::kBytes;
+void pack(const StoredRows& stored, uint8_t* panels, int threads) {
+  const int64_t units = stored.row_bytes / StoredUnit<K>::kBytes;
   constexpr int64_t kChunk = std::max(1, kChunkBytes / K::kUnitBytes);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-  for (int64_t panel = 0; panel < (outputs + kPanel - 1) / kPanel; panel++)
+  for (int64_t panel = 0; panel < (stored.count + kPanel - 1) / kPanel; panel++)
     for (int64_t first = 0; first < units; first += kChunk)
       for (int i = 0; i < kPanel; i++) {
         const int64_t output = panel * kPanel + i;
-        const uint8_t* const from = output < outputs ? rows.row(output) : nullptr;
+        const uint8_t* const from = output < stored.count ? stored.rows[output] : nullptr;
         StoredUnit<K> unit{};  // zeros for an output that does not exist
         for (int64_t at = first; at < std::min(first + kChunk, units); at++) {
           if (from) unit.read(from + at * StoredUnit<K>::kBytes);
@@ -216,23 +211,21 @@ void pack(const StoredRows& rows, int64_t outputs, uint8_t* panels, int threads)
 
 }  // namespace
 
-// Sets y, `[outputs, inputs]` in bfloat16 or, if `wide`, float32, to the weights of a file's rows.
-// Output i is row order[i], or row i if the order is null.
-extern "C" void octavo_widen_blocks(const uint8_t* rows, int64_t row_bytes, const int64_t* order,
-                                    int64_t outputs, int64_t format, int64_t wide, void* y,
-                                    int threads) {
+// Sets y, `[outputs, inputs]` in bfloat16 or, if `wide`, float32, to the weights of outputs' rows.
+extern "C" void octavo_widen_blocks(const uint8_t* const* rows, int64_t row_bytes, int64_t outputs,
+                                    int64_t format, int64_t wide, void* y, int threads) {
   with_format(format, [&](auto kind) {
     using K = decltype(kind);
-    const StoredRows stored{rows, row_bytes, order};
-    if (wide) widen<K, Float32>(stored, outputs, y, threads);
-    else widen<K, BFloat16>(stored, outputs, y, threads);
+    const StoredRows stored{rows, row_bytes, outputs};
+    if (wide) widen<K, Float32>(stored, y, threads);
+    else widen<K, BFloat16>(stored, y, threads);
   });
 }
 
-// Lays out a file's rows in panels; outputs are padded with zeros to whole ones.
-extern "C" void octavo_pack_blocks(const uint8_t* rows, int64_t row_bytes, const int64_t* order,
-                                   int64_t outputs, int64_t format, uint8_t* panels, int threads) {
+// Lays out outputs' rows in panels; outputs are padded with zeros to whole ones.
+extern "C" void octavo_pack_blocks(const uint8_t* const* rows, int64_t row_bytes, int64_t outputs,
+                                   int64_t format, uint8_t* panels, int threads) {
   with_format(format, [&](auto kind) {
-    pack<decltype(kind)>({rows, row_bytes, order}, outputs, panels, threads);
+    pack<decltype(kind)>({rows, row_bytes, outputs}, panels, threads);
   });
 }

@@ -47,7 +47,7 @@ class Int4(Scheme):
             assert inputs is not None
             return to_int8(layer, weight, inputs)
         assert kernels is not None
-        return BlockWeights(kernels.to_q4_1(weight), FORMATS["Q4_1"]).layer(layer)
+        return BlockWeights.of(kernels.to_q4_1(weight), FORMATS["Q4_1"]).layer(layer)
 
     def bits(self, layer: nn.Linear, *, is_head: bool) -> int:
         """Return the bits per weight."""

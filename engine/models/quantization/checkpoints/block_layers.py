@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
 from octavo.engine.models.quantization.checkpoints.gguf import Blocks
 from octavo.kernels.cpu import blocks as kernels
-from octavo.kernels.cpu.blocks import BlockFormat
+from octavo.kernels.cpu.blocks import BlockFormat, row_addresses
 
 DTYPES = {torch.bfloat16, torch.float32}
 """Dtypes of activations that the kernels support."""
@@ -24,18 +24,39 @@ class BlockWeights:
     """Weights for the kernels of blocks.
 
     Attributes:
-        rows: `[outputs, bytes]` uint8, as in the file.
+        parts: What they are stored in, `[rows, bytes]` uint8 each, as in the file.
+        addresses: `[outputs]` int64, the address of each output's row in `parts`; 0 for zeros.
         format: Format of the blocks.
         packed: The packed weights, once packed; a head and embeddings share them.
         wide: Whether outputs are float32.
         order: `[inputs]` int64, the input of each column; None if they are in order.
     """
 
-    rows: Tensor
+    parts: tuple[Tensor, ...]
+    addresses: Tensor
     format: BlockFormat
     packed: Tensor | None = None
     wide: bool = False
     order: Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rows: Tensor,
+        block_format: BlockFormat,
+        order: Tensor | None = None,
+        columns: Tensor | None = None,
+    ) -> "BlockWeights":
+        """Return the weights of some rows.
+
+        Args:
+            rows: `[rows, bytes]` uint8, as in the file.
+            block_format: Format of the blocks.
+            order: `[outputs]` int64, the row of each output; None if they are in order.
+            columns: The attribute `order`.
+        """
+        rows = rows.contiguous()
+        return cls((rows,), row_addresses(rows, order), block_format, order=columns)
 
     def layer(self, linear: nn.Linear) -> PackedLayer:
         """Return a packed layer of these weights."""
@@ -45,7 +66,12 @@ class BlockWeights:
         self, others: "Sequence[BlockWeights]", join: Callable[[list[Tensor]], Tensor]
     ) -> "BlockWeights":
         """Join these weights with others."""
-        return replace(self, rows=join([weights.rows for weights in (self, *others)]))
+        every = self, *others
+        return replace(
+            self,
+            parts=tuple(part for weights in every for part in weights.parts),
+            addresses=join([weights.addresses for weights in every]),
+        )
 
     def fits(self, other: object) -> bool:
         """Return whether the weights of two layers of the same input can be joined."""
@@ -55,17 +81,23 @@ class BlockWeights:
             return self.order is other.order
         return torch.equal(self.order, other.order)
 
+    def for_ends(self) -> "BlockWeights":
+        """Return these weights packed, for embeddings and a head."""
+        return replace(self, packed=self.pack(), wide=True)
+
     def pack(self) -> Tensor:
         """Return the weights in the kernels' layout."""
         assert kernels is not None
-        return kernels.pack(self.rows, self.format) if self.packed is None else self.packed
+        if self.packed is not None:
+            return self.packed
+        return kernels.pack_rows(self.addresses, self.parts[0].shape[1], self.format)
 
 
 def block_weights(weight: object, dtype: torch.dtype) -> BlockWeights | None:
     """Return a stored weight for the kernels; None if they do not support it."""
     if kernels is None or dtype not in DTYPES or not isinstance(weight, Blocks):
         return None
-    return BlockWeights(weight.rows, weight.format)
+    return BlockWeights.of(weight.stored, weight.format, weight.order)
 
 
 class PackedBlocksLinear(PackedLayer):

@@ -87,7 +87,7 @@ class Nibbles:
     def blocks(self) -> BlockWeights:
         """Return the weights of a linear layer."""
         rows = to_q4_1(self.codes, self.scale, self.zero - MIDDLE * self.scale)
-        return BlockWeights(rows, FORMATS["Q4_1"], order=self.order)
+        return BlockWeights.of(rows, FORMATS["Q4_1"], columns=self.order)
 
     def joined(self, others: "Sequence[Nibbles]", join: Join) -> "Nibbles":
         """Join these weights with others whose inputs are in the same order."""
@@ -221,7 +221,7 @@ class _Packing:
             blocks = shared.get(weight) or self._find_blocks(weight)
             if blocks is None:
                 continue
-            blocks = BlockWeights(blocks.rows, blocks.format, blocks.pack(), wide=True)
+            blocks = blocks.for_ends()
             if weight not in shared:
                 self.packed += weight.numel()
             shared[weight] = blocks

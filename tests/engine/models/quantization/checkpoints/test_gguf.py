@@ -323,7 +323,7 @@ def test_embeddings_that_are_scaled_stay_in_blocks(dtype):
     scaled.weight = torch.nn.Parameter(dequantize(rows, own).to(dtype))
     factor = embedding_factor(scaled)
     assert factor is not None
-    packed = BlockWeights(rows, own).pack()
+    packed = BlockWeights.of(rows, own).pack()
     ids = torch.tensor([[0, 5], [VOCABULARY - 1, 5]])
     found = PackedBlocksEmbedding(WIDTH, dtype, packed, own.number, factor)(ids)
     assert torch.equal(found, scaled(ids))
