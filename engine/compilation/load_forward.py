@@ -82,14 +82,12 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
     """
     # Imported here because transformers is slow to import.
     from octavo.engine.lora.adapted_model import adapt_loaded  # noqa: PLC0415
-    from octavo.engine.models.checks.checkpoint import check_weights  # noqa: PLC0415
     from octavo.engine.models.checks.model_class import check_model_class  # noqa: PLC0415
     from octavo.engine.models.load_model import load_unchecked  # noqa: PLC0415
     from octavo.engine.models.quantization.base import unquantized_shares  # noqa: PLC0415
     from octavo.engine.models.refusals import as_unsupported  # noqa: PLC0415
 
     check_model_class(model)
-    check_weights(model)
     loaded = load_unchecked(
         model,
         dtype=settings.dtype,

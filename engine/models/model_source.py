@@ -1,13 +1,15 @@
 """A model's files, and how to read its weights from them."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.attention_layers import reference_attention
+from octavo.engine.models.checks.checkpoint import check_loading, check_weights
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import set_attention
 from octavo.engine.models.checks.reference import Reference, with_rounding
@@ -75,19 +77,18 @@ class ModelSource:
         """Read the model, or this rank's part of it.
 
         Raises:
+            ModelError: Its weights are not those of its class.
             UnsupportedModelError: The weights cannot be split over the ranks.
         """
-        if world is None:
-            model: PreTrainedModel = load_weights(
-                self.path,
-                self.config,
-                self.checkpoint,
-                dtype=self.dtype,
-                attn_implementation="eager",  # all classes have it
-                device_map=self.device,
-                deferred=self.deferred,
+        if world is None and self.deferred:
+            model, loading_info = self._load(
+                deferred=True, ignore_mismatched_sizes=True, output_loading_info=True
             )
+            check_loading(self.path, model, loading_info)
             return model
+        check_weights(self.path)  # before they are read, which takes long
+        if world is None:
+            return cast("PreTrainedModel", self._load())
         if self.checkpoint is not None:
             raise UnsupportedModelError(
                 f"{self.path} has quantized weights ({self.checkpoint.format.description}), which"
@@ -97,6 +98,18 @@ class ModelSource:
 
         plan = make_plan(self.config, world.size)
         return load_shard(self.path, self.config, self.dtype, plan, world)
+
+    def _load(self, **options: Any) -> Any:  # noqa: ANN401 - see `load_weights`
+        """Load the model with transformers."""
+        return load_weights(
+            self.path,
+            self.config,
+            self.checkpoint,
+            dtype=self.dtype,
+            attn_implementation="eager",  # all classes have it
+            device_map=self.device,
+            **options,
+        )
 
     def place(self, block_size: int) -> Path | None:
         """Return the cache file of its checks' outcome; None if the model is in no directory.
@@ -116,7 +129,7 @@ class ModelSource:
 
     def measure_rounding(self, known: Reference, number: int) -> Reference:
         """Add the rounding errors of one forward pass of transformers; see `SelfCheck`."""
-        model = replace(self, deferred=True).read()  # memory may not hold another one
+        model: PreTrainedModel = self._load(deferred=True)  # memory may not hold another one
         model.train(mode=False)
         fix_context(model, self.max_model_len)
         set_attention(model, reference_attention(self.config))

@@ -1,8 +1,10 @@
 """Checks that a checkpoint has all weights of its model, and that the model uses all of them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
+from transformers import PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.models.quantization.checkpoints.reader import (
@@ -32,7 +34,7 @@ def check_weights(path: str) -> None:
     """
     checkpoint = open_checkpoint(path)
     try:
-        loaded: Any = load_weights(
+        model, loading_info = load_weights(
             path,
             read_config(path, quantized=checkpoint is not None),
             checkpoint,
@@ -43,7 +45,20 @@ def check_weights(path: str) -> None:
         )
     except Exception:  # noqa: BLE001 - loading with weights fails too, and says why
         return
-    model, loading_info = loaded
+    check_loading(path, model, loading_info)
+
+
+def check_loading(path: str, model: PreTrainedModel, loading_info: Mapping[str, Any]) -> None:
+    """Refuse a model as `check_weights` does, once it is loaded.
+
+    Args:
+        path: The model's directory.
+        model: The model.
+        loading_info: What transformers says of its weights.
+
+    Raises:
+        ModelError: See `check_weights`.
+    """
     if missing := sorted(loading_info["missing_keys"]):
         raise ModelError(
             f"{path} lacks {len(missing)} of the model's weights, such as {missing[0]}"
