@@ -156,8 +156,10 @@ def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: Cac
         plan.layout, loaded.model, size.num_blocks, size.num_swap_blocks, loaded.leader
     )
     executor = Executor(loaded.model, tensors, loaded.leader, loaded.device_adapters())
+    if not loaded.on_gpu:  # the self-check has run all of a CPU's kernels
+        return executor
     executor.warm_up(size.max_model_len)
-    if not loaded.on_gpu or not settings.cuda_graphs or loaded.leader is not None:
+    if not settings.cuda_graphs or loaded.leader is not None:
         return executor
     try:
         executor.record_graphs(

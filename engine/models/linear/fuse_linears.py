@@ -40,6 +40,8 @@ def group_linears_by_input(model: PreTrainedModel) -> list[list[LocatedLinear]]:
     It skips layers that the model does not call for a single token, such as some experts.
     """
     plain = plain_linears(model)
+    if not plain:
+        return []
     inputs: dict[nn.Module, Tensor] = {}  # keeps the tensors alive, so that their ids differ
     hooks = [
         layer.register_forward_pre_hook(
