@@ -8,6 +8,8 @@ import importlib
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -17,6 +19,18 @@ import torch
 COMPILER = "torch._dynamo"
 NEEDED = f"{COMPILER}._trace_wrapped_higher_order_op"
 """The only module of the compiler that transformers' masks need."""
+
+TRANSFORMERS = "transformers"
+HOMES = {
+    "AttentionInterface": "modeling_utils",
+    "AttentionMaskInterface": "masking_utils",
+    "AutoConfig": "models.auto.configuration_auto",
+    "AutoModelForCausalLM": "models.auto.modeling_auto",
+    "GenerationConfig": "generation.configuration_utils",
+    "PreTrainedConfig": "configuration_utils",
+    "PreTrainedModel": "modeling_utils",
+}
+"""The submodules of what Octavo imports from transformers."""
 
 
 def _true(first: object, *others: object) -> bool:
@@ -61,16 +75,18 @@ def keep_compiler_out() -> None:
     sys.modules.setdefault(tensors, _Placeholder(tensors, {"DTensor": _NoTensor}))
     sys.modules.setdefault(SIZES, _Placeholder(SIZES, OF_SIZES))
     sys.modules.setdefault("sympy", _Placeholder("sympy", {"Basic": _NoSymbol}))
+    # Importing these packages reads the files of all of transformers' models for their names.
+    for package, homes in ((TRANSFORMERS, HOMES), (f"{TRANSFORMERS}.models", {})):
+        if package not in sys.modules:
+            sys.modules[package] = _package(package, homes)
     with _unavailable():
-        from transformers.utils import import_utils  # noqa: PLC0415 - not earlier
+        from transformers import utils  # noqa: PLC0415 - not earlier
+        from transformers.utils import import_utils  # noqa: PLC0415
 
+        # It would import the package a second time.
+        vars(utils)["direct_transformers_import"] = lambda *_: sys.modules[TRANSFORMERS]
         import_utils.is_torch_distributed_available()  # it caches the answers
         import_utils.is_scipy_available()
-    # Importing transformers reads the files of all its models for their names; importing this
-    # package, through which models are imported, would read them again.
-    models = "transformers.models"
-    folder = str(Path(import_utils.__file__).parents[1] / "models")
-    sys.modules.setdefault(models, _Placeholder(models, {"__path__": [folder]}))
 
 
 @contextmanager
@@ -89,25 +105,47 @@ def _unavailable() -> Iterator[None]:
 
 
 class _Placeholder(ModuleType):
-    """A module that is imported when a name is used, except names with a stand-in.
+    """A module that is imported when a name is used, except names that are known.
 
     Args:
         name: The module's name.
-        known: The stand-ins by name.
+        known: Stand-ins, by name.
+        homes: The submodules that names are from. If the module is a package, its submodules are
+            known too.
     """
 
-    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+    def __init__(
+        self, name: str, known: Mapping[str, Any], homes: Mapping[str, str] | None = None
+    ) -> None:
         super().__init__(name)
         vars(self).update(known)
+        self._homes = homes or {}
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - a module's
         if name == "__file__" or (name == "__path__" and self.__name__ == SIZES):
             # `inspect` asks all modules for the first, and imports for the second.
             raise AttributeError(name)
         module_name = self.__name__
+        if home := self._homes.get(name):
+            return getattr(importlib.import_module(f"{module_name}.{home}"), name)
+        if "__path__" in vars(self) and find_spec(f"{module_name}.{name}"):
+            return importlib.import_module(f"{module_name}.{name}")
         if sys.modules[module_name] is self:
             del sys.modules[module_name]
         return getattr(importlib.import_module(module_name), name)
+
+
+def _package(name: str, homes: Mapping[str, str]) -> _Placeholder:
+    """Return the placeholder of a package that is installed."""
+    spec = find_spec(name)
+    assert spec is not None
+    known = {
+        "__spec__": spec,
+        "__file__": spec.origin,
+        "__path__": spec.submodule_search_locations,
+        "__version__": version(TRANSFORMERS),
+    }
+    return _Placeholder(name, known, homes)
 
 
 class _NoTensor(torch.Tensor):

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -81,14 +81,15 @@ class ModelSource:
             UnsupportedModelError: The weights cannot be split over the ranks.
         """
         if world is None and self.deferred:
-            model, loading_info = self._load(
+            loaded: tuple[PreTrainedModel, dict[str, Any]] = self._load(
                 deferred=True, ignore_mismatched_sizes=True, output_loading_info=True
             )
-            check_loading(self.path, model, loading_info)
-            return model
+            check_loading(self.path, *loaded)
+            return loaded[0]
         check_weights(self.path)  # before they are read, which takes long
         if world is None:
-            return cast("PreTrainedModel", self._load())
+            whole: PreTrainedModel = self._load()
+            return whole
         if self.checkpoint is not None:
             raise UnsupportedModelError(
                 f"{self.path} has quantized weights ({self.checkpoint.format.description}), which"
