@@ -1,4 +1,4 @@
-"""Prefixes on disk: read before a request waits for admission, and written behind the steps."""
+"""Reads prefixes from disk before requests wait for admission; writes them beside the steps."""
 
 from collections.abc import Callable
 from functools import partial
@@ -15,7 +15,7 @@ class ReadAhead:
     """Moves prefix blocks between the disk and swap space.
 
     Attributes:
-        reads: The reads that groups wait for.
+        reads: Unfinished reads, each with the group that waits for it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ReadAhead:
         """Put a group's blocks into swap space and queue it, unless it has ended meanwhile."""
         if self.reads.pop(group, None) is None:
             return
-        # The first placed is evicted first, and a prefix must lose its end first.
+        # Blocks are evicted in the order of placing, and a prefix must lose its end first.
         for key, contents in reversed(blocks):
             if (block := self._stored.place(key)) is not None:
                 self._tensors.fill_swap(block, contents)

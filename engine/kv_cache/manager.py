@@ -125,7 +125,7 @@ class KVCacheManager:
     # Prefixes.
 
     def use_tier(self, is_stored: Callable[[bytes], bool]) -> StoredPrefixes:
-        """Return the link to a slower tier of prefix blocks; `is_stored` tells its keys."""
+        """Link a slower tier of prefix blocks; `is_stored` tests whether it has a key."""
         anywhere = PrefixFinder(self.groups, self.device, self.swap, is_stored)
         return StoredPrefixes(self._finder, anywhere, self._publisher, self._moves)
 

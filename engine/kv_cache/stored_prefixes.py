@@ -1,4 +1,4 @@
-"""Prefix blocks that a slower tier keeps: which to read, where to, and which to write."""
+"""Chooses the prefix blocks to read from a slower tier, their swap blocks, and those to write."""
 
 from collections.abc import Sequence
 
@@ -35,7 +35,7 @@ class StoredPrefixes:
         publisher.lists_unsaved = True
 
     def missing(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
-        """Return the keys to read for the longest prefix, and the tokens it has beyond memory's.
+        """Return the keys to read for the longest prefix, and its tokens that memory lacks.
 
         No keys, if swap space has too few blocks for them.
         """

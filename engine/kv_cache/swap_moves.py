@@ -69,7 +69,7 @@ class SwapMoves:
 
     @property
     def num_places(self) -> int:
-        """Blocks of swap space that `place` can give."""
+        """Number of swap blocks that `place` can return."""
         return self._swap.num_available
 
     def place(self, key: bytes) -> int | None:

@@ -28,9 +28,9 @@ _LOCK = "lock"
 _TRIMMED_TO = 0.9
 """Share of the limit that is left after the least recently used files are deleted."""
 _WRITTEN_SHARE = 0.02
-"""Share of the limit that is written between two counts of all files."""
+"""Share of the limit that may be written before all files are counted again."""
 _ABANDONED_SECONDS = 60.0
-"""Age of an incomplete file whose writer must have ended."""
+"""Age at which an incomplete file counts as abandoned."""
 
 
 class BlockFiles:
@@ -42,11 +42,11 @@ class BlockFiles:
     """
 
     def __init__(self, root: Path, model: str, block_bytes: int, max_bytes: int) -> None:
-        """Make the directory, or use what is there.
+        """Make the directory, or use an existing one.
 
         Args:
             root: The directory that engines share.
-            model: Name of everything that the contents depend on besides the tokens.
+            model: Name of what the contents depend on besides tokens; see `fingerprint.py`.
             block_bytes: Bytes per block.
             max_bytes: Maximum bytes of all files in `root`.
 
@@ -56,8 +56,8 @@ class BlockFiles:
         self.block_bytes = block_bytes
         self._root, self._directory = root, root / model
         self._max_bytes = max_bytes
-        self._listed: dict[Path, float] = {}  # time of each folder's last change when it was listed
-        self._unlisted_bytes = max_bytes  # written since the files were counted: count them first
+        self._listed: dict[Path, float] = {}  # each folder's modification time when listed
+        self._unlisted_bytes = max_bytes  # written since all files were counted; count them first
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self.held: set[bytes] = set()
@@ -84,7 +84,7 @@ class BlockFiles:
             contents: `[block_bytes]`, set to the block's contents.
 
         Returns:
-            Whether there is such a block; if not, `contents` is undefined.
+            Whether the block exists; if not, `contents` is undefined.
         """
         path = self._path(key)
         try:

@@ -1,7 +1,7 @@
 """Reads and writes block files beside the core's thread, which never waits for a disk.
 
-Blocks are written behind: the core copies a computed block to memory, and a thread writes it. A
-disk that is slower than the model makes blocks be dropped, not queued without end.
+Blocks are written behind: the core copies a computed block to memory, and a thread writes it. If
+the disk is slower than the model, blocks are dropped; the queue stays bounded.
 
 Blocks are read ahead: a request whose prefix has files waits for them outside the scheduler, for at
 most the time that computing the prefix takes. Then they are in swap space, where admission finds
@@ -24,9 +24,9 @@ from octavo.engine.kv_disk.block_files import BlockFiles, Bytes
 log = structlog.get_logger(__name__)
 
 MAX_PENDING_BYTES = 256 << 20
-"""Maximum bytes of copied blocks that are not written yet."""
+"""Maximum bytes of copied blocks that wait to be written."""
 READERS = 2
-"""Requests that are read for at the same time."""
+"""Maximum number of concurrent reads, one per request."""
 REFRESH_SECONDS = 5.0
 """Maximum age of the list of other engines' files."""
 RETRY_SECONDS = 30.0
@@ -69,7 +69,7 @@ class Read:
         keys: Keys of the blocks.
         timer: Ends it when its time is over.
         ended: Whether it has ended.
-        left: Whether its reader has left it, which may be later than the end.
+        left: Whether its thread is done with it, maybe later than `ended`.
     """
 
     def __init__(self, keys: Sequence[bytes], on_end: Callable[[list[StoredBlock]], None]) -> None:
@@ -88,7 +88,7 @@ class Read:
                 self._blocks.append(block)
 
     def end(self, *, cancelled: bool = False) -> bool:
-        """End it and hand its blocks over; return whether it had not ended before."""
+        """End it and pass on its blocks; return False if it had ended before."""
         with self._lock:
             if self.ended:
                 return False
@@ -124,7 +124,7 @@ class DiskTier:
         return self._files.held
 
     def save(self, key: bytes, copy: Callable[[], Callable[[], Bytes]]) -> None:
-        """Write a block behind, or drop it.
+        """Queue a block to be written, or drop it.
 
         Args:
             key: The block's key.
@@ -140,7 +140,7 @@ class DiskTier:
             self._wake.notify()
 
     def worthwhile(self, num_blocks: int, prefill_seconds: float | None) -> bool:
-        """Return whether reading blocks is faster than computing them, as far as is known."""
+        """Return whether reading blocks is faster than computing, or may be."""
         if len(self._hanging) >= READERS:
             return False
         if prefill_seconds is None or self._bytes_per_second is None:

@@ -83,11 +83,11 @@ class CacheTensors:
             copy_blocks(self.device, torch.tensor(pairs))
 
     def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to memory of its own; see `Swapper.copy_out`."""
+        """Copy a device block to new host memory; see `Swapper.copy_out`."""
         return self._swapper.copy_out(block)
 
     def fill_swap(self, block: int, contents: Bytes) -> None:
-        """Set a swap block that no pending copy uses to some bytes."""
+        """Overwrite a swap block, which no pending copy may use."""
         self._swapper.fill(block, contents)
 
     def take_copy_times(self) -> list[CopyTime]:

@@ -59,14 +59,14 @@ class Swapper(Protocol):
         """Return the durations of copies that ended since the last call."""
 
     def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to memory of its own.
+        """Copy a device block to new host memory.
 
         Returns:
             A function that waits for the copy and returns the block's bytes, for any thread.
         """
 
     def fill(self, block: int, contents: Bytes) -> None:
-        """Set a swap block that no copy of this step uses to some bytes."""
+        """Overwrite a swap block, which no copy of this step may use."""
 
 
 class HostSwapper:
@@ -96,12 +96,12 @@ class HostSwapper:
         return times
 
     def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to memory of its own."""
+        """Copy a device block to new host memory."""
         contents = _bytes_of(self._device[block].clone())
         return lambda: contents
 
     def fill(self, block: int, contents: Bytes) -> None:
-        """Set a swap block to some bytes."""
+        """Overwrite a swap block."""
         _bytes_of(self._swap[block])[:] = contents
 
 
@@ -223,7 +223,7 @@ class StreamSwapper:
         return times
 
     def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to memory of its own, before later work on the compute stream."""
+        """Copy a device block to host memory, before later work on the compute stream."""
         source = self._device[block]
         copy = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
         self._compute.run(partial(_copy, copy, source))
@@ -236,7 +236,7 @@ class StreamSwapper:
         return wait
 
     def fill(self, block: int, contents: Bytes) -> None:
-        """Set a swap block to some bytes, once the copies launched so far are done."""
+        """Overwrite a swap block, once the copies launched so far are done."""
         self._side.record().synchronize()
         _bytes_of(self._swap[block])[:] = contents
 

@@ -1,4 +1,4 @@
-"""Names everything that the numbers computed by a model depend on."""
+"""Names all that a model's computed values depend on."""
 
 import hashlib
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ SOURCES = {".py", ".cpp", ".h"}
 def fingerprint(directory: Path, settings: Mapping[str, object]) -> str:
     """Return a name of a model's files, the settings, the libraries, the CPU and Octavo's code.
 
-    Files count by their names, sizes and times of change.
+    Files are compared by name, size and modification time.
 
     Args:
         directory: The model's directory.
-        settings: Further settings that the numbers depend on.
+        settings: Further settings that the values depend on.
     """
     files = (file for file in directory.iterdir() if file.is_file())
     paths = [*files, *(Path(path) for path, _ in TensorLocations.read(directory).files)]

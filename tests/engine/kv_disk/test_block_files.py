@@ -110,7 +110,7 @@ def test_the_least_recently_used_go_at_the_limit_whatever_their_model(tmp_path):
 
 
 def test_a_writer_killed_at_any_moment_leaves_whole_files(tmp_path):
-    """20 kills in the middle of writing; what is left is right, and is cleaned up."""
+    """After 20 kills during writes, whole files are right and the others are deleted."""
     program = (
         "import sys, numpy as np\n"
         "from pathlib import Path\n"
