@@ -31,7 +31,7 @@ from octavo.router.generate import Generator
 from octavo.router.http.http_frontend import HttpFrontend
 from octavo.router.http.stats import LocalStats, RouterStats
 from octavo.router.service import GenerationService
-from octavo.router.settings import DNS_SCHEME, RouterSettings
+from octavo.router.settings import RouterSettings, is_discovered
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.text.chat_template import ServerTemplate
 from octavo.router.text.tokenization import Tokenizers
@@ -202,7 +202,7 @@ class Router:
             self.pool.add(address)
             if address in changes.drained:
                 self.pool.drain(address)
-        names = [target for target in settings.engine if target.startswith(DNS_SCHEME)]
+        names = [target for target in settings.engine if is_discovered(target)]
         discovery = Discovery(names, self.pool, settings.dns_interval, changes=changes)
         self._tasks.append(keep_running(discovery.run, "discovery"))
 

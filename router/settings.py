@@ -19,12 +19,20 @@ from octavo.router.requests.parser_names import ReasoningParserName, ToolParserN
 
 DNS_SCHEME = "dns:///"
 """Prefix of a DNS name with one engine per address, as in gRPC targets."""
+KUBERNETES_SCHEME = "kubernetes:///"
+"""Prefix of the labels, joined by `&`, and the port of Pods that are an engine each."""
+LABELS = r"[\w./-]+=[\w.-]*(&[\w./-]+=[\w.-]*)*"
 
 
 def is_address(text: str) -> bool:
     """Return whether a text is HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
+
+
+def is_discovered(target: str) -> bool:
+    """Return whether a target stands for engines that come and go."""
+    return target.startswith((DNS_SCHEME, KUBERNETES_SCHEME))
 
 
 def http_listener(host: str, port: int) -> Listener:
@@ -43,8 +51,9 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     engine: list[str] = Field(
         ["127.0.0.1:50052"],
-        description="Engine as HOST:PORT, or dns:///NAME:PORT for every address of a name. "
-        "May be given several times.",
+        description="Engine as HOST:PORT, dns:///NAME:PORT for every address of a name, or "
+        "kubernetes:///LABEL=VALUE&LABEL=VALUE:PORT for every ready Pod with these labels in the "
+        "router's namespace. May be given several times.",
     )
     engine_ca: Path | None = Field(
         None,
@@ -64,7 +73,10 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         "the address that DNS returned.",
     )
     dns_interval: float = Field(
-        5.0, gt=0, description="Seconds between DNS lookups of dns:/// engine names."
+        5.0,
+        gt=0,
+        description="Seconds between DNS lookups of dns:/// engine names, and before a watch of "
+        "kubernetes:/// Pods that failed begins again.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -365,10 +377,13 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         if not addresses:
             raise ValueError("needs at least one HOST:PORT")
         for address in addresses:
-            if not is_address(address.removeprefix(DNS_SCHEME)):
+            labels, _, port = address.removeprefix(KUBERNETES_SCHEME).rpartition(":")
+            watched = address.startswith(KUBERNETES_SCHEME) and re.fullmatch(LABELS, labels)
+            named = f"pods:{port}" if watched else address.removeprefix(DNS_SCHEME)
+            if not is_address(named):
                 raise ValueError(
                     f"{address!r} is neither HOST:PORT, such as 127.0.0.1:50052, nor "
-                    f"{DNS_SCHEME}NAME:PORT"
+                    f"{DNS_SCHEME}NAME:PORT or {KUBERNETES_SCHEME}LABEL=VALUE:PORT"
                 )
         if len(set(addresses)) != len(addresses):
             raise ValueError("names an engine twice")

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any, Self
 
-from octavo.router.settings import DNS_SCHEME
+from octavo.router.settings import is_discovered
 
 
 @dataclass(slots=True)
@@ -40,12 +40,12 @@ class EngineChanges:
         self.removed.add(address)
 
     def known(self, engines: Iterable[str]) -> list[str]:
-        """Return the addresses of the engines that need no DNS.
+        """Return the addresses of the engines that need no discovery.
 
         Args:
-            engines: The engines of the settings, DNS names among them.
+            engines: The engines of the settings, DNS names and labels among them.
         """
-        named = [each for each in engines if not each.startswith(DNS_SCHEME)]
+        named = [each for each in engines if not is_discovered(each)]
         kept = [address for address in named if address not in self.removed]
         return kept + sorted(self.added - set(kept))
 

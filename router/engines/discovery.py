@@ -1,14 +1,17 @@
-"""Follows DNS names: every address behind one is an engine, for as long as it is."""
+"""Follows DNS names and Kubernetes' labels: every address behind one is an engine while it is."""
 
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable, Iterable
+from contextlib import suppress
 
 import structlog
 
+from octavo.common.ports import Listener
 from octavo.router.engines.changes import EngineChanges
+from octavo.router.engines.kubernetes import PodWatch
 from octavo.router.engines.pool import EnginePool
-from octavo.router.settings import DNS_SCHEME
+from octavo.router.settings import DNS_SCHEME, KUBERNETES_SCHEME
 
 log = structlog.get_logger(__name__)
 
@@ -23,12 +26,11 @@ async def resolve(name: str, port: int) -> set[str]:
     """
     loop = asyncio.get_running_loop()
     addresses = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
-    hosts = {str(address[0]) for *_, address in addresses}
-    return {f"[{host}]:{port}" if ":" in host else f"{host}:{port}" for host in hosts}
+    return {Listener(str(address[0]), port).address for *_, address in addresses}
 
 
 class Discovery:
-    """Keeps a pool's engines to those that DNS names resolve to.
+    """Keeps a pool's engines to those that DNS names and Kubernetes' labels stand for.
 
     An address that is gone gets no new requests, and is forgotten when it has
     none. While a name cannot be resolved, what it last stood for stays: engines
@@ -36,9 +38,9 @@ class Discovery:
     from elsewhere is left alone, and so is what others removed from it.
 
     Args:
-        targets: Names with `DNS_SCHEME` and port.
+        targets: Names with `DNS_SCHEME` and port, labels with `KUBERNETES_SCHEME` and port.
         pool: The pool to add engines to.
-        interval: Seconds between look-ups.
+        interval: Seconds between look-ups, and before a watch that failed begins again.
         resolve: Looks a name up; HOST:PORT for each address.
         changes: Changes of others before: engines that they removed are left out until they are
             gone from their name, and those that they drained stay so.
@@ -59,23 +61,43 @@ class Discovery:
         self._interval = interval
         self._resolve = resolve
         self._own: set[str] = set()
+        self._known: set[str] = set().union(*self._found.values())
+        self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Look all names up again and again, until cancelled."""
-        while self._found:
-            await self.look()
+        """Look all names up again and again and watch all labels, until cancelled."""
+        async with asyncio.TaskGroup() as watches:
+            for target in self._found:
+                if target.startswith(KUBERNETES_SCHEME):
+                    watches.create_task(self._watch(target))
+            while self._found:
+                await self.look()
+                self._changed.clear()
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(self._changed.wait(), self._interval)
+
+    async def _watch(self, target: str) -> None:
+        """Keep what a target's labels stand for, until cancelled."""
+        while True:
+            try:
+                async for addresses in PodWatch(target).addresses():
+                    self._found[target] = addresses
+                    self._changed.set()
+            except OSError as error:
+                log.warning("engines' Pods not watched", labels=target, reason=str(error))
             await asyncio.sleep(self._interval)
 
     async def look(self) -> None:
         """Look all names up once and bring the pool up to date."""
-        before = set().union(*self._found.values())
         for target in self._found:
-            name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
-            try:
-                self._found[target] = await self._resolve(name, int(port))
-            except OSError as error:
-                log.warning("engine name not resolved", name=target, reason=str(error))
-        after = set().union(*self._found.values())
+            if target.startswith(DNS_SCHEME):
+                name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
+                try:
+                    self._found[target] = await self._resolve(name, int(port))
+                except OSError as error:
+                    log.warning("engine name not resolved", name=target, reason=str(error))
+        before, after = self._known, set().union(*self._found.values())
+        self._known = after
         for address in after - before:
             self._take(address)
         self._own = {address for address in self._own if address in self._pool}
