@@ -27,6 +27,9 @@ class PodWatch:
     Args:
         target: Labels and port, with `KUBERNETES_SCHEME`.
 
+    Attributes:
+        selector: The labels, as the API takes them.
+
     Raises:
         OSError: This process is in no Pod, or its Pod has no service account.
     """
@@ -34,7 +37,7 @@ class PodWatch:
     def __init__(self, target: str) -> None:
         labels, _, port = target.removeprefix(KUBERNETES_SCHEME).rpartition(":")
         self._port = int(port)
-        self._selector = labels.replace("&", ",")
+        self.selector = labels.replace("&", ",")
         try:
             host = os.environ["KUBERNETES_SERVICE_HOST"]
             api = os.environ["KUBERNETES_SERVICE_PORT"]
@@ -95,7 +98,7 @@ class PodWatch:
                 yield event["type"], event["object"]
 
     def _parameters(self) -> dict[str, str]:
-        return {"labelSelector": self._selector}
+        return {"labelSelector": self.selector}
 
     def _headers(self) -> dict[str, str]:
         """Authenticate by the token, which the kubelet renews every hour."""
