@@ -1,6 +1,6 @@
 """Octavo: a gRPC service for large language models, built on PagedAttention.
 
-This package is the Python client; `octavo.router` and `octavo.engine` are the service.
+This package is the Python client; `octavo.router` and `octavo.engine` are the servers.
 """
 
 from octavo import _environment as _environment

@@ -1,12 +1,12 @@
-"""Imported before grpc, which reads its environment as it is loaded."""
+"""Sets environment variables of grpc, which reads them on import."""
 
 import os
 import signal
 import sys
 from pathlib import Path
 
-# Otherwise gRPC's C core writes lines to stderr when a server goes away, a port is taken or a TLS
-# handshake fails. Octavo reports these itself.
+# Silence gRPC's C core: it writes to stderr when a server disappears, a port is in use or a TLS
+# handshake fails. Octavo reports these errors itself.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 
@@ -15,6 +15,7 @@ def _is_command() -> bool:
     return Path(sys.argv[0]).name == "octavo" or sys.orig_argv[1:3] == ["-m", "octavo"]
 
 
-# Ctrl-C during a command's imports ends it without a traceback; `octavo.cli.main` undoes this.
+# Ctrl-C during the command's imports ends it without a traceback; `octavo.cli.main` restores the
+# handler.
 if _is_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
     signal.signal(signal.SIGINT, signal.SIG_DFL)

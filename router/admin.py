@@ -1,4 +1,4 @@
-"""AdminService: engines and adapters that come and go while the router runs."""
+"""AdminService: adds and removes engines and adapters while the router runs."""
 
 import structlog
 
@@ -14,7 +14,7 @@ log = structlog.get_logger(__name__)
 
 
 class AdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Changes which engines a pool has, and which adapters they have.
+    """Implement AdminService on a pool of engines.
 
     Args:
         pool: The engines.
@@ -33,7 +33,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def AddEngine(
         self, request: admin_pb2.AddEngineRequest, context: rpc.Context
     ) -> admin_pb2.AddEngineResponse:
-        """Add an engine, or let a drained one take requests again."""
+        """Add an engine, or make a drained one accept requests again."""
         if not is_address(request.address):
             raise rpc.invalid(
                 "address", f"address must be HOST:PORT; got {request.address[:256]!r}"
@@ -45,7 +45,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DrainEngine(
         self, request: admin_pb2.DrainEngineRequest, context: rpc.Context
     ) -> admin_pb2.DrainEngineResponse:
-        """Give an engine no new requests."""
+        """Drain an engine: it gets no new requests."""
         link = self._pool.drain(request.address)
         log.info("engine drained", engine=request.address)
         return admin_pb2.DrainEngineResponse(engine=_status(link))
@@ -80,7 +80,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: rpc.Context
     ) -> admin_pb2.ListAdaptersResponse:
-        """List the adapters that connected engines have."""
+        """List the adapters of connected engines."""
         return admin_pb2.ListAdaptersResponse(adapters=self._adapters.loaded())
 
 

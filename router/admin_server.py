@@ -1,4 +1,4 @@
-"""The server of AdminService, in the router's process or in the parent of its workers."""
+"""The AdminService server, in the router's process or in the parent of its workers."""
 
 from functools import partial
 
@@ -15,15 +15,15 @@ ADMIN = "octavo.v1.AdminService"
 async def make_admin_server(
     settings: RouterSettings, service: admin_pb2_grpc.AdminServiceServicer, guard: rpc.Guard
 ) -> grpc.aio.Server:
-    """Make the server of AdminService, bound and not yet started.
+    """Create the AdminService server: bound, but not started.
 
     Args:
-        settings: Its address, limits and TLS files.
+        settings: The server's address, limits and TLS files.
         service: The implementation of AdminService.
-        guard: Authenticates its callers.
+        guard: Authenticates the callers.
 
     Raises:
-        OSError: The address is taken or not this machine's.
+        OSError: The address is in use, or not local to this machine.
         TlsError: Certificates or keys cannot be used.
     """
     server, health = await rpc.create_server(

@@ -1,4 +1,4 @@
-"""Warnings at a router's start: missing authentication or encryption of its ports."""
+"""Startup warnings about ports without authentication or encryption."""
 
 from collections.abc import Iterator
 
@@ -7,7 +7,7 @@ from octavo.router.settings import RouterSettings
 
 
 def exposure(settings: RouterSettings) -> Iterator[tuple[str, str]]:
-    """Yield a warning and a hint where a port beyond this machine lacks authentication or TLS."""
+    """Yield a warning and a hint for each public port without authentication or TLS."""
     hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
     if all(map(is_loopback, hosts)):
         return

@@ -1,8 +1,8 @@
-"""Metrics of requests by OpenTelemetry's conventions for generative AI.
+"""Request metrics that follow OpenTelemetry's semantic conventions for generative AI.
 
-The conventions' names with dots become Prometheus' names with underscores and the unit:
-`gen_ai.server.request.duration` is `gen_ai_server_request_duration_seconds`. The boundaries of the
-buckets are the conventions' too. A request is observed once, when it has ended.
+In Prometheus, dots in names become underscores and the unit is appended:
+`gen_ai.server.request.duration` is `gen_ai_server_request_duration_seconds`. Bucket boundaries
+follow the conventions too. Each request is observed once, at its end.
 """
 
 import grpc
@@ -12,7 +12,7 @@ from octavo.router.requests.state import RequestState
 from octavo.v1 import generation_pb2
 
 PROVIDER = "octavo"
-"""`gen_ai.provider.name`, in metrics and spans."""
+"""Value of `gen_ai.provider.name` in metrics and spans."""
 
 _LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_request_model")
 _DURATION_SECONDS = tuple(0.01 * 2**i for i in range(14))
@@ -27,18 +27,17 @@ _TOKENS = tuple(float(4**i) for i in range(14))
 
 
 def operation_name(message: generation_pb2.GenerateRequest) -> str:
-    """Return `gen_ai.operation.name` of a request."""
+    """Return a request's `gen_ai.operation.name`."""
     return "chat" if message.HasField("chat") else "text_completion"
 
 
 class GenAiMetrics:
-    """The conventions' metrics of a model server, and of its tokens.
+    """The conventions' metrics of a model server and its token usage.
 
-    Only the duration has requests that failed; the rest describes complete ones, so that a request
-    that was refused does not look like a fast one.
+    Only the duration includes failed requests; otherwise refused requests would look fast.
 
     Args:
-        registry: The registry to add them to.
+        registry: Registry for the metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -78,14 +77,14 @@ class GenAiMetrics:
         seconds: float,
         state: RequestState | None,
     ) -> None:
-        """Observe a request that has ended.
+        """Observe a request at its end.
 
         Args:
-            model: Resolved name of the model.
+            model: Resolved model name.
             message: The client's request.
-            code: Its status.
-            seconds: Time from its arrival to its end.
-            state: Its outputs; None if it was refused before it had any.
+            code: The request's status.
+            seconds: Duration since the request's arrival.
+            state: The request's outputs; None if it was refused before it had any.
         """
         labels = (operation_name(message), PROVIDER, model)
         ok = code is grpc.StatusCode.OK

@@ -1,4 +1,4 @@
-"""Serve requests, whatever transport they came by; gRPC and HTTP clients both end up here."""
+"""Serves requests from gRPC and HTTP clients alike."""
 
 import asyncio
 import secrets
@@ -42,9 +42,9 @@ from octavo.v1 import generation_pb2
 log = structlog.get_logger(__name__)
 
 LARGE_BYTES = 32_768
-"""Bytes of schemas beyond which they are read in another thread."""
+"""Total bytes of schemas above which a thread parses them."""
 TAIL_TOKENS = 256
-"""Tokens of a prompt's end in which to look for what begins reasoning or an answer."""
+"""Tokens at a prompt's end that are searched for markers of reasoning or an answer."""
 
 T = TypeVar("T")
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
@@ -52,15 +52,15 @@ Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 
 
 class Generator:
-    """Serves the requests of authenticated tenants with the engines of a pool.
+    """Serves authenticated tenants' requests on the engines of a pool.
 
     Args:
         settings: Limits and timeouts.
         pool: The engines.
-        admission: Decides which request goes to which engine, and when.
+        admission: Chooses each request's engine, and when it starts.
         tokenizers: Run the pool's tokenizers.
-        registry: The registry to add metrics to.
-        tracing: Makes requests' spans.
+        registry: Registry for the metrics.
+        tracing: Creates the spans of requests.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Generator:
             registry, in_flight=lambda: self._calls, queued=lambda: len(admission)
         )
         self._gen_ai_metrics = GenAiMetrics(registry)
-        self._accounts: dict[str, Account] = {}  # by the tenant's name
+        self._accounts: dict[str, Account] = {}  # by tenant name
 
     @property
     def in_flight(self) -> int:
@@ -107,17 +107,15 @@ class Generator:
         metadata: Iterable[tuple[str, str | bytes]] = (),
         accept_queued: bool = False,
     ) -> None:
-        """Validate and tokenize a request, admit it, stream its outputs, migrate it if need be.
-
-        Cancelling it cancels the request on its engine.
+        """Validate and tokenize a request, admit it, stream its outputs; migrate it if necessary.
 
         Args:
             message: The client's request.
             write: Sends a response to the client.
             tenant: The authenticated caller.
-            timeout: Seconds until the client gives up; None for never.
-            metadata: The call's metadata; it may name a trace.
-            accept_queued: Whether Accepted is written as soon as the request is queued.
+            timeout: Seconds until the client's deadline; None: no deadline.
+            metadata: The call's metadata, which may hold a trace context.
+            accept_queued: Whether to write Accepted as soon as the request is queued.
 
         Raises:
             rpc.RpcError: The request was refused or failed.
@@ -186,7 +184,7 @@ class Generator:
     async def tokenize(
         self, message: generation_pb2.TokenizeRequest, tenant: Tenant
     ) -> generation_pb2.TokenizeResponse:
-        """Return the tokens of a text or a chat.
+        """Return the token ids of a text or a chat.
 
         Raises:
             rpc.RpcError: The call was refused.
@@ -202,7 +200,7 @@ class Generator:
     async def detokenize(
         self, message: generation_pb2.DetokenizeRequest, tenant: Tenant
     ) -> generation_pb2.DetokenizeResponse:
-        """Return the text of tokens.
+        """Return the text of token ids.
 
         Raises:
             rpc.RpcError: The call was refused.
@@ -229,8 +227,7 @@ class Generator:
     async def drain(self, timeout: float) -> None:
         """Wait for the calls in progress; fail the rest after `timeout` seconds with UNAVAILABLE.
 
-        Calls that come meanwhile, as clients had sent them before they heard of the drain, are
-        served too.
+        Also serve calls that clients sent before they noticed the drain.
         """
         try:
             async with asyncio.timeout(timeout):
@@ -247,7 +244,7 @@ class Generator:
             state.fail(rpc.unavailable(message))
 
     async def close(self) -> None:
-        """End the process that checks outputs."""
+        """End the process that checks outputs against schemas."""
         await self._checker.close()
 
     def _refuse_when_draining(self) -> None:
@@ -255,20 +252,20 @@ class Generator:
             raise rpc.unavailable("the router is shutting down; retry with another router")
 
     def _account(self, tenant: Tenant) -> Account:
-        """Return a tenant's account, with the limits that it has now."""
+        """Return a tenant's account, with the tenant's current limits."""
         if (account := self._accounts.get(tenant.name)) is None:
             account = self._accounts[tenant.name] = Account(tenant, self.metrics)
         account.tenant = tenant
         return account
 
     def _count_call(self, model: str, tenant: Tenant) -> str:
-        """Count a call that generates nothing against the tenant's limits; return its model."""
+        """Count a call without generation against the tenant's limits; return its model."""
         self._refuse_when_draining()
         self._account(tenant).call()
         return self._resolve(model, tenant)
 
     def _resolve(self, name: str, tenant: Tenant) -> str:
-        """Return the full name of the model that a tenant means by `name`."""
+        """Return the full model name for `name` in a tenant's request."""
         check_model(tenant, self._pool.names_of(name), name)
         return self._pool.resolve(name, tenant.may_use)
 
@@ -326,16 +323,16 @@ class Generator:
         )
 
     async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
-        """Return the places of its schemas that are not enforced; the request need not be valid."""
+        """Return the parts of its schemas that are not enforced; the request need not be valid."""
         checks = (await _planned(message, partial(held_schemas, message))).checks
         return () if checks is None else checks.unenforced
 
     async def _plan(
         self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
     ) -> OutputPlan | None:
-        """Return how outputs are read and constrained; None: they are any text."""
+        """Return how to parse and constrain outputs; None: plain text."""
         chat = message.HasField("chat")
-        bounded = message.stop.HasField("max_reasoning_tokens")  # which only chats may have
+        bounded = message.stop.HasField("max_reasoning_tokens")  # only chats may have these
         if not (chat or bounded or message.HasField("constraint")):
             return None
         tokenizer = self._pool.tokenizer(model)
@@ -351,10 +348,10 @@ class Generator:
         return await _planned(message, plan)
 
     def _tokens_to_reserve(self, state: RequestState) -> int:
-        """Return how many of its tenant's tokens a request reserves.
+        """Return the number of tokens that a request reserves from its tenant's quota.
 
-        Without max_tokens that is what outputs are expected to have: what the context leaves
-        would be more than a minute's quota.
+        Without max_tokens, reserve the expected length: the rest of the context could exceed a
+        minute's quota.
         """
         request = state.request
         if request.message.stop.HasField("max_tokens"):
@@ -364,7 +361,7 @@ class Generator:
     async def _serve(
         self, state: RequestState, write: Write, span: RequestSpan, *, accept_queued: bool
     ) -> None:
-        """Wait for an engine and stream its tokens; repeat that if the engine is lost."""
+        """Wait for an engine and stream its tokens; migrate if the engine is lost."""
         request = state.request
         on_queued = partial(_accept_queued, state, write) if accept_queued else None
         self._requests.add(state)
@@ -391,7 +388,7 @@ class Generator:
             self._requests.discard(state)
 
     def _may_migrate(self, state: RequestState, engine: Engine, error: EngineLostError) -> bool:
-        """Return whether a request may go on at another engine; after a failed step, only once."""
+        """Return whether a request may migrate to another engine; only once after a failed step."""
         if state.migrations == self._settings.max_migrations:
             return False
         if isinstance(error, EngineFaultError):
@@ -403,7 +400,7 @@ class Generator:
     async def _stream(
         self, state: RequestState, engine: Engine, write: Write, trace_context: dict[str, str]
     ) -> None:
-        """Attempt a request at an engine: write what arrives until all of it is written."""
+        """Run a request's attempt on an engine: stream its responses until they end."""
         checked = state.request.checks is not None
         submit = state.begin_attempt(engine.address, trace_context)
         session_id = engine.submit(state, submit)
@@ -427,7 +424,7 @@ class Generator:
             engine.end(session_id)
 
     async def _check(self, state: RequestState, finished: generation_pb2.Finished) -> None:
-        """Say what in a finished output breaks its schemas."""
+        """Add the schema violations of a finished output."""
         output = state.outputs[finished.index]
         finished.schema_errors.extend(await self._checker.errors(output.unchecked()))
 
@@ -438,7 +435,7 @@ async def _accept_queued(state: RequestState, write: Write, position: int) -> No
 
 
 async def _planned(message: generation_pb2.GenerateRequest, plan: Callable[[], T]) -> T:
-    """Read a request's schemas, in another thread if they are large."""
+    """Parse a request's schemas, in a thread if they are large."""
     tools = sum(tool.ByteSize() for tool in message.chat.tools)
     large = message.constraint.ByteSize() + tools > LARGE_BYTES
     return await asyncio.to_thread(plan) if large else plan()
@@ -446,7 +443,7 @@ async def _planned(message: generation_pb2.GenerateRequest, plan: Callable[[], T
 
 @asynccontextmanager
 async def _until(deadline: float | None) -> AsyncIterator[None]:
-    """Limit a block to a deadline by the monotonic clock.
+    """Cancel the block at a deadline of the monotonic clock.
 
     Raises:
         rpc.RpcError: DEADLINE_EXCEEDED.
@@ -457,12 +454,12 @@ async def _until(deadline: float | None) -> AsyncIterator[None]:
     except TimeoutError:
         raise rpc.RpcError(
             grpc.StatusCode.DEADLINE_EXCEEDED,
-            "the request was not complete when its time was over",
+            "the deadline passed before the request was complete",
         ) from None
 
 
 def _progress(state: RequestState | None) -> dict[str, str | float | None]:
-    """Return the log's fields of a request's progress; none for one that was refused."""
+    """Return log fields for a request's progress; none if it was refused."""
     if state is None:
         return {}
     return {

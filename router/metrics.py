@@ -18,16 +18,16 @@ TOKEN_SECONDS = (
 
 
 class TokenHistogram(Histogram):
-    """A histogram that finds a bucket by bisection, as every token is observed.
+    """A histogram with binary search for the bucket, as every token is observed.
 
-    `Histogram` compares a value with one boundary after the other.
+    `Histogram` searches its buckets linearly.
     """
 
     def observe(self, amount: float, exemplar: dict[str, str] | None = None) -> None:
         """Observe an amount; exemplars are not supported.
 
         Raises:
-            ValueError: There is an exemplar.
+            ValueError: An exemplar was given.
         """
         if exemplar is not None:
             raise ValueError("TokenHistogram does not support exemplars")
@@ -37,7 +37,7 @@ class TokenHistogram(Histogram):
 
 @dataclass(frozen=True, slots=True)
 class ModelMetrics:
-    """One model's metrics, looked up once and not for every token."""
+    """One model's metrics, looked up once instead of once per token."""
 
     prompt_tokens: Counter
     cached_tokens: Counter
@@ -50,12 +50,12 @@ class ModelMetrics:
 
 
 class RouterMetrics:
-    """All of the router's metrics, in `registry`.
+    """The router's metrics.
 
     Args:
-        registry: The registry to add them to.
-        in_flight: Counts the requests that have come and not ended.
-        queued: Counts those of them that wait for an engine.
+        registry: Registry for the metrics.
+        in_flight: Returns the number of requests in progress.
+        queued: Returns the number of requests that wait for an engine.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RouterMetrics:
         )
         self.tenant_tokens = counter(
             "tenant_tokens",
-            "Tokens of each tenant, of prompts and outputs.",
+            "Prompt and output tokens of each tenant.",
             "tenant",
             "kind",
         )
@@ -94,16 +94,16 @@ class RouterMetrics:
         self.engines_up = gauge("engines_up", "Engines connected.", "model")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of admitted prompts.", "model")
         self._cached_tokens = counter(
-            "cached_prompt_tokens", "Prompt tokens that engines found in their cache.", "model"
+            "cached_prompt_tokens", "Prompt tokens found in engines' prefix caches.", "model"
         )
         self._output_tokens = counter("output_tokens", "Tokens received from engines.", "model")
         self._ttft = histogram("ttft", "Time to first token, from the request's arrival.")
         self._tpot = histogram(
-            "tpot", "Time per output token: the mean after an output's first.", TOKEN_SECONDS
+            "tpot", "Mean time per output token after the first, of each output.", TOKEN_SECONDS
         )
         self._itl = TokenHistogram(
             "octavo_router_itl_seconds",
-            "Inter-token latency: between tokens of one output.",
+            "Time between two tokens of an output (inter-token latency).",
             ["model"],
             registry=registry,
             buckets=TOKEN_SECONDS,
@@ -116,7 +116,7 @@ class RouterMetrics:
 
     @property
     def total_output_tokens(self) -> int:
-        """Tokens received from engines, of all models."""
+        """Tokens received from engines, for all models."""
         return int(
             sum(
                 sample.value
@@ -129,7 +129,7 @@ class RouterMetrics:
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""
         if model not in self._models:
-            self.migrations.labels(model)  # from 0 on, or the first would be no increase
+            self.migrations.labels(model)  # start at 0: else rate() misses the first
             self._models[model] = ModelMetrics(
                 prompt_tokens=self._prompt_tokens.labels(model),
                 cached_tokens=self._cached_tokens.labels(model),

@@ -1,4 +1,4 @@
-"""The router's process: its parts put together, started, and stopped in order."""
+"""The router process: creates the parts, and starts and stops them in order."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable
@@ -41,28 +41,26 @@ log = structlog.get_logger(__name__)
 
 SERVICE = "octavo.v1.GenerationService"
 CLOSE_SECONDS = 1.0
-"""Seconds that failed calls have to send their status."""
+"""Seconds for failed calls to send their status."""
 
 
 class Router:
-    """A router that can be started and stopped.
+    """A router: its servers, engine connections and queue.
 
     Args:
-        settings: Its settings.
-        on_serving: Called once, with the model that `engines` engines have.
-        engines: See `on_serving`.
-        stats: Stats of the whole router, if this is one of several workers.
-            Default: its own.
+        settings: The router's settings.
+        on_serving: Called once with the model's card, when `engines` engines serve the model.
+        engines: Number of engines to wait for before `on_serving`.
+        stats: Stats of all workers, if the router is a worker. Default: this router's.
 
     Raises:
-        SettingsError: The tenants' file cannot be read, or is wrong, or the chat template's
-            settings are.
+        SettingsError: The tenants' file or the chat template's settings are unreadable or invalid.
 
     Attributes:
-        address: HOST:PORT that it listens on, once started.
-        registry: Its metrics.
-        authenticator: Finds its tenants by their keys and certificates.
-        generator: Serves its requests.
+        address: HOST:PORT of the gRPC server, once started.
+        registry: The router's metrics.
+        authenticator: Finds tenants by API key or certificate.
+        generator: Serves the requests.
         stats: Stats that its HTTP server shows.
     """
 
@@ -119,23 +117,23 @@ class Router:
         self._tasks: list[asyncio.Task[None]] = []
         self._admin: grpc.aio.Server | None = None
         self._http: HttpFrontend | None = None
-        self._open = ExitStack()  # what is left to close: the metrics' server
+        self._open = ExitStack()  # closes the metrics server
 
     async def start(self) -> None:
-        """Listen, and begin to connect to the engines.
+        """Start listening, and start to connect to the engines.
 
         Raises:
-            OSError: The address or the metrics port is taken or not this machine's.
+            OSError: An address is in use, or not local to this machine.
             TlsError: Certificates or keys cannot be used.
         """
         await self.listen()
         self.connect()
 
     async def listen(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            OSError: An address is taken or not this machine's.
+            OSError: An address is in use, or not local to this machine.
             TlsError: Certificates or keys cannot be used.
         """
         settings = self._settings
@@ -192,10 +190,10 @@ class Router:
                 log.warning(event, address=self.address, hint=hint)
 
     def connect(self, changes: EngineChanges | None = None) -> None:
-        """Begin to connect to the engines.
+        """Start to connect to the engines.
 
         Args:
-            changes: Changes of the settings' engines before this router was started.
+            changes: Changes that AdminService made to the engines before this router started.
         """
         settings, changes = self._settings, changes or EngineChanges()
         for address in changes.known(settings.engine):
@@ -207,7 +205,7 @@ class Router:
         self._tasks.append(keep_running(discovery.run, "discovery"))
 
     async def until_up(self, seconds: float) -> None:
-        """Wait until an engine can be used, `seconds` at most; before `listen`."""
+        """Wait until an engine is available, for at most `seconds`; call it before `listen`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.pool.up():
@@ -215,18 +213,18 @@ class Router:
                     await self._changed.wait()
 
     async def load_tokenizer(self, source: str) -> None:
-        """Load a tokenizer before an engine names it.
+        """Load a tokenizer before an engine asks for it.
 
         Raises:
-            TokenizerError: It cannot be loaded.
+            TokenizerError: The tokenizer cannot be loaded.
         """
         await self._tokenizers.load(source)
 
     async def ended(self) -> NoReturn:
-        """Wait until a part that the router cannot do without has stopped.
+        """Wait until an essential part of the router stops.
 
         Raises:
-            BackgroundError: It names the part.
+            BackgroundError: The part that stopped, by name.
         """
         servers = {"the server": self._server, "AdminService": self._admin}
         works = {name: rpc.until_terminated(s) for name, s in servers.items() if s is not None}
@@ -235,12 +233,11 @@ class Router:
         await first_to_end(**works)
 
     async def drain(self) -> None:
-        """Serve new calls for a while, then refuse them and let those in progress finish.
+        """Keep serving for --drain-delay, then refuse new calls and finish those in progress.
 
-        Clients leave for other routers meanwhile: health says no from the start, and HTTP
-        responses close their connections. After --drain-delay no connection is accepted, and gRPC
-        sends a graceful GOAWAY. Clients that still read a finished answer have the rest of
-        --drain-timeout.
+        During the delay, clients move to other routers: health checks fail, and HTTP responses
+        close their connections. After it, no connection is accepted, and gRPC sends a graceful
+        GOAWAY. Clients have until --drain-timeout to read finished responses.
         """
         assert self._server is not None
         assert self._health is not None
@@ -262,7 +259,7 @@ class Router:
             await asyncio.wait(tasks)
 
     async def stop(self) -> None:
-        """End everything, at once."""
+        """Stop everything at once."""
         self._stopping = True
         self.generator.fail_all("the router shut down before the request was complete; retry it")
         if self._http is not None:
@@ -284,7 +281,7 @@ class Router:
         return bool(self.pool.up()) and not self._stopping
 
     def _engines_changed(self, model: str) -> None:
-        """Note that an engine of `model` came, went, or began to drain."""
+        """Handle an engine of `model` that came up, went down, or began to drain."""
         self.generator.metrics.engines_up.labels(model).set(len(self.pool.up(model)))
         self.admission.dispatch(model)
         self._changed.set()
@@ -293,7 +290,7 @@ class Router:
             tell(self.pool.card(model, queued=0))
 
     def _load_reported(self, model: str) -> None:
-        """Dispatch requests: an engine of `model` has reported its load."""
+        """Dispatch requests when an engine of `model` has reported its load."""
         self.admission.dispatch(model)
 
     async def _watch(self) -> None:
@@ -313,23 +310,23 @@ async def serve(
     engines_ready: asyncio.Future[Any] | None = None,
     tokenizer: str | None = None,
 ) -> None:
-    """Run a router until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+    """Run a router until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
     Args:
-        settings: Its settings.
-        on_ready: Called with HOST:PORT when it listens.
-        on_serving: Called, once, with the model that all of the settings' engines have.
-        engines_ready: Future to wait for before it connects to the engines; it listens already. Its
-            error ends the router.
-        tokenizer: Tokenizer to load at the start. Default: that of the settings, if any.
+        settings: The router's settings.
+        on_ready: Called with HOST:PORT when the router listens.
+        on_serving: Called once with the model's card, when all engines of the settings serve it.
+        engines_ready: Future to wait for, while listening, before connecting to engines. Its error
+            ends the router.
+        tokenizer: Tokenizer to load at the start. Default: the settings' tokenizer, if any.
 
     Raises:
-        BackgroundError: A part that it cannot do without has stopped.
-        OSError: It cannot listen there.
+        BackgroundError: An essential part of the router stopped.
+        OSError: An address is in use, or not local to this machine.
         SettingsError: The tenants' file cannot be used.
         TlsError: Certificates or keys cannot be used.
         TokenizerError: The tokenizer cannot be loaded.
-        StoppedWhileStartingError: A signal came before `engines_ready`.
+        StoppedWhileStartingError: A signal arrived before `engines_ready`.
     """
     with stop_signals() as signals:
         router = Router(settings, on_serving, len(settings.engine))
@@ -348,17 +345,17 @@ async def serve(
 
 
 async def until_stopped(signals: StopSignals, *works: Coroutine[Any, Any, None]) -> None:
-    """Run `works`, none of which ends by itself, until the first signal comes.
+    """Run `works`, which run forever, until the first signal arrives.
 
     Raises:
-        Exception: The error of a work that has failed.
+        Exception: The error of a failed work.
     """
     async with joined(signals.first.wait(), *works, names=("signal", "parts", "start")) as tasks:
         await _first(tasks)
 
 
 async def drain(router: Router, signals: StopSignals) -> None:
-    """Drain a router, until the second signal comes."""
+    """Drain a router, until the second signal arrives."""
     log.info("router draining", requests=router.generator.in_flight)
     async with joined(signals.second.wait(), router.drain(), names=("hurry", "drain")) as tasks:
         await _first(tasks)
@@ -371,7 +368,7 @@ async def _start(
     engines_ready: asyncio.Future[Any] | None,
     tokenizer: str | None,
 ) -> None:
-    """Do the rest of a start, then wait to be cancelled."""
+    """Complete the start, then wait for cancellation."""
     if source := tokenizer or settings.tokenizer:
         await router.load_tokenizer(source)
     if on_ready is not None:
@@ -383,7 +380,7 @@ async def _start(
 
 
 async def _first(tasks: Iterable[asyncio.Task[Any]]) -> None:
-    """Wait for the first end; raise the error of a task that has failed."""
+    """Wait until one task ends; raise its error if it failed."""
     done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in done:
         task.result()

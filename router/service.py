@@ -1,7 +1,6 @@
 """GenerationService: the RPCs that clients call.
 
-A new RPC of the router is written here; what it does, if HTTP clients can ask for it too, in
-`octavo.router.generate`.
+Write new RPCs here, and work that HTTP shares in `octavo.router.generate`.
 """
 
 from functools import partial
@@ -13,12 +12,12 @@ from octavo.v1 import generation_pb2, generation_pb2_grpc
 
 
 class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
-    """Maps RPCs to calls of a `Generator`; the server's guard has authenticated the caller."""
+    """Map RPCs to `Generator`; the server's guard has authenticated the caller."""
 
     def __init__(self, generator: Generator) -> None:
         self._generator = generator
 
-    async def Generate(  # type: ignore[override]  # it writes, and yields nothing
+    async def Generate(  # type: ignore[override] # writes, yields nothing
         self, request: generation_pb2.GenerateRequest, context: rpc.Context
     ) -> None:
         """Generate outputs and stream them."""
@@ -34,13 +33,13 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: rpc.Context
     ) -> generation_pb2.TokenizeResponse:
-        """Turn text or a chat into tokens."""
+        """Tokenize a text or a chat."""
         return await self._generator.tokenize(request, caller())
 
     async def Detokenize(
         self, request: generation_pb2.DetokenizeRequest, context: rpc.Context
     ) -> generation_pb2.DetokenizeResponse:
-        """Turn tokens into text."""
+        """Detokenize token ids."""
         return await self._generator.detokenize(request, caller())
 
     async def ListModels(

@@ -18,25 +18,25 @@ from octavo.router.balancing import PolicyName
 from octavo.router.requests.parser_names import ReasoningParserName, ToolParserName
 
 DNS_SCHEME = "dns:///"
-"""Prefix of a DNS name with one engine per address, as in gRPC targets."""
+"""Scheme of a DNS name whose addresses are all engines, as in gRPC targets."""
 KUBERNETES_SCHEME = "kubernetes:///"
-"""Prefix of the labels, joined by `&`, and the port of Pods that are an engine each."""
+"""Scheme of Pods that are all engines: their labels, joined by `&`, and port."""
 LABELS = r"[\w./-]+=[\w.-]*(&[\w./-]+=[\w.-]*)*"
 
 
 def is_address(text: str) -> bool:
-    """Return whether a text is HOST:PORT."""
+    """Return whether a text has the form HOST:PORT."""
     host, _, port = text.rpartition(":")
     return bool(host) and "/" not in host and port.isdecimal() and 0 < int(port) < 65536
 
 
 def is_discovered(target: str) -> bool:
-    """Return whether a target stands for engines that come and go."""
+    """Return whether a target's engines are discovered and may change."""
     return target.startswith((DNS_SCHEME, KUBERNETES_SCHEME))
 
 
 def http_listener(host: str, port: int) -> Listener:
-    """Return where HTTP is served."""
+    """Return the HTTP server's listener."""
     return Listener(host, port, "--http-port", "serve HTTP", NO_PORT)
 
 
@@ -84,8 +84,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         1,
         ge=1,
         le=256,
-        description="Processes that share the ports, such as one for each core. Limits of the "
-        "router are divided among them; those of one client address or tenant need 1.",
+        description="Worker processes that share the ports, for example one per core. The router's "
+        "limits are divided among them; limits per client address or tenant need 1.",
     )
     metrics_port: int = Field(
         9151,
@@ -98,8 +98,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     admin_port: int = Field(0, ge=0, le=65535, description="Port of AdminService; 0 disables it.")
     api_key: SecretStr | None = Field(
         None,
-        description="The one API key that all callers need. Other users see flags in the process "
-        "list; prefer the variable. Default: none, or those of --tenants.",
+        description="API key that all callers must send. Other users see flags in the process "
+        "list; prefer the variable. Default: none, or the keys of --tenants.",
     )
     tenants: Path | None = Field(
         None,
@@ -107,7 +107,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         "changes. Default: no authentication.",
     )
     http_host: str = Field(
-        "127.0.0.1", description="Address to listen on for HTTP; :: takes IPv4 and IPv6."
+        "127.0.0.1", description="Address to listen on for HTTP; :: accepts IPv4 and IPv6."
     )
     http_port: int = Field(
         0,
@@ -117,14 +117,14 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     http_uds: Path | None = Field(
         None,
-        description="Unix socket to serve HTTP on in place of a port: its user and group may"
+        description="Unix socket to serve HTTP on instead of a port: its user and group may"
         " connect. Default: none.",
     )
     http_root_path: str = Field(
         "",
         pattern=r"^((/[\w~-][\w.~-]*)+)?$",
-        description="Path before those of HTTP, such as /llm of a proxy that keeps it; they are"
-        " served without it too. Default: none.",
+        description="Prefix of HTTP paths, such as /llm behind a proxy that keeps it; paths "
+        "without it work too. Default: none.",
     )
     http_cors_origin: list[str] = Field(
         [],
@@ -134,8 +134,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     http_ping_interval: float = Field(
         5.0,
         gt=0,
-        description="Seconds without data after which a stream over HTTP gets its header, and then "
-        "a comment, so that proxies keep it open.",
+        description="Seconds without data after which an HTTP stream sends its headers, and then "
+        "comments, so that proxies keep it open.",
     )
     tokenizer: str | None = Field(
         None,
@@ -144,8 +144,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     chat_template: Path | None = Field(
         None,
-        description="Jinja file of the chat template, in place of the model's own. Default: the "
-        "model's.",
+        description="Jinja file with a chat template for all models. Default: each model's own.",
     )
     chat_template_kwargs: dict[str, Any] = Field(
         {},
@@ -154,23 +153,23 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     tool_parser: ToolParserName = Field(
         "auto",
-        description="Form in which models call tools; auto: by the chat template, none: requests "
+        description="Format of the models' tool calls; auto: by the chat template, none: requests "
         "with tools are refused.",
     )
     reasoning_parser: ReasoningParserName = Field(
         "auto",
-        description="Form in which models mark their reasoning; auto: by the chat template and "
-        "the vocabulary, none: reasoning is part of the text.",
+        description="Format of the models' reasoning; auto: by the chat template and the "
+        "vocabulary, none: reasoning is part of the text.",
     )
     allow_special_tokens: bool = Field(
         False,
-        description="Let texts of chats spell control tokens, such as the end of a turn. Default: "
-        "only the chat template writes them, and texts that spell them stay text.",
+        description="Let chat texts spell control tokens, such as the end of a turn. Default: only "
+        "the chat template writes them; in texts, they stay text.",
     )
     balancing: PolicyName = Field(
         "prefix_aware",
         description="Load balancing policy. prefix_aware: the engine with the least work before "
-        "the first token, without cached prompt tokens; least_loaded: the same, ignoring the "
+        "the first token, excluding cached prompt tokens; least_loaded: the same, ignoring the "
         "prefix cache; round_robin: each engine in turn.",
     )
     max_queue_size: int = Field(1024, ge=0, description="Maximum requests in the router's queue.")
@@ -211,7 +210,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     max_connection_age_grace: float = Field(
         600.0,
         ge=0,
-        description="Seconds that calls have to finish after their connection's maximum age.",
+        description="Seconds for calls to finish after their connection's maximum age.",
     )
     connect_timeout: float = Field(
         5.0, gt=0, description="Maximum seconds to connect to an engine."
@@ -241,7 +240,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Seconds without any engine after which waiting and new requests are refused.",
     )
     write_timeout: float = Field(
-        60.0, gt=0, description="Maximum seconds that a client leaves its stream unread."
+        60.0, gt=0, description="Maximum seconds without the client reading its stream."
     )
     max_unread_tokens: int = Field(
         4096,
@@ -252,23 +251,23 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         0.0,
         ge=0,
         description="Seconds after SIGTERM in which new requests are still served while health "
-        "says no, so that load balancers notice before any is refused.",
+        "checks fail, so that load balancers notice before requests are refused.",
     )
     drain_timeout: float = Field(
         30.0,
         ge=0,
-        description="Seconds that running requests have to finish after SIGTERM and "
-        "--drain-delay, and clients to read finished answers.",
+        description="Seconds after SIGTERM and --drain-delay for running requests to finish, and "
+        "for clients to read the responses.",
     )
 
     @property
     def drain_seconds(self) -> float:
-        """Maximum seconds from SIGTERM until everything is ended."""
+        """Maximum seconds from SIGTERM until everything has stopped."""
         return self.drain_delay + self.drain_timeout
 
     @property
     def shares_ports(self) -> bool:
-        """Whether this is a worker, beside others, or their parent."""
+        """Whether several workers share the ports: this process is one, or their parent."""
         return self.workers > 1
 
     @property
@@ -341,7 +340,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def listeners(self) -> list[Listener]:
-        """Where to listen; a default metrics port may be replaced, and is not among them."""
+        """Ports to listen on, except a default metrics port, which another may replace."""
         listeners = [Listener(self.host, self.port)]
         if "metrics_port" in self.model_fields_set:
             listeners.append(metrics_listener(self.host, self.metrics_port))
@@ -355,7 +354,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     @property
     def http_url(self) -> str:
-        """URL of the HTTP server, if it is on."""
+        """URL of the HTTP server; empty if it is off."""
         if self.http_uds is not None:
             return f"unix:{self.http_uds}"
         scheme = "http" if self.tls is None else "https"
@@ -365,7 +364,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @field_validator("api_key")
     @classmethod
     def _can_be_sent(cls, key: SecretStr | None) -> SecretStr | None:
-        """Refuse a key that no header can have."""
+        """Reject a key that an HTTP header cannot hold."""
         if key is not None and not re.fullmatch("[!-~]+", key.get_secret_value()):
             raise ValueError("must be visible ASCII characters, without spaces")
         return key
@@ -373,7 +372,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @field_validator("engine")
     @classmethod
     def _addresses(cls, addresses: list[str]) -> list[str]:
-        """Refuse malformed and repeated addresses."""
+        """Reject malformed and repeated addresses."""
         if not addresses:
             raise ValueError("needs at least one HOST:PORT")
         for address in addresses:

@@ -1,4 +1,4 @@
-"""The spans of one request: the whole, its time in the queue, and each attempt at an engine."""
+"""Spans of a request: the whole request, its time in the queue, and each attempt at an engine."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -26,9 +26,9 @@ AT_FAULT = {
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DATA_LOSS,
 }
-"""Codes that are a server's errors; others are its client's."""
+"""Status codes of server errors; others are the client's errors."""
 MAX_INTEGER = 2**63 - 1
-"""The largest integer that an attribute can have."""
+"""Maximum of an integer attribute."""
 
 
 class RequestSpan:
@@ -36,8 +36,8 @@ class RequestSpan:
 
     Args:
         tracing: The router's tracer.
-        metadata: The call's metadata, which may name a trace to be part of.
-        arrival: Time of the request's arrival, in seconds of the monotonic clock.
+        metadata: The call's metadata, which may hold the parent's trace context.
+        arrival: Monotonic time of the request's arrival, in seconds.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class RequestSpan:
             if value := getattr(sampling, name):
                 attributes[f"gen_ai.request.{name}"] = float(value)
         if sampling.HasField("seed"):
-            # A seed has 64 bits, and an integer attribute 63 and a sign.
+            # A seed has 64 unsigned bits; an integer attribute has 64 signed bits.
             fits = sampling.seed <= MAX_INTEGER
             attributes["gen_ai.request.seed"] = sampling.seed if fits else str(sampling.seed)
         self._span.set_attributes(attributes)
 
     @contextmanager
     def queue(self) -> Iterator[None]:
-        """Span the wait for an engine."""
+        """Record a span of the wait for an engine."""
         span = self._tracer.start_span("queue", self._context)
         try:
             yield
@@ -97,7 +97,7 @@ class RequestSpan:
 
     @contextmanager
     def attempt(self, engine: str) -> Iterator[dict[str, str]]:
-        """Span an attempt at an engine; yield the trace context for the engine."""
+        """Record a span of an attempt at an engine; yield its trace context."""
         span = self._tracer.start_span(
             "engine", self._context, kind=SpanKind.CLIENT, attributes=_server(engine)
         )
@@ -111,7 +111,7 @@ class RequestSpan:
             span.end()
 
     def end(self, state: RequestState | None, code: grpc.StatusCode, message: str | None) -> None:
-        """End the request's span with its outcome; `state` is None for an invalid request."""
+        """End the request's span with its status; `state` is None for an invalid request."""
         if self._span.is_recording():
             self._span.set_attribute("rpc.grpc.status_code", code.value[0])
             if state is not None:
@@ -137,7 +137,7 @@ class RequestSpan:
 
 
 def _server(address: str) -> dict[str, str | int]:
-    """Return the attributes of a server's address: HOST:PORT in two, a socket's path in one."""
+    """Return the attributes of a server's address: host and port, or a socket path."""
     host, _, port = address.rpartition(":")
     if not (host and port.isdecimal()):
         return {"server.address": address}

@@ -18,9 +18,9 @@ HELP = """[bold]/help[/]           list the commands
 [bold]/quit[/]           leave (so does ctrl-D); ctrl-C stops an answer"""
 
 FALLBACKS = {"temperature": 0.7, "top_p": 0.95}
-"""How answers are sampled if neither the user nor the model says."""
+"""Sampling parameters if neither the user nor the model sets them."""
 CHECK_SECONDS = 5.0
-"""Seconds that the server has to answer at the start."""
+"""Seconds to wait for the server's first answer."""
 
 
 class Conversation:
@@ -66,10 +66,10 @@ def chat(
 
 
 def _check(client: Client) -> Sequence[Model]:
-    """Check that the server answers, and return its models; say so if it has none yet.
+    """Check that the server answers; return its models, and warn if there are none yet.
 
     Raises:
-        Error: It does not answer, or refuses the API key.
+        Error: The server does not answer, or rejects the API key.
     """
     models = client.list_models(timeout=CHECK_SECONDS)
     if not models:
@@ -78,7 +78,7 @@ def _check(client: Client) -> Sequence[Model]:
 
 
 def with_fallbacks(options: GenerateOptions, models: Sequence[Model]) -> GenerateOptions:
-    """Return options with the chat's own sampling, unless the model has its own."""
+    """Return options with this command's sampling defaults, unless the model has its own."""
     chosen = [
         model for model in models if options.get("model") in (None, model.name, *model.aliases)
     ]
@@ -88,7 +88,7 @@ def with_fallbacks(options: GenerateOptions, models: Sequence[Model]) -> Generat
 
 
 def _read() -> str | None:
-    """Return the next line; None at the end of input. Ctrl-C clears the line."""
+    """Return the next line; None at the end of input. Ctrl-C discards the line."""
     while True:
         try:
             return input("› " if sys.stdin.isatty() else "").strip()
@@ -122,7 +122,7 @@ def _command(line: str, conversation: Conversation) -> bool:
 
 
 def _answer(client: Client, conversation: Conversation, options: GenerateOptions) -> None:
-    """Stream and keep the answer; on failure, remove the question."""
+    """Stream the answer and add it to the chat; on failure, remove the question."""
     parts: list[Delta] = []
     shown = OutputPrinter()
     try:

@@ -1,4 +1,4 @@
-"""`octavo check`: report from a model's config whether and how it would be served."""
+"""`octavo check`: report from a model's config whether and how it can be served."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ SHOWN = frozenset(
         *("max_num_seqs", "max_num_batched_tokens", "config"),
     }
 )
-"""The engine's settings that a model's memory depends on."""
+"""Engine settings that affect the model's memory."""
 HIDDEN = EngineSettings.model_fields.keys() - SHOWN
 UNITS = {"": 1 << 30} | {
     unit + end: base**power
@@ -43,17 +43,15 @@ def check(
     memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory to serve the model in, such as 16GiB. Default: what is free on this"
-            " machine."
+            help="Memory for serving the model, such as 16GiB. Default: this machine's free memory."
         ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
-    """Report whether a model would be served, how, and what fits into memory; exit code 0 or 1.
+    """Report whether and how a model can be served, and what fits into memory; exit code 0 or 1.
 
-    Only the model's config is read, and of a model of the hub only that is downloaded. What depends
-    on the weights is checked when it is served: their files, and that the logits are right.
-    MODEL is a Hub name, a local directory, a GGUF file or `demo`.
+    Only the model's config is read or downloaded. The weights' files and the logits are checked
+    when the model is served. MODEL is a Hub name, a local directory, a GGUF file or `demo`.
     """
     require("check", "engine")
     settings = load(EngineSettings, flags)
@@ -77,16 +75,16 @@ def check(
 
 
 def parse_bytes(text: str) -> int:
-    """Return a size in bytes; a number without a unit is in GiB.
+    """Parse a size in bytes; a number without a unit is in GiB.
 
     Raises:
-        typer.BadParameter: It is none.
+        typer.BadParameter: The text is not a size.
     """
     sizes = {unit.lower(): size for unit, size in UNITS.items()}
     match = re.fullmatch(r"(\d+\.?\d*)\s*([a-z]*)", text.strip().lower())
     if match is None or match[2] not in sizes:
         raise typer.BadParameter(
-            f"--memory: {text!r} is no size: give a number and a unit, such as 16GiB"
+            f"--memory: {text!r} is not a size: give a number and a unit, such as 16GiB"
         )
     return int(float(match[1]) * sizes[match[2]])
 
@@ -105,7 +103,7 @@ def _show(served: "ModelReport") -> None:
 
 
 def _facts(served: "ModelReport") -> dict[str, str]:
-    """Return a report's facts by their names."""
+    """Return a report's facts by name."""
     kinds = served.weights_by_quantization.items()
     others = [f"{name} {_size(size)}" for name, size in kinds if name != served.quantization]
     quantized = "" if served.quantization == "none" else f", {served.quantization}"
@@ -122,7 +120,7 @@ def _facts(served: "ModelReport") -> dict[str, str]:
 
 
 def merged(groups: Sequence["GroupReport"]) -> "list[GroupReport]":
-    """Return layer groups, those that keep the same as one."""
+    """Return the layer groups, merging those that keep the same."""
     alike: dict[tuple[str, int | None], list[GroupReport]] = {}
     for group in groups:
         alike.setdefault((group.kind, group.reach), []).append(group)
@@ -138,7 +136,7 @@ def merged(groups: Sequence["GroupReport"]) -> "list[GroupReport]":
 
 
 def describe(group: "GroupReport") -> str:
-    """Return a short description of what a layer group keeps."""
+    """Describe what a layer group keeps."""
     if group.kind == "state":
         return "a state"
     if group.kind == "attention":
@@ -150,7 +148,7 @@ def describe(group: "GroupReport") -> str:
 
 
 def _size(size: int) -> str:
-    """Return a number of bytes with a unit."""
+    """Format a number of bytes with a unit."""
     value, units = float(size), iter(("B", "KiB", "MiB", "GiB"))
     unit = next(units)
     while value >= UNIT_STEP and (larger := next(units, None)):

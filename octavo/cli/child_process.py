@@ -1,4 +1,4 @@
-"""A server in a child process: it reports to its parent, and ends with it."""
+"""A server in a child process, which reports to its parent and ends with it."""
 
 import contextlib
 import ctypes
@@ -32,19 +32,19 @@ STOP_SECONDS = 5.0
 """Seconds after the drain timeout before a child is killed."""
 
 Report = Callable[[str], None]
-"""Tells the parent that a stage of the start is done."""
+"""Reports to the parent that a stage of the start is complete."""
 
 
 class ChildProcess:
     """Start a server in a new process; stop it on exit.
 
     Args:
-        target: Function that gets `arguments`, the pipe for `run_child` and this process' id.
+        target: Function that receives `arguments`, the pipe for `run_child` and this process's id.
         arguments: The first arguments of `target`.
-        name: The name in errors, such as "the engine".
-        process_name: The name in lists of processes.
-        drain_timeout: Seconds that the server gives its requests after SIGTERM.
-        remedy: Advice if the kernel kills it for lack of memory.
+        name: Name in errors, such as "the engine".
+        process_name: Name in process lists.
+        drain_timeout: Seconds for requests to finish after SIGTERM.
+        remedy: Advice if the kernel kills the process for lack of memory.
     """
 
     def __init__(
@@ -69,21 +69,21 @@ class ChildProcess:
         )
 
     def start(self) -> None:
-        """Start the process; in the main thread, with which the kernel ends it."""
+        """Start the process, in the main thread: the kernel kills it when that thread ends."""
         with _interrupts_blocked():
             self._process.start()
-        self._child_end.close()  # the pipe then closes when the child dies
+        self._child_end.close()  # so that the pipe closes when the child dies
 
     @property
     def pid(self) -> int | None:
-        """The process' id; None before it was started."""
+        """Id of the process; None before the start."""
         return self._process.pid
 
     async def report(self) -> str:
         """Wait for the next report of the child's start.
 
         Raises:
-            StartError: It failed to start.
+            StartError: The server failed to start.
         """
         try:
             kind, text = await call_in_thread(self._reports.recv)
@@ -95,10 +95,10 @@ class ChildProcess:
         return str(text)
 
     async def ready(self) -> str:
-        """Wait for the last report, which is the server's address; SIGTERM drains it from then on.
+        """Wait for the last report, the server's address; from then on, SIGTERM drains it.
 
         Raises:
-            StartError: It failed to start.
+            StartError: The server failed to start.
         """
         address = await self.report()
         self._ready = True
@@ -112,7 +112,7 @@ class ChildProcess:
         """Check that the process is alive.
 
         Raises:
-            StartError: It ended; the message has the exit code or signal.
+            StartError: The process has ended; the message has the exit code or signal.
         """
         if self._process.is_alive():
             return
@@ -120,13 +120,13 @@ class ChildProcess:
         with contextlib.suppress(EOFError):
             if self._reports.poll():
                 why = f"{why}: {self._reports.recv()[1]}"
-        raise StartError(f"{self._name} ended by itself ({why})")
+        raise StartError(f"{self._name} ended unexpectedly ({why})")
 
     def begin_to_stop(self) -> None:
         """Send SIGTERM.
 
-        A server that is not ready has nothing to drain: it is killed at once, as a thread that
-        loads a model or a compiler would let it wait.
+        A server that is not ready is killed at once: it has nothing to drain, and a thread that
+        loads a model or compiles would delay its end.
         """
         if self.pid is None or not self._process.is_alive():
             return
@@ -136,7 +136,7 @@ class ChildProcess:
             end_tree(self.pid)
 
     def stop(self) -> None:
-        """Send SIGTERM if `begin_to_stop` has not, wait for the drain timeout, then kill."""
+        """Send SIGTERM unless `begin_to_stop` has, wait for the drain timeout, then kill."""
         self.begin_to_stop()
         self._process.join(self._drain_timeout + STOP_SECONDS)
         self.kill()
@@ -148,7 +148,7 @@ class ChildProcess:
             self._process.join()
 
     def end(self) -> str:
-        """Return the signal or exit code that ended the process, and what to do."""
+        """Return the signal or exit code that ended the process, with advice."""
         return why_it_ended(self._process.exitcode or 0, self._oom_kills, self._remedy)
 
     def __enter__(self) -> Self:
@@ -166,11 +166,11 @@ class ChildProcess:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT in a block, and in the processes that it starts.
+    """Block SIGINT within a block, also in processes started there.
 
-    Ctrl-C reaches a child too, which would show a traceback while it imports.
+    Otherwise ctrl-C also reaches a child, which prints a traceback during its imports.
     """
-    resource_tracker.ensure_running()  # starting it later would unblock SIGINT
+    resource_tracker.ensure_running()  # if started later, it would unblock SIGINT
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -179,17 +179,17 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def begin_child(parent: int) -> None:
-    """Prepare a child process: it ends with its parent, and leaves ctrl-C to it."""
+    """Prepare a child process: end with the parent, and ignore ctrl-C."""
     _die_with(parent)
-    os.setpgid(0, 0)  # the parent handles ctrl-C: it drains in order
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops one that came before
+    os.setpgid(0, 0)  # the parent handles ctrl-C, and drains in order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # also drops a pending one
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def run_child(
     serve: Callable[[Report], Coroutine[Any, Any, None]], reports: Connection, failed: str
 ) -> None:
-    """Serve until SIGTERM in a child; report the stages of its start, or its failure.
+    """Serve until SIGTERM in a child; report the stages of the start, or a failure.
 
     Args:
         serve: Runs the server.

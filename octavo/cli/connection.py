@@ -1,4 +1,4 @@
-"""The server of a command: address, API key and TLS."""
+"""A command's connection to a server: address, API key and TLS."""
 
 import inspect
 from collections.abc import Callable
@@ -17,7 +17,7 @@ from octavo.client.channel import locate
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A server and how to connect to it."""
+    """A server's address and credentials."""
 
     address: str = DEFAULT_ADDRESS
     api_key: str | None = field(default=None, repr=False)
@@ -35,15 +35,15 @@ class Server:
             raise fail(str(error)) from None
 
     def async_client(self) -> AsyncClient:
-        """Return a client for asyncio; errors as in `client`."""
+        """Return an asyncio client; errors as in `client`."""
         try:
             return AsyncClient(self.address, api_key=self.api_key, tls=self.tls)
         except TlsError as error:
             raise fail(str(error)) from None
 
 
-def _option(text: str, *names: str) -> Any:  # noqa: ANN401 - typer says the same
-    """Return an option with the environment variable of its last name."""
+def _option(text: str, *names: str) -> Any:  # noqa: ANN401 - typer's type
+    """Return an option whose environment variable is named after its last name."""
     variable = f"OCTAVO_{names[-1].strip('-').replace('-', '_').upper()}"
     return typer.Option(*names, envvar=variable, help=text, rich_help_panel="Connection")
 
@@ -53,7 +53,7 @@ def _server(
     address: Annotated[
         str,
         _option(
-            "HOST:PORT of the server; https://HOST:PORT uses TLS. Port 50051 may be left out.",
+            "HOST:PORT of the server; https://HOST:PORT uses TLS. The default port is 50051.",
             *("-a", "--address"),
         ),
     ] = DEFAULT_ADDRESS,
@@ -78,10 +78,10 @@ def _server(
     ] = None,
     tls_name: Annotated[
         str | None,
-        _option("Name in the server's certificate. Default: the host in --address.", "--tls-name"),
+        _option("Expected name in its certificate. Default: the host in --address.", "--tls-name"),
     ] = None,
 ) -> Server:
-    """Return the server that the options of `with_server` set."""
+    """Return the server of `with_server`'s options."""
     wanted = tls or ca or client_cert or client_key or tls_name
     files = Tls(ca, client_cert, client_key, tls_name) if wanted else None
     try:
@@ -92,5 +92,5 @@ def _server(
 
 
 def with_server(command: Callable[..., None]) -> Callable[..., None]:
-    """Replace the parameter `server` of a command by the connection options."""
+    """Replace a command's parameter `server` with the connection options."""
     return expand(command, "server", inspect.signature(_server).parameters.values(), _server)

@@ -41,7 +41,7 @@ class Answer:
 
 @dataclass
 class Meter:
-    """Values on the status line. Times are in seconds."""
+    """Values of the status line; times are in seconds."""
 
     started: float = field(default_factory=time.monotonic)
     ended: float | None = None

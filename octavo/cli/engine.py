@@ -14,7 +14,7 @@ from octavo.engine.settings import EngineSettings
 
 @settings_options(EngineSettings, positional="model")
 def engine(flags: Flags) -> None:
-    """Run an engine: one model with its paged KV cache, which routers connect to."""
+    """Run an engine: one model with its paged KV cache, to which routers connect."""
     require("engine", "engine")
     settings = load(EngineSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
@@ -26,7 +26,7 @@ def engine(flags: Flags) -> None:
 
 
 async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
-    from octavo.cli.preflight import check_engine, check_model  # noqa: PLC0415 - of the extras
+    from octavo.cli.preflight import check_engine, check_model  # noqa: PLC0415 - in an extra
 
     check_engine(settings)
     progress.stage(f"Looking for {settings.model}")
@@ -45,7 +45,7 @@ async def run_engine(
     """Serve until SIGTERM, on a Unix socket if one is given.
 
     Raises:
-        StartError: The settings do not fit each other, the model or the machine.
+        StartError: The settings do not fit together, the model or the machine.
     """
     from octavo.engine.models.device import choose_device  # noqa: PLC0415 - torch takes seconds
     from octavo.engine.without_compiler import keep_compiler_out  # noqa: PLC0415

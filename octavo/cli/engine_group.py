@@ -1,4 +1,4 @@
-"""The engine processes of `octavo serve`, as one: all start, all are needed, all stop."""
+"""The engine processes of `octavo serve`, started and stopped together."""
 
 import asyncio
 from collections.abc import Sequence
@@ -18,8 +18,8 @@ class EngineGroup:
 
     Args:
         settings: Settings of each engine.
-        directory: Directory of their Unix sockets.
-        placements: Cores and memory of each engine; empty: one engine uses all of this process.
+        directory: Directory of the Unix sockets.
+        placements: Cores and memory of each engine; empty: one engine uses everything available.
     """
 
     def __init__(
@@ -37,19 +37,19 @@ class EngineGroup:
 
     @property
     def addresses(self) -> list[str]:
-        """Where routers find the engines."""
+        """Addresses of the engines, for routers."""
         return [f"unix:{engine.socket}" for engine in self._engines]
 
     async def ready(self) -> None:
         """Wait until all engines accept requests.
 
         Raises:
-            StartError: One failed to start.
+            StartError: An engine failed to start.
         """
         await asyncio.gather(*(engine.ready() for engine in self._engines))
 
     async def ended(self) -> None:
-        """Wait until one of the processes has ended."""
+        """Wait until any of the processes ends."""
         async with joined(*(engine.ended() for engine in self._engines)) as tasks:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
 
@@ -57,7 +57,7 @@ class EngineGroup:
         """Check that all processes are alive.
 
         Raises:
-            StartError: One ended; the message has the exit code or signal.
+            StartError: A process has ended; the message has the exit code or signal.
         """
         for engine in self._engines:
             engine.check()
@@ -75,13 +75,13 @@ class EngineGroup:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        for engine in self._engines:  # they drain at the same time
+        for engine in self._engines:  # all drain at the same time
             engine.begin_to_stop()
         self._stack.close()
 
 
 def _name(number: int, placements: Sequence[Placement | None]) -> str:
-    """Return an engine's name in errors."""
+    """Return an engine's name for errors."""
     if len(placements) == 1:
         return "the engine"
     return f"engine {number + 1} of {len(placements)} ({placements[number]})"

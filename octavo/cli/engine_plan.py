@@ -1,8 +1,8 @@
 """Decides how many engines `octavo serve` starts, and on which cores each runs.
 
-Cores read the memory of another node at a fraction of their own node's bandwidth, which bounds
-decoding. So an engine for each node, with its own copy of the weights, is faster than one engine
-for all, if the weights fit.
+Decoding is bound by memory bandwidth, and cores read another NUMA node's memory at a fraction of
+their own's. So one engine per node, with its own copy of the weights, is faster than one engine for
+all, if the weights fit.
 """
 
 from collections.abc import Sequence
@@ -22,21 +22,21 @@ from octavo.common.topology import Core, Node, read_nodes
 log = structlog.get_logger(__name__)
 
 GPU_FILES = ("dev/nvidiactl", "dev/dxg", "dev/kfd")
-"""What NVIDIA's driver, Windows' Linux and AMD's driver have for programs that use a GPU."""
+"""Device files of GPUs: NVIDIA's driver, Windows' Linux (WSL) and AMD's driver."""
 WEIGHTS_SHARE = 1 / 3
-"""Maximum share of an engine's memory for the model's files, for which `auto` starts an engine for
-each node. Weights may take more memory than their files, and they are packed from a copy."""
+"""Maximum share of an engine's memory for the model's files, for `auto` to start an engine per
+node. Weights may use more memory than their files, and they are packed from a copy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What decides about the engines.
+    """Facts that decide the number of engines.
 
     Attributes:
-        nodes: The nodes that this process may use.
-        quota: The cores' worth of time that it may use.
-        memory: The bytes of memory that it may use.
-        weights: The bytes of the model's weights.
+        nodes: Nodes that this process may use.
+        quota: CPU quota, in cores.
+        memory: Bytes of memory that this process may use.
+        weights: Bytes of the model's weights.
         on_gpu: Whether an engine would use a GPU.
     """
 
@@ -48,7 +48,7 @@ class Machine:
 
 
 def read_machine(device: str, model: Path) -> Machine:
-    """Return this machine.
+    """Return the facts about this machine.
 
     Args:
         device: The engines' --device.
@@ -64,16 +64,16 @@ def read_machine(device: str, model: Path) -> Machine:
 
 
 def plan_engines(choice: Words | int, machine: Machine) -> list[Placement]:
-    """Return the placements of the engines; none: one engine that uses all that it may.
+    """Return the engines' placements; empty: one engine that uses everything available.
 
-    If that is not one for each node, although --engines-per-node is auto, the log says why.
+    If --engines-per-node is auto but this is not one engine per node, log the reason.
 
     Args:
-        choice: The value of --engines-per-node.
-        machine: The machine, its model included.
+        choice: Value of --engines-per-node.
+        machine: Facts about the machine and the model.
 
     Raises:
-        StartError: The machine does not suffice for the choice.
+        StartError: The machine is too small for the choice.
     """
     if choice == "off":
         return []
@@ -102,7 +102,7 @@ def plan_engines(choice: Words | int, machine: Machine) -> list[Placement]:
 
 
 def _against(machine: Machine) -> str:
-    """Return why `auto` does not start an engine for each node; empty if it does."""
+    """Return why `auto` does not start an engine per node; empty if it does."""
     cores = sum(len(node.fast_cores) for node in machine.nodes)
     memory = min(machine.memory / len(machine.nodes), *(node.total for node in machine.nodes))
     if machine.on_gpu:
@@ -115,7 +115,7 @@ def _against(machine: Machine) -> str:
 
 
 def _divide(node: Node, count: int) -> list[Sequence[Core]]:
-    """Divide a node's cores among engines; each has neighbours, and fast and slow ones.
+    """Divide a node's cores among engines: neighbouring ones, both fast and slow.
 
     Raises:
         StartError: There are more engines than fast cores.
@@ -131,7 +131,7 @@ def _divide(node: Node, count: int) -> list[Sequence[Core]]:
 
 
 def _share(cores: Sequence[Core], index: int, count: int) -> Sequence[Core]:
-    """Return one of `count` shares of the cores, which differ by one core at most."""
+    """Return one of `count` shares of the cores, which differ by at most one core."""
     return cores[len(cores) * index // count : len(cores) * (index + 1) // count]
 
 
@@ -143,6 +143,6 @@ def has_gpu(device: str, root: Path = SYSTEM) -> bool:
 
 
 def weights_bytes(model: Path) -> int:
-    """Return the size of the weights' files of a model's directory, or of a GGUF file."""
+    """Return the size of the weight files in a model's directory, or of a GGUF file."""
     files = gguf.parts_of(model) if model.is_file() else model.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)

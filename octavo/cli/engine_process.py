@@ -21,8 +21,8 @@ class EngineProcess(ChildProcess):
     Args:
         settings: The engine's settings.
         socket: Path of the Unix socket to listen on.
-        name: The name in errors, such as "the engine".
-        placement: The part of the machine to use; default: all that this process may use.
+        name: Name in errors, such as "the engine".
+        placement: Cores and memory to use. Default: everything available.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ def _run(
     """Serve until SIGTERM in the child; report readiness or failure to the parent."""
     begin_child(parent)
     logging.configure(settings.log_format, settings.log_level)
-    if placement is not None:  # now, while there are no other threads, and PyTorch is not imported
+    if placement is not None:  # before threads exist and PyTorch is imported
         bind(placement)
 
     async def serve(report: Report) -> None:

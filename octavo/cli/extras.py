@@ -1,4 +1,4 @@
-"""The package's extras: modules that a command needs beyond the client."""
+"""Modules of the package's extras that commands need."""
 
 from importlib.util import find_spec
 
@@ -11,7 +11,7 @@ MODULES = {
     "engine": ("accelerate", "gguf", "grpc_reflection", "torch", "transformers", "uvloop"),
     "router": ("grpc_reflection", "jinja2", "starlette", "transformers", "uvicorn", "uvloop"),
 }
-"""Modules that show that an extra of pyproject.toml is installed."""
+"""Modules whose presence shows that an extra of pyproject.toml is installed."""
 
 USAGE_ERROR = 2
 

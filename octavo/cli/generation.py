@@ -12,7 +12,7 @@ from octavo.client import GenerateOptions
 from octavo.common.sampling_parameters import PARAMETERS, TYPES, Parameter
 
 FLAGS = tuple(name for name, parameter in PARAMETERS.items() if parameter.flags != ())
-"""Names of the parameters that have a flag."""
+"""Names of the parameters that have flags."""
 
 
 def with_options(
@@ -20,12 +20,12 @@ def with_options(
     defaults: Mapping[str, object] | None = None,
     fallbacks: Mapping[str, float] | None = None,
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Replace the parameter `options` of a command by flags of request parameters.
+    """Replace a command's parameter `options` with flags for request parameters.
 
     Args:
-        names: The parameters.
-        defaults: The command's own default values.
-        fallbacks: Values that the command uses if neither the flag nor the model has one.
+        names: Names of the parameters.
+        defaults: The command's default values.
+        fallbacks: Values to use if neither the flag nor the model sets one.
     """
     own_defaults, last = defaults or {}, fallbacks or {}
     shown = [
@@ -35,17 +35,17 @@ def with_options(
 
 
 def _options(**given: object) -> GenerateOptions:
-    """Return the options that were given."""
+    """Return the options that were set."""
     chosen = {name: value for name, value in given.items() if value not in (None, [])}
     chosen = {name: value for name, value in chosen.items() if value is not False}
     return cast("GenerateOptions", {name: _read(name, value) for name, value in chosen.items()})
 
 
-def _read(name: str, value: Any) -> object:  # noqa: ANN401 - a file, or of the parameter's type
-    """Return a flag's value, from its file if it has one.
+def _read(name: str, value: Any) -> object:  # noqa: ANN401 - file or parameter type
+    """Return a flag's value, read from a file if it takes one.
 
     Raises:
-        typer.BadParameter: The file is no text, or not the JSON that it should be.
+        typer.BadParameter: The file is not text, or not the expected JSON.
     """
     if not PARAMETERS[name].file:
         return value
@@ -83,12 +83,12 @@ def _option(
 
 
 def describe(parameter: Parameter, default: object = None, fallback: float | None = None) -> str:
-    """Return a parameter's help with its range, and with its default unless `default` is shown.
+    """Return a parameter's help with its range and, unless typer shows it, its default.
 
     Args:
         parameter: The parameter.
-        default: The command's own default value, which is shown beside the help.
-        fallback: The command's own default, in place of the parameter's.
+        default: The command's default value, which typer shows beside the help.
+        fallback: The command's default that replaces the parameter's.
     """
     text = parameter.help
     if parameter.range is not None:

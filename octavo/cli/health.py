@@ -52,7 +52,7 @@ def _check(server: Server, *, live: bool, timeout: float) -> str:
 
     Raises:
         TlsError: The TLS files cannot be used.
-        grpc.RpcError: The server does not answer, or not in time.
+        grpc.RpcError: The server does not answer in time.
     """
     request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
     with _connect(server) as channel:

@@ -1,4 +1,4 @@
-"""`octavo key`: make an API key for a tenant."""
+"""`octavo key`: create an API key for a tenant."""
 
 import re
 import secrets
@@ -10,14 +10,14 @@ from octavo.cli.output import err, out
 from octavo.router.tenants.tenant import NAME, hash_key
 
 PREFIX = "octavo_"
-"""Prefix by which a leaked key is recognized."""
+"""Prefix that identifies leaked keys."""
 KEY_BYTES = 32
 
 
 def key(
     tenant: Annotated[str, typer.Argument(help="Name of the tenant.")] = "NAME",
 ) -> None:
-    """Make an API key and the entry with its hash for the --tenants file."""
+    """Create an API key, and an entry with its hash for the --tenants file."""
     if not re.fullmatch(NAME, tenant):
         raise typer.BadParameter("a tenant's name has at most 64 letters, digits, '.', '_' and '-'")
     made = PREFIX + secrets.token_urlsafe(KEY_BYTES)

@@ -18,7 +18,7 @@ START_SECONDS = 600.0  # a model may have to be downloaded
 STOP_SECONDS = 40.0
 PLAIN = Server()
 TAIL_LINES = 25
-"""Log lines printed when the server does not start."""
+"""Number of log lines to print if the server does not start."""
 
 
 @contextlib.contextmanager
@@ -28,10 +28,10 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
     Args:
         model: The value of --model.
         *arguments: Further flags of `octavo serve`.
-        like: API key and TLS of the connection.
+        like: Connection whose API key and TLS settings to use.
 
     Raises:
-        typer.Exit: It does not start; the end of its log is printed.
+        typer.Exit: The server does not start; the end of its log is printed.
     """
     port = free_port()
     serve = ["octavo", "serve", "--model", model, *arguments]
@@ -53,7 +53,7 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
 
 
 def _environment() -> dict[str, str]:
-    """Return this process' environment without the key of a server elsewhere."""
+    """Return this process's environment without the API key of another server."""
     return {name: value for name, value in os.environ.items() if name != "OCTAVO_API_KEY"}
 
 

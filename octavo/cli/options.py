@@ -1,4 +1,4 @@
-"""Command options made from the fields of settings classes."""
+"""Command options for the fields of settings classes."""
 
 import inspect
 import typing
@@ -17,7 +17,7 @@ Flags = dict[str, Any]
 """Values given on the command line, by field name."""
 
 ARGUMENT = "argument"
-"""Name of the parameter for a field that is given without its flag."""
+"""Parameter name of a field that may be an argument instead of a flag."""
 
 S = TypeVar("S", bound=Settings)
 
@@ -33,13 +33,13 @@ def settings_options(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Give a command one option per field of `classes`, beside its own.
 
-    The command's first parameter gets their values. If two classes share a field, the first one's
-    is shown. `load` checks the values together with the environment and the TOML file.
+    The command's first parameter receives the values. If two classes share a field, the first
+    class's is used. `load` validates the values together with the environment and the TOML file.
 
     Args:
         *classes: Settings classes.
         hidden: Fields without an option.
-        positional: Field that may also be given as the command's argument.
+        positional: Field that may also be the command's argument.
     """
     fields: dict[str, tuple[FieldInfo, str]] = {}
     former: list[inspect.Parameter] = []
@@ -53,14 +53,14 @@ def settings_options(
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         _, *own_parameters = inspect.signature(command).parameters.values()
 
-        def run(**flags: Any) -> None:  # noqa: ANN401 - whatever typer parsed
+        def run(**flags: Any) -> None:  # noqa: ANN401 - typer's values
             others = {parameter.name: flags.pop(parameter.name) for parameter in own_parameters}
             if positional is not None:
                 flags[positional] = _given_once(positional, flags.pop(ARGUMENT), flags[positional])
             set_flags = {name: value for name, value in flags.items() if value not in (None, [])}
             command(set_flags, **others)
 
-        # A field's present name comes last, so that it wins over a former one.
+        # A field's current name is last, so that it wins over former names.
         parameters = [*former, *(_parameter(name, *fields[name]) for name in fields)]
         parameters += [
             parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY) for parameter in own_parameters
@@ -74,7 +74,7 @@ def settings_options(
 
 
 def load(cls: type[S], flags: Flags) -> S:
-    """Return the settings `cls`, with the flags that are its fields.
+    """Return settings of class `cls`, with the flags for its fields.
 
     Raises:
         typer.BadParameter: A value is not allowed; the message names its source.
@@ -86,7 +86,7 @@ def load(cls: type[S], flags: Flags) -> S:
 
 
 def _argument(name: str) -> inspect.Parameter:
-    """Return the typer argument that sets the same field as the option of `name`."""
+    """Return the typer argument that sets the same field as option `name`."""
     shown = typer.Argument(
         metavar=name.upper(), help=f"The same as {flag(name)}.", show_default=False
     )
@@ -99,10 +99,10 @@ def _argument(name: str) -> inspect.Parameter:
 
 
 def _given_once(name: str, argument: str | None, option: str | None) -> str | None:
-    """Return the value of a field that is an argument and an option.
+    """Return the value of a field that has an argument and an option.
 
     Raises:
-        typer.BadParameter: Both are given, and differ.
+        typer.BadParameter: Both are given and differ.
     """
     if argument is not None and option is not None and argument != option:
         raise typer.BadParameter(
@@ -112,7 +112,7 @@ def _given_once(name: str, argument: str | None, option: str | None) -> str | No
 
 
 def declaring(cls: type[Settings], name: str) -> type[Settings]:
-    """Return the class that declares a field: `cls` or one of its bases."""
+    """Return the class that declares a field: `cls` or a base class."""
     bases = (base for base in reversed(cls.__mro__) if issubclass(base, Settings))
     return next(base for base in bases if name in base.model_fields)
 

@@ -19,7 +19,7 @@ err = Console(stderr=True, highlight=False)
 
 
 class OutputPrinter:
-    """Prints the pieces of one output as they come: text to stdout, reasoning dimmed to stderr."""
+    """Prints the pieces of an output as they arrive: text to stdout, reasoning dimmed to stderr."""
 
     def __init__(self) -> None:
         self._reasoning = False
@@ -34,14 +34,14 @@ class OutputPrinter:
             out.out(delta.text, end="")
 
     def end(self) -> None:
-        """End the reasoning, if it is the last that was printed."""
+        """End the line of reasoning, if it was printed last."""
         if self._reasoning:
             self._reasoning = False
             err.out("\n")
 
 
 def number_table(first: str, *names: str) -> Table:
-    """Return a table without rows: a column of names, and columns of numbers."""
+    """Return an empty table with a column of names, and columns of numbers."""
     table = Table(first, box=None, padding=(0, 2, 0, 0), header_style="dim")
     for name in names:
         table.add_column(name, justify="right", no_wrap=True)
@@ -58,13 +58,13 @@ def failures(address: str) -> Iterator[None]:
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
-    except BrokenPipeError:  # the reader of stdout has closed it
+    except BrokenPipeError:  # stdout's reader closed the pipe
         sys.stderr.close()
         raise typer.Exit(1) from None
 
 
 def report(error: Error, address: str) -> None:
-    """Print an error's code and message, and what to do."""
+    """Print an error's code and message, and a remedy."""
     err.print(f"[bold red]{error.code.name}[/]: {escape(error.message)}", soft_wrap=True)
     for violation in error.violations:
         if violation.description not in error.message:
@@ -75,8 +75,8 @@ def report(error: Error, address: str) -> None:
         err.print("  set the API key in OCTAVO_API_KEY or with --api-key")
     elif isinstance(error, UnavailableError) and (variable := proxy_variable(address)):
         err.print(
-            f"  {variable} is set, so its proxy was asked for {escape(address)}; name the host in "
-            "no_proxy if the proxy cannot reach it",
+            f"  {variable} is set, so the connection to {escape(address)} used its proxy; add the "
+            "host to no_proxy if the proxy cannot reach it",
             soft_wrap=True,
         )
     elif isinstance(error, UnavailableError) and "handshake failed" in error.message:
@@ -111,7 +111,7 @@ def warning(text: str) -> str:
 
 
 def bar(share: float, width: int = 20) -> str:
-    """Return a bar of `width` cells, `share` (0 to 1) of them full, coloured by share."""
+    """Return a bar of `width` cells, filled up to `share` (0 to 1) and coloured by it."""
     full = round(min(max(share, 0.0), 1.0) * width)
     colour = "green" if share < 0.7 else "yellow" if share < 0.9 else "red"
     return f"[{colour}]{'█' * full}[/][dim]{'░' * (width - full)}[/] {share:4.0%}"

@@ -1,6 +1,6 @@
-"""Checks that precede a server's slow imports and its model: ports, files, models and the cache.
+"""Early checks, before slow imports and model loading: ports, files, models and the cache.
 
-The servers' own code checks them again as it uses them.
+The servers check them again when they use them.
 """
 
 from collections.abc import Iterable
@@ -18,14 +18,14 @@ from octavo.router.tenants.tenant import read_tenants
 
 
 def check_router(settings: RouterSettings, others: Iterable[Listener] = ()) -> None:
-    """Check what a router is about to use.
+    """Check the ports and files that a router will use.
 
     Args:
         settings: The router's settings.
         others: Other addresses on which this process and its children will listen.
 
     Raises:
-        OSError: A port is taken.
+        OSError: A port is in use.
         TlsError: A certificate or key cannot be used.
         SettingsError: The tenants' file cannot be used.
     """
@@ -38,10 +38,10 @@ def check_router(settings: RouterSettings, others: Iterable[Listener] = ()) -> N
 
 
 def check_engine(settings: EngineSettings) -> None:
-    """Check what an engine is about to use.
+    """Check the ports and files that an engine will use.
 
     Raises:
-        OSError: A port is taken, or the cache cannot be written.
+        OSError: A port is in use, or the cache is not writable.
         TlsError: A certificate or key cannot be used.
     """
     check_all(settings.listeners)
@@ -53,10 +53,10 @@ def check_engine(settings: EngineSettings) -> None:
 def check_model(settings: EngineSettings) -> Path:
     """Check the small files of an engine's model; return its directory or GGUF file.
 
-    A model of the hub is downloaded. A GGUF file is read by the engine, which has PyTorch.
+    A hub model is downloaded. The engine reads a GGUF file later, as that needs PyTorch.
 
     Raises:
-        ModelError: There is no such model, or it cannot be served.
+        ModelError: The model does not exist, or cannot be served.
         OSError: A file cannot be opened.
     """
     if (file := gguf_file(settings.source)) is not None:
@@ -68,12 +68,12 @@ def check_model(settings: EngineSettings) -> Path:
 
 
 def check_tokenizer(source: str) -> None:
-    """Check that there is a tokenizer at `source`, the value of --tokenizer or of --model.
+    """Check the tokenizer at `source`, the value of --tokenizer or --model.
 
-    That of a GGUF file is made later.
+    A GGUF file's tokenizer is created later.
 
     Raises:
-        ModelError: There is none, or its files are not whole.
+        ModelError: There is no tokenizer, or its files are incomplete.
         OSError: A file cannot be opened.
     """
     if (file := gguf_file(source)) is not None:

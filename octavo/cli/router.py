@@ -19,7 +19,7 @@ def router(flags: Flags) -> None:
 
 
 async def _router(settings: RouterSettings, progress: running.Progress) -> None:
-    from octavo.cli.preflight import check_router, check_tokenizer  # noqa: PLC0415 - of the extras
+    from octavo.cli.preflight import check_router, check_tokenizer  # noqa: PLC0415 - in an extra
 
     check_router(settings)
     if settings.tokenizer is not None:
@@ -36,7 +36,7 @@ async def _router(settings: RouterSettings, progress: running.Progress) -> None:
         progress.ready("router is ready", facts)
 
     if settings.workers > 1:
-        from octavo.cli.worker_group import run_workers  # noqa: PLC0415 - of the extras
+        from octavo.cli.worker_group import run_workers  # noqa: PLC0415 - in an extra
 
         await run_workers(settings, ready)
         return

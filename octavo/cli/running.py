@@ -1,4 +1,4 @@
-"""Progress, errors and event loop of `serve`, `router` and `engine`."""
+"""Progress, error output and event loop of `serve`, `router` and `engine`."""
 
 import asyncio
 import gc
@@ -33,8 +33,8 @@ log = structlog.get_logger(__name__)
 
 
 COLLECTION_THRESHOLD = 20_000
-"""Threshold of the youngest generation: new objects, less freed ones, between collections. Python's
-own, 700, makes the imports of a start a fifth longer, and costs steps time."""
+"""Garbage collector threshold of the youngest generation: allocations minus deallocations between
+collections. Python's default of 700 makes the imports a fifth slower, and slows steps."""
 
 
 class StartError(Exception):
@@ -69,7 +69,7 @@ class Progress:
             self._status.update(f"{text}…")
 
     def ready(self, title: str, facts: dict[str, str]) -> None:
-        """Show that the server is ready and its start time; call `settle`."""
+        """Show that the server is ready, and the start time; call `settle`."""
         settle()
         seconds = time.monotonic() - self._started
         self.close()
@@ -91,15 +91,15 @@ class Progress:
 def settle() -> None:
     """Exclude the objects of a started server from garbage collection.
 
-    It would look at all 250,000 objects of an engine now and then, for 0.1 to 0.3 s, and
-    nothing is served meanwhile. `run_loop` undoes it at the end.
+    A full collection visits all 250,000 objects of an engine in 0.1 to 0.3 s, during which nothing
+    is served. `run_loop` undoes it at the end.
     """
     gc.freeze()
 
 
 def run_loop(main: Coroutine[Any, Any, None]) -> None:
-    """Run a server in a new event loop, and collect garbage rarely; then undo `settle`."""
-    import uvloop  # noqa: PLC0415 - of the servers' extras
+    """Run a server in a new event loop with rare garbage collection; then undo `settle`."""
+    import uvloop  # noqa: PLC0415 - in the servers' extras
 
     ordinary = gc.get_threshold()
     gc.set_threshold(COLLECTION_THRESHOLD, *ordinary[1:])
@@ -114,7 +114,7 @@ async def unless_stopped(main: Coroutine[Any, Any, None]) -> None:
     """Run `main`; SIGTERM or SIGINT cancels it until it handles these signals itself.
 
     Raises:
-        StoppedWhileStartingError: A signal came.
+        StoppedWhileStartingError: A signal arrived.
     """
     async with joined(main, names=("main",), expected=(Exception,)) as (task,):
         stopped: list[signal.Signals] = []
@@ -132,7 +132,7 @@ async def unless_stopped(main: Coroutine[Any, Any, None]) -> None:
 
 
 def run(main: Callable[[Progress], Coroutine[Any, Any, None]], log_format: str) -> None:
-    """Run a server until it ends; an expected error becomes exit code 1."""
+    """Run a server until it ends; expected errors become exit code 1."""
     progress = Progress(log_format)
     raise_limit()
     try:

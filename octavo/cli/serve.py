@@ -37,17 +37,17 @@ LAST_PORT = 65535
 
 LINK_TO_ENGINE = ("engine_ca", "engine_cert", "engine_key", "engine_tls_name")
 PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
-"""TLS settings between router and engine; unused on a Unix socket."""
+"""TLS settings between router and engine, unused on Unix sockets."""
 
 
 HIDDEN = frozenset({"engine", "workers", *LINK_TO_ENGINE})
-"""Settings of the router that have no option here: its engines are at Unix sockets, and it is one
+"""Router settings without an option here: engines listen on Unix sockets, and the router is one
 process, as the engines need the cores."""
 
 
 @settings_options(ServeSettings, RouterSettings, EngineSettings, hidden=HIDDEN, positional="model")
 def serve(flags: Flags) -> None:
-    """Serve a model: a router here and an engine in a child process, or one for each NUMA node.
+    """Serve a model: a router here, and an engine in a child process or one per NUMA node.
 
     --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. An engine
     listens on a Unix socket of this user only; its metrics port is the router's plus one, the next
@@ -64,7 +64,7 @@ def serve(flags: Flags) -> None:
             "router --workers`"
         )
     own_flags: Flags = {"host": "127.0.0.1"}
-    # If it is not set, each picks a free port where its default is taken.
+    # Unset: each server picks a free port if its default is in use.
     if "metrics_port" in router.model_fields_set:
         own_flags["metrics_port"] = _metrics_port_of_engine(router.metrics_port, 0)
     engine = load(EngineSettings, {**_without(flags, "max_message_bytes"), **own_flags})
@@ -80,19 +80,19 @@ def serve(flags: Flags) -> None:
 
 
 def _metrics_port_of_engine(port: int, number: int) -> int:
-    """Return an engine's metrics port, by the router's; 0 disables all.
+    """Return an engine's metrics port, derived from the router's; 0 disables metrics.
 
     Args:
         port: The router's port.
-        number: The engine's number, from 0.
+        number: Number of the engine, from 0.
 
     Raises:
-        typer.BadParameter: There is no such port.
+        typer.BadParameter: The port would exceed 65535.
     """
     if port and port + 1 + number > LAST_PORT:
         raise typer.BadParameter(
-            f"--metrics-port is {port}, but each engine's metrics need a port after it, and there"
-            " is none: choose a lower port, or 0 for no metrics"
+            f"--metrics-port is {port}, but each engine's metrics need the next port, and there is "
+            "none: choose a lower port, or 0 for no metrics"
         )
     return port + 1 + number if port else 0
 
@@ -100,7 +100,7 @@ def _metrics_port_of_engine(port: int, number: int) -> int:
 def settings_of_engines(
     router: RouterSettings, engine: EngineSettings, count: int
 ) -> list[EngineSettings]:
-    """Return the settings of each of `count` engines, which differ in their metrics ports."""
+    """Return the settings of `count` engines, which differ in their metrics ports."""
     if "metrics_port" not in engine.model_fields_set:
         return [engine] * count
     ports = [_metrics_port_of_engine(router.metrics_port, number) for number in range(count)]
@@ -110,7 +110,7 @@ def settings_of_engines(
 def listeners_of_engines(
     router: RouterSettings, engines: Sequence[EngineSettings]
 ) -> list[Listener]:
-    """Return where engines serve metrics, unless their ports are replaced when they are taken."""
+    """Return the engines' metrics addresses, unless a port in use may be replaced."""
     if "metrics_port" not in engines[0].model_fields_set:
         return []
     listeners = []
@@ -125,7 +125,7 @@ def listeners_of_engines(
 
 
 def _without(flags: Flags, name: str) -> Flags:
-    """Return the flags without one."""
+    """Return the flags without one of them."""
     return {key: value for key, value in flags.items() if key != name}
 
 
@@ -135,8 +135,8 @@ async def _serve(
     engines_per_node: Words | int,
     progress: running.Progress,
 ) -> None:
-    """Run router and engines; stop the router before the engines."""
-    from octavo.cli import preflight  # noqa: PLC0415 - of the extras, as the next three
+    """Run a router and engines; stop the router before the engines."""
+    from octavo.cli import preflight  # noqa: PLC0415 - in an extra, like the next three
     from octavo.cli.engine_group import EngineGroup  # noqa: PLC0415
     from octavo.cli.engine_plan import plan_engines, read_machine  # noqa: PLC0415
     from octavo.common.models import cache  # noqa: PLC0415
@@ -151,11 +151,11 @@ async def _serve(
     check_all(listeners_of_engines(router, engines))
     progress.stage(f"Loading {engine.model}")
     with (
-        TemporaryDirectory(prefix="octavo-") as directory,  # of mode 0700
+        TemporaryDirectory(prefix="octavo-") as directory,  # mode 0700
         EngineGroup(engines, Path(directory), placements) as group,
     ):
-        # Start the router while the model loads: its imports take seconds, and a taken port is
-        # reported at once.
+        # Start the router while the model loads: its imports take seconds, and it reports a port in
+        # use at once.
         server = await call_in_thread(_import_router)
         loop = asyncio.get_running_loop()
         served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
@@ -185,7 +185,7 @@ async def _serve(
 
 
 async def _end_of(group: "EngineGroup", ready: asyncio.Task[None]) -> None:
-    """Wait until one of the ready engines ends; the router reports a failed start."""
+    """Wait until a ready engine ends; the router reports failed starts."""
     await asyncio.wait({ready})
     if not ready.cancelled() and ready.exception() is None:
         await group.ended()

@@ -1,4 +1,4 @@
-"""The settings of `octavo serve` alone."""
+"""Settings of `octavo serve` only."""
 
 from typing import Annotated, ClassVar, Literal
 
@@ -10,10 +10,10 @@ Words = Literal["auto", "off"]
 
 
 def _check(value: object) -> object:
-    """Return a number or word of --engines-per-node.
+    """Parse the value of --engines-per-node.
 
     Raises:
-        ValueError: It is neither.
+        ValueError: The value is not a word or a number.
     """
     if value in {"auto", "off"}:
         return value
@@ -24,13 +24,14 @@ def _check(value: object) -> object:
 
 
 class ServeSettings(Settings):
-    """Settings of `octavo serve`, beside those of the router and of its engines."""
+    """Settings of `octavo serve`, in addition to those of router and engines."""
 
     table: ClassVar[str] = "serve"
 
     engines_per_node: Annotated[Words | int, BeforeValidator(_check)] = Field(
         "auto",
-        description="Engines on each NUMA node's cores and memory, on a CPU. auto: one, if there"
-        " are several nodes, the model fits into the memory of each, and no CPU quota leaves cores"
-        " unused. off: one engine for all nodes. A number also divides a node's cores.",
+        description="Number of engines per NUMA node, each on its cores and memory; CPU only. "
+        "auto: one, if there are several nodes, the model fits into each node's memory, and no CPU "
+        "quota leaves cores unused. off: one engine for all nodes. A number also divides a node's "
+        "cores.",
     )

@@ -53,7 +53,7 @@ def _follow(client: Client, interval: float) -> None:
 
 
 def _view(client: Client) -> RenderableType:
-    """Return the server's health and two tables of models."""
+    """Return the server's health, and two tables of models."""
     models = client.list_models(timeout=TIMEOUT)
     serving = client.is_serving(timeout=TIMEOUT)
     health = "[green]serving[/]" if serving else "[red]not serving[/]"
@@ -65,7 +65,7 @@ def _view(client: Client) -> RenderableType:
 
 
 def warnings(models: tuple[Model, ...]) -> list[str]:
-    """Return the engines' warnings without repetitions."""
+    """Return the engines' warnings without duplicates."""
     return sorted({text for model in models for text in model.warnings})
 
 
@@ -76,14 +76,14 @@ def requests(models: tuple[Model, ...]) -> Table:
     )
     for model in models:
         numbers = model.max_model_len, model.running, model.waiting, model.swapped
-        kernels = ", ".join(model.kernels) or "-"  # engines of older versions do not report it
+        kernels = ", ".join(model.kernels) or "-"  # older engines do not report it
         processes = model.engines, model.ranks or model.engines
         table.add_row(escape(model.name), *map(str, processes), escape(kernels), *map(str, numbers))
     return table
 
 
 def drafts(models: tuple[Model, ...]) -> list[Table]:
-    """Return a table of drafted tokens, one row per model that has some; nothing without any."""
+    """Return a table of drafted tokens, one row per model that drafts; nothing without any."""
     table = number_table("model", "drafted tokens", "accepted")
     for model in models:
         if model.drafted_tokens:

@@ -1,4 +1,4 @@
-"""The layout of --help and its names of types, whatever typer's version."""
+"""Layout of --help and its type names, independent of typer's version."""
 
 import enum
 import inspect
@@ -16,9 +16,9 @@ NAMES = {int: "INTEGER", float: "NUMBER", str: "TEXT", Path: "PATH"}
 
 
 class _Switches:
-    """Commands whose --help names no type for a switch, --help itself included."""
+    """Commands whose --help shows no type for a switch, including --help itself."""
 
-    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - typer's versions differ
+    def get_params(self, ctx: Any) -> list[Any]:  # noqa: ANN401 - depends on typer's version
         """Return the parameters, with an empty type for each switch."""
         parameters: list[Any] = super().get_params(ctx)  # type: ignore[misc]
         for parameter in parameters:
@@ -28,7 +28,7 @@ class _Switches:
 
 
 class Command(_Switches, TyperCommand):
-    """A command; a paragraph of its help is one line, which the terminal breaks."""
+    """A command whose help has one line per paragraph, which the terminal wraps."""
 
     def __init__(self, *args: Any, help: str | None = None, **kwargs: Any) -> None:  # noqa: A002, ANN401
         paragraphs = inspect.cleandoc(help or "").split("\n\n")
@@ -42,7 +42,7 @@ class Group(_Switches, TyperGroup):
 
 
 def name_types(command: Callable[..., None]) -> Callable[..., None]:
-    """Name the types of a command's options; return the command."""
+    """Set the type names of a command's options; return the command."""
     for parameter in inspect.signature(command).parameters.values():
         kind, *marks = typing.get_args(parameter.annotation) or (None,)
         for mark in marks:

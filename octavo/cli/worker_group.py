@@ -1,4 +1,4 @@
-"""The worker processes of `octavo router --workers N`: started, started again, drained."""
+"""The worker processes of `octavo router --workers N`: started, restarted, drained."""
 
 import asyncio
 import sys
@@ -24,13 +24,13 @@ log = structlog.get_logger(__name__)
 
 
 class WorkerGroup:
-    """The workers of one router, each in a process that is started again when it ends.
+    """The workers of one router, each in a process that is restarted when it ends.
 
     Args:
         settings: Settings of each worker.
-        directory: Directory of their Unix sockets.
+        directory: Directory of the Unix sockets.
         parent: The servers in this process.
-        socket: Path of its Unix socket.
+        socket: Path of the parent's Unix socket.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class WorkerGroup:
 
     @property
     def is_up(self) -> bool:
-        """Whether every worker has listened for clients at least once."""
+        """Whether every worker has been ready for clients at least once."""
         return all(address.done() for address in self._listening)
 
     def start(self) -> None:
-        """Start all processes; before this one uses gRPC, whose threads a fork would lose."""
+        """Start all processes; call it before gRPC is used, as a fork loses its threads."""
         loop = asyncio.get_running_loop()
         numbers = range(self._settings.workers)
         self._listening = [loop.create_future() for _ in numbers]
@@ -71,7 +71,7 @@ class WorkerGroup:
         """Keep all workers running until `drain`.
 
         Raises:
-            StartError: One cannot start.
+            StartError: A worker cannot start.
         """
         self._tasks = [
             start(self._keep(number), f"worker-{number}") for number in range(len(self._processes))
@@ -79,17 +79,17 @@ class WorkerGroup:
         await asyncio.gather(*map(asyncio.shield, self._tasks))
 
     async def drain(self) -> None:
-        """Let all workers drain, and wait until they have ended; kill them if that takes long."""
+        """Drain all workers and wait for their end; kill them after the timeout."""
         self._stopping.set()
         self._begin_to_stop()
         await asyncio.wait(self._tasks, timeout=self._settings.drain_seconds + STOP_SECONDS)
 
     def hurry(self) -> None:
-        """Let workers that drain end at once: it is their second signal."""
+        """Stop draining workers at once, with a second signal."""
         self._begin_to_stop()
 
     async def close(self) -> None:
-        """End all processes, at once."""
+        """Stop all processes at once."""
         self._stopping.set()
         for process in self._processes:
             process.kill()
@@ -100,7 +100,7 @@ class WorkerGroup:
             process.begin_to_stop()
 
     def _new_process(self, number: int, *, restarted: bool) -> WorkerProcess:
-        self._starts += 1  # a worker that is started again has a socket of its own
+        self._starts += 1  # a restarted worker uses a new socket
         socket = self._directory / f"{number}-{self._starts}.sock"
         slot = WorkerSlot(number, socket, self._socket, restarted)
         process = WorkerProcess(self._settings, slot)
@@ -108,10 +108,10 @@ class WorkerGroup:
         return process
 
     async def _keep(self, number: int) -> None:
-        """Wait for a worker's end, and start it again, until all are stopped.
+        """Wait for a worker's end and restart it, until all are stopped.
 
         Raises:
-            StartError: It could not start the first time.
+            StartError: The worker could not start the first time.
         """
         delays = restart_delays()
         while not self._stopping.is_set():
@@ -132,7 +132,7 @@ class WorkerGroup:
         """Bring a new process into service and wait for its end; return why it ended.
 
         Raises:
-            StartError: It could not start the first time.
+            StartError: The worker could not start the first time.
         """
         slot, served = process.slot, False
         try:
@@ -156,24 +156,24 @@ class WorkerGroup:
 
 
 async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None]) -> None:
-    """Run a router's workers until SIGTERM or SIGINT, then drain; a second signal ends at once.
+    """Run a router's workers until SIGTERM or SIGINT, then drain; a second signal stops at once.
 
     Args:
         settings: The router's settings.
         on_ready: Called with HOST:PORT when all workers listen.
 
     Raises:
-        BackgroundError: A part that the router cannot do without has stopped.
-        OSError: It cannot listen there.
+        BackgroundError: An essential part of the router stopped.
+        OSError: An address is in use, or not local to this machine.
         SettingsError: The tenants' file cannot be used.
         StartError: A worker cannot start.
-        StoppedWhileStartingError: A signal came before all workers listened.
+        StoppedWhileStartingError: A signal arrived before all workers listened.
         TlsError: Certificates or keys cannot be used.
     """
     if sys.platform != "linux":
         raise StartError("--workers above 1 needs Linux, which spreads connections over them")
     with (
-        TemporaryDirectory(prefix="octavo-") as name,  # of mode 0700
+        TemporaryDirectory(prefix="octavo-") as name,  # mode 0700
         _reserved(settings) as port,
         stop_signals() as signals,
     ):
@@ -196,7 +196,7 @@ async def _run(
     """Serve until the first signal, then drain.
 
     Raises:
-        Exception: Any that `run_workers` raises.
+        Exception: Any error of `run_workers`.
     """
 
     async def announce() -> None:
@@ -223,10 +223,10 @@ async def _run(
 
 @contextmanager
 def _reserved(settings: RouterSettings) -> Iterator[int]:
-    """Reserve the ports that the workers share, within a block; yield that for gRPC.
+    """Reserve the workers' shared ports within a block; yield the gRPC port.
 
     Raises:
-        OSError: One is taken.
+        OSError: A port is in use.
     """
     with Listener(settings.host, settings.port).reserve() as reserved:
         port = int(reserved.getsockname()[1])

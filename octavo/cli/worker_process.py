@@ -13,7 +13,7 @@ OUT_OF_MEMORY = "run fewer --workers, or give the container more memory"
 
 
 class WorkerProcess(ChildProcess):
-    """A worker: it reports when its parent may call it, and when it listens for clients.
+    """A worker, which reports when its parent can call it, and when it listens for clients.
 
     Args:
         settings: The worker's settings.

@@ -7,19 +7,19 @@ DEFAULT_PORT = 50051
 DEFAULT_ADDRESS = f"localhost:{DEFAULT_PORT}"
 URL = re.compile(r"(?P<scheme>[a-z][a-z0-9+.-]*)://(?P<rest>.*)", re.IGNORECASE)
 GRPC_TARGET = re.compile(r"(unix|unix-abstract|dns|ipv4|ipv6|vsock|xds):", re.IGNORECASE)
-"""Targets of gRPC's own name resolvers."""
+"""Schemes of gRPC's own name resolvers."""
 HOST_AND_PORT = re.compile(r"(?P<host>\[[0-9a-fA-F:.]+(%\w+)?\]|[\w.-]*)(:(?P<port>[0-9]+))?")
 
 
 def parse_address(address: str) -> tuple[str, bool]:
-    """Return a server's address as HOST:PORT, and whether it asks for TLS.
+    """Return a server's address as HOST:PORT, and whether it requires TLS.
 
-    `address` is HOST:PORT, HOST, :PORT, or one of these after http:// or https://. The host is
-    localhost by default, the port `DEFAULT_PORT`; https:// asks for TLS. Targets of gRPC's own,
-    such as unix:/PATH or dns:///HOST:PORT, are returned unchanged.
+    `address` is HOST:PORT, HOST, :PORT, or one of these after http:// or https://. The default host
+    is localhost, the default port `DEFAULT_PORT`; https:// requires TLS. gRPC's own targets, such
+    as unix:/PATH or dns:///HOST:PORT, are returned unchanged.
 
     Raises:
-        ValueError: The address is none of these; the message says what is allowed.
+        ValueError: The address has none of these forms; the message lists them.
     """
     text = address.strip()
     if match := URL.fullmatch(text):
@@ -34,22 +34,22 @@ def parse_address(address: str) -> tuple[str, bool]:
 
 
 def _host_and_port(text: str, address: str) -> str:
-    """Return HOST:PORT with the defaults for what is missing.
+    """Return HOST:PORT, with defaults for missing parts.
 
     Raises:
-        ValueError: `text` is no such thing.
+        ValueError: `text` is not an address.
     """
     text, _, path = text.partition("/")
     if path:
         raise _wrong(address, f"it has a path, /{path}")
     if text.count(":") > 1 and not text.startswith("["):
-        text = f"[{text}]"  # an IPv6 address alone
+        text = f"[{text}]"  # a bare IPv6 address
     match = HOST_AND_PORT.fullmatch(text)
     if not text or match is None:
-        raise _wrong(address, f"{text!r} is no host and port")
+        raise _wrong(address, f"{text!r} is not a host and port")
     host, port = match["host"] or "localhost", int(match["port"] or DEFAULT_PORT)
     if not 0 < port < 1 << 16:
-        raise _wrong(address, f"{port} is no port; ports are 1 to 65535")
+        raise _wrong(address, f"{port} is not a port; ports are 1 to 65535")
     return f"{host}:{port}"
 
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class AsyncStream(BaseStream):
-    """The streamed answer to one request; see `Stream`. Read it once.
+    """The response stream of one request; see `Stream`.
 
     After `break`, the event loop cancels the request when it next runs; `async with` and `close()`
     cancel it at once.
@@ -50,7 +50,7 @@ class AsyncStream(BaseStream):
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
-            # `close` cancelled the call, not the task that reads it.
+            # `close` cancelled the call, not this task.
             raise CancelledError(grpc.StatusCode.CANCELLED, "the stream was closed") from None
         finally:
             self.close()
@@ -63,7 +63,7 @@ class AsyncStream(BaseStream):
                     yield event
 
     async def complete(self) -> Completion:
-        """Wait for the end and return everything.
+        """Wait for the end; return the whole result.
 
         Raises:
             Error: The request failed.
@@ -73,7 +73,7 @@ class AsyncStream(BaseStream):
         return self._gathering.result()
 
     async def text(self) -> str:
-        """Wait for the end and return the first output's text.
+        """Wait for the end; return the first output's text.
 
         Raises:
             Error: The request failed.
@@ -93,7 +93,7 @@ class AsyncStream(BaseStream):
 
 
 class AsyncClient(BaseClient):
-    """A client of an Octavo router for one event loop: create it inside the loop.
+    """A client of an Octavo router for one event loop; create it inside the loop.
 
     See `BaseClient` for the arguments.
     """
@@ -104,7 +104,7 @@ class AsyncClient(BaseClient):
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> AsyncStream:
-        """Start a request; its errors are raised when its stream is read.
+        """Start a request; errors are raised when the stream is read.
 
         Args:
             prompt: Text, messages or token ids.
@@ -145,10 +145,10 @@ class AsyncClient(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion | T:
-        """Return the whole answer, or an instance of `schema`; see `Client.complete`.
+        """Return the whole result, or an instance of `schema`; see `Client.complete`.
 
         Raises:
-            OutputError: The output was cut, or a validator of `schema` refuses it.
+            OutputError: The output was truncated, or a validator of `schema` rejects it.
             Error: The request failed.
         """
         stream = self.generate(prompt, timeout=timeout, **constrained(options, schema))
@@ -168,9 +168,10 @@ class AsyncClient(BaseClient):
         Args:
             prompt: The text or chat.
             model: Name of the model; needed if several are served.
-            add_special_tokens: Whether the tokenizer adds its special tokens. Default: to a text.
+            add_special_tokens: Whether to add the tokenizer's special tokens. Default: for text
+                only.
             timeout: Maximum seconds to wait.
-            options: Options of the chat's template.
+            options: Options of the chat template.
 
         Raises:
             Error: The call failed.

@@ -1,4 +1,4 @@
-"""Connection options of both clients."""
+"""Connection options, for both clients."""
 
 import grpc
 
@@ -7,7 +7,7 @@ from octavo.common import tls
 from octavo.common.proxies import NO_PROXY, is_loopback
 
 OPTIONS: tuple[tuple[str, int | str], ...] = (
-    # Log-probabilities of a long prompt outgrow grpc's 4 MiB.
+    # Log-probabilities of a long prompt exceed grpc's default of 4 MiB.
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
     # Reconnect to a restarted server within seconds, not minutes.
@@ -20,10 +20,10 @@ HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 
 
 def locate(address: str, files: tls.Tls | None) -> tuple[str, tls.Tls | None]:
-    """Return an address as HOST:PORT, and the TLS files; https:// alone sets public authorities.
+    """Return an address as HOST:PORT, and the TLS files; https:// alone uses public authorities.
 
     Raises:
-        ValueError: The address is malformed, or it is http:// and there are TLS files.
+        ValueError: The address is malformed, or it is http:// but TLS files are given.
     """
     target, wants_tls = parse_address(address)
     if files is not None and address.strip().lower().startswith("http://"):
@@ -36,11 +36,11 @@ def secure(
 ) -> tuple[grpc.ChannelCredentials | None, tuple[tuple[str, int | str], ...]]:
     """Return a channel's credentials, None for plaintext, and its options.
 
-    No proxy is asked for a server on this machine.
+    Connections to this machine never use a proxy.
 
     Raises:
         TlsError: The files cannot be used.
-        ValueError: Both are given.
+        ValueError: Both `tls` and `credentials` are given.
     """
     options = OPTIONS
     if is_loopback(target.rpartition(":")[0]):
@@ -53,7 +53,7 @@ def secure(
 
 
 def with_key(metadata: Metadata, api_key: str | None) -> Metadata:
-    """Return the metadata of every call."""
+    """Return the metadata to send with each call."""
     if api_key is None:
         return metadata
     return (*metadata, ("authorization", f"Bearer {api_key}"))

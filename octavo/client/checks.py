@@ -1,4 +1,4 @@
-"""Errors about values that do not fit the contract, found before anything is sent."""
+"""Errors about values that do not fit the protobuf fields, raised before sending."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +10,7 @@ from octavo.client.errors import FieldViolation, InvalidArgumentError
 
 @contextmanager
 def checked(path: str) -> Iterator[None]:
-    """Name the field if protobuf, or the conversion to it, refuses a value within the block."""
+    """Name the field if protobuf or a conversion rejects a value in the block."""
     try:
         yield
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the synchronous and the asyncio client share: everything except waiting."""
+"""Everything that the synchronous and the asyncio client share: all except waiting."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -23,7 +23,7 @@ class Cancellable(Protocol):
 
 
 class BaseStream:
-    """The events of one request, as far as they have been read."""
+    """The events of one request that were read so far."""
 
     def __init__(self, call: Cancellable) -> None:
         self._cancellable = call
@@ -31,17 +31,17 @@ class BaseStream:
 
     @property
     def accepted(self) -> Accepted | None:
-        """The server's answer on admission; None until it has been read."""
+        """Server's message on admission; None until it was read."""
         return self._gathering.accepted
 
     @property
     def finished(self) -> tuple[Finished, ...]:
-        """The outputs that have finished, as far as they have been read."""
+        """Finished outputs that were read so far."""
         return tuple(self._gathering.finished.values())
 
     @property
     def outputs(self) -> tuple[Output, ...]:
-        """The outputs that have finished, as far as they have been read."""
+        """Finished outputs that were read so far."""
         return self._gathering.result().outputs
 
     def close(self) -> None:
@@ -63,8 +63,8 @@ class BaseClient:
             for TLS, https://; or a gRPC target such as "unix:/path".
         api_key: The tenant's API key; None if the server needs none.
         tls: Certificate files; `Tls()` uses the public authorities. None: plaintext.
-        credentials: Instead of `tls`, if files are not enough.
-        metadata: Sent with every call.
+        credentials: Credentials of gRPC, instead of `tls`, if files do not suffice.
+        metadata: Metadata to send with every call.
 
     Raises:
         TlsError: The files cannot be used.

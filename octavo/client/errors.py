@@ -13,7 +13,7 @@ from octavo.client.types import Completion
 
 @dataclass(frozen=True, slots=True)
 class FieldViolation:
-    """An invalid field of the request, and the reason."""
+    """An invalid field of the request, with the reason."""
 
     field: str
     description: str
@@ -25,7 +25,7 @@ class Error(Exception):
     Attributes:
         code: The gRPC status.
         message: The server's message.
-        violations: Invalid fields of the request, if the server names them.
+        violations: Invalid fields of the request, if known.
         retry_after: Seconds to wait before a retry, if known.
     """
 
@@ -44,7 +44,7 @@ class Error(Exception):
 
 
 class InvalidArgumentError(Error):
-    """The request is wrong; `violations` has the fields."""
+    """The request is invalid; `violations` lists the fields."""
 
 
 class NotFoundError(Error):
@@ -56,7 +56,7 @@ class ResourceExhaustedError(Error):
 
 
 class UnavailableError(Error):
-    """The server, or an engine behind it, is unavailable. A retry may help."""
+    """The server or an engine is unavailable; a retry may help."""
 
 
 class DeadlineExceededError(Error):
@@ -68,7 +68,7 @@ class CancelledError(Error):
 
 
 class OutputError(Error):
-    """An output does not fit the type that was asked for: it was cut, or a validator refuses it.
+    """An output does not match the requested type: truncated, or rejected by a validator.
 
     Attributes:
         completion: The model's answer.
@@ -106,7 +106,7 @@ _CLASSES: dict[grpc.StatusCode, type[Error]] = {
 
 
 def from_rpc_error(error: grpc.RpcError) -> Error:
-    """Convert an error of grpc, sync or asyncio, to an `Error` with its details."""
+    """Convert a grpc error, sync or asyncio, to an `Error` with details."""
     code, message = error.code(), error.details() or ""
     violations: tuple[FieldViolation, ...] = ()
     retry_after = None

@@ -1,4 +1,4 @@
-"""Conversion of prompts, and of tools that belong to them, to the contract's messages."""
+"""Conversion of prompts and tools to protobuf messages."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
@@ -9,7 +9,7 @@ from octavo.common.tools import Tool, schema_text
 from octavo.v1 import generation_pb2 as pb
 
 Prompt: TypeAlias = str | Sequence[Message] | Sequence[Mapping[str, Any]] | Sequence[int]
-"""Plain text, a chat (messages, or mappings as OpenAI's API has them), or token ids."""
+"""Plain text, a chat (messages, or mappings in OpenAI's form), or token ids."""
 
 PromptRequest: TypeAlias = pb.GenerateRequest | pb.TokenizeRequest
 
@@ -18,7 +18,7 @@ MODES = {
     "none": pb.TOOL_CHOICE_MODE_NONE,
     "required": pb.TOOL_CHOICE_MODE_REQUIRED,
 }
-"""The rules of tool choice by name."""
+"""Tool choice rules by name."""
 
 
 def set_prompt(request: PromptRequest, prompt: Prompt) -> None:
@@ -46,11 +46,11 @@ def set_prompt(request: PromptRequest, prompt: Prompt) -> None:
 
 
 def set_tools(chat: pb.ChatPrompt, tools: Sequence[Tool | Mapping[str, Any]]) -> None:
-    """Add tools, given as such or as mappings as OpenAI's API has them.
+    """Add tools, each a `Tool` or a mapping in OpenAI's form.
 
     Raises:
         InvalidArgumentError: A value does not fit its field's type.
-        TypeError: One is no tool.
+        TypeError: An item is neither.
     """
     for number, tool in enumerate(tools):
         if not isinstance(tool, Tool):
@@ -65,7 +65,7 @@ def set_tools(chat: pb.ChatPrompt, tools: Sequence[Tool | Mapping[str, Any]]) ->
 
 
 def set_tool_choice(chat: pb.ChatPrompt, choice: str | Tool) -> None:
-    """Set whether tools are called; what is no rule is a tool's name."""
+    """Set the tool choice: a rule, or else a tool's name."""
     with checked("chat.tool_choice"):
         if isinstance(choice, Tool):
             chat.tool_choice.name = choice.name
@@ -93,7 +93,7 @@ def _add(chat: pb.ChatPrompt, message: Message) -> None:
 
 
 def _message(number: int, fields: Mapping[str, Any]) -> Message:
-    """Return a mapping with the members of a message, which null leaves out."""
+    """Return a mapping with a message's members, without null ones."""
     try:
         members = {name: value for name, value in fields.items() if value is not None}
         content = members.pop("content", "")
@@ -138,7 +138,7 @@ def _tool(number: int, fields: Mapping[str, Any]) -> Tool:
 
 
 def _function(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the members of a tool, which OpenAI's API puts into one more object."""
+    """Return a tool's members, which OpenAI's API nests in another object."""
     if tool.get("type", "function") != "function":
         raise TypeError
     function: Mapping[str, Any] = tool.get("function", tool)

@@ -1,4 +1,4 @@
-"""Conversion of a client's arguments to requests, for sync and asyncio."""
+"""Conversion of clients' arguments to requests, sync and asyncio."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, get_type_hints
@@ -16,9 +16,9 @@ HIGHEST = {
     FieldDescriptor.CPPTYPE_UINT32: (1 << 32) - 1,
     FieldDescriptor.CPPTYPE_UINT64: (1 << 64) - 1,
 }
-"""The highest number of each unsigned type."""
+"""Maximum of each unsigned type."""
 LOWEST = {"stop.max_tokens": 1}
-"""The lowest number of fields that may not be 0."""
+"""Minimum of fields that must not be 0."""
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -26,7 +26,7 @@ def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateReq
 
     Raises:
         InvalidArgumentError: A value does not fit its field's type, such as a negative `top_k`, or
-            several options say what form the outputs must have.
+            several options set a constraint.
         TypeError: An option is unknown or the prompt is not text, a chat or token ids.
     """
     request = pb.GenerateRequest()
@@ -47,7 +47,8 @@ def tokenize_request(
     """Build a TokenizeRequest from text or a chat.
 
     Raises:
-        InvalidArgumentError: A value does not fit its field's type, or the prompt is no chat.
+        InvalidArgumentError: A value does not fit its field's type, or chat options are given with
+            text.
         TypeError: An option is unknown or the prompt is not text or a chat.
     """
     request = pb.TokenizeRequest(model=model or "", add_special_tokens=add_special_tokens)
@@ -74,7 +75,7 @@ def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - 
         return
     path = PARAMETERS[name].path
     if path.startswith("chat.") and request.WhichOneof("prompt") != "chat":
-        raise invalid(path, f"{name} needs a prompt of messages: it lays out a chat")
+        raise invalid(path, f"{name} needs a prompt of messages: it sets how a chat is rendered")
     if path.startswith("constraint.") and path != "constraint.lenient":
         if path == "constraint.json_object" and not value:
             return
@@ -88,7 +89,7 @@ def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - 
             with checked(path):
                 request.constraint.json_schema = schema_text(value)
         case "constraint.choices.values":
-            request.constraint.choices.SetInParent()  # also without any, which is refused
+            request.constraint.choices.SetInParent()  # also if empty, for an error
             with checked(path):
                 request.constraint.choices.values.extend(value)
         case _:
@@ -96,7 +97,7 @@ def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - 
 
 
 def _check_only_constraint(request: pb.GenerateRequest, name: str, path: str) -> None:
-    """Refuse a second constraint: in the contract, it would replace the first."""
+    """Reject a second constraint, as protobuf would replace the first."""
     if (other := request.constraint.WhichOneof("kind")) is not None:
         raise invalid(path, f"{name} and {other} exclude each other: an output has one constraint")
 
@@ -119,7 +120,7 @@ def _set(request: Protobuf, path: str, value: object) -> None:
 
 
 def _check_integer(path: str, value: int, cpp_type: int) -> None:
-    """Refuse a number that a field of this type, if unsigned, cannot hold; say what it can."""
+    """Reject a number outside the range of an unsigned field, naming the range."""
     low, high = LOWEST.get(path, 0), HIGHEST.get(cpp_type)
     if high is not None and not 0 <= value <= high:
         raise invalid(path, f"{path} must be in [{low}, {high}]; got {value}")

@@ -1,4 +1,4 @@
-"""Conversion of responses to the client's types, for sync and asyncio."""
+"""Conversion of responses to client types, for sync and asyncio."""
 
 from collections.abc import Iterable
 from dataclasses import fields
@@ -32,7 +32,7 @@ _REASONS = {
 
 
 def event(response: pb.GenerateResponse) -> Event | None:
-    """Decode one response; return None for an unknown event of a newer server."""
+    """Decode a response; return None for an event unknown to this client's version."""
     match response.WhichOneof("event"):
         case "accepted":
             accepted = response.accepted
@@ -67,18 +67,18 @@ def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def default_sampling(card: pb.ModelCard) -> dict[str, float]:
-    """Return a model's own defaults, by the option of `generate`."""
+    """Return a model's default parameters, named as options of `generate`."""
     values = {
         name: value
         for name, parameter, value in set_values(card.default_sampling, "sampling")
         if parameter.generation_config
     }
-    # A float of 32 bits has seven digits: 0.6 is not to be shown as 0.6000000238418579.
+    # Round to float32's seven digits: show 0.6, not 0.6000000238418579.
     return {n: v if isinstance(v, int) else float(f"{v:.7g}") for n, v in values.items()}
 
 
 def tool_calls(pieces: Iterable[ToolCallDelta | pb.ToolCallDelta]) -> tuple[ToolCall, ...]:
-    """Return the calls of one output, in order, from all their pieces."""
+    """Assemble an output's tool calls, in order, from all their pieces."""
     calls: dict[int, list[ToolCallDelta | pb.ToolCallDelta]] = {}
     for piece in pieces:
         calls.setdefault(piece.index, []).append(piece)
@@ -89,7 +89,7 @@ def tool_calls(pieces: Iterable[ToolCallDelta | pb.ToolCallDelta]) -> tuple[Tool
 
 
 class Gathering:
-    """The events of a stream, collected into a Completion."""
+    """Collects a stream's events into a Completion."""
 
     def __init__(self) -> None:
         self.accepted: Accepted | None = None

@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 def constrained(options: GenerateOptions, schema: type[T] | None) -> GenerateOptions:
-    """Return options that constrain the one output to the JSON Schema of a type, if there is one.
+    """Return options that constrain the output to the JSON Schema of a type, if given.
 
     Raises:
         InvalidArgumentError: There are several outputs, or another schema.
@@ -28,10 +28,10 @@ def constrained(options: GenerateOptions, schema: type[T] | None) -> GenerateOpt
 
 
 def instance(completion: Completion, schema: type[T] | None) -> Completion | T:
-    """Return the first output as an instance of a type, or all of them if there is no type.
+    """Return the first output as an instance of a type; without a type, the whole result.
 
     Raises:
-        OutputError: It was cut, or a validator of the type refuses it.
+        OutputError: The output was truncated, or a validator of the type rejects it.
     """
     if schema is None:
         return completion

@@ -18,7 +18,7 @@ from octavo.v1 import generation_pb2 as pb
 
 
 class Stream(BaseStream):
-    """The streamed answer to one request. Read it once.
+    """The response stream of one request. Read it once.
 
     Iterate over it for the text, over `events()` for all events, or get the whole with `text()`
     or `complete()`. Leaving the loop, `close()` and the end of a `with` block cancel the request.
@@ -48,7 +48,7 @@ class Stream(BaseStream):
         return (event for event in self.events() if isinstance(event, Delta))
 
     def complete(self) -> Completion:
-        """Wait for the end and return everything.
+        """Wait for the end; return the whole result.
 
         Raises:
             Error: The request failed.
@@ -58,7 +58,7 @@ class Stream(BaseStream):
         return self._gathering.result()
 
     def text(self) -> str:
-        """Wait for the end and return the first output's text.
+        """Wait for the end; return the first output's text.
 
         Raises:
             Error: The request failed.
@@ -86,7 +86,7 @@ class Client(BaseClient):
     def generate(
         self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
     ) -> Stream:
-        """Start a request; its errors are raised when its stream is read.
+        """Start a request; errors are raised when the stream is read.
 
         Args:
             prompt: Text, messages or token ids.
@@ -127,17 +127,17 @@ class Client(BaseClient):
         timeout: float | None = None,
         **options: Unpack[GenerateOptions],
     ) -> Completion | T:
-        """Return the whole answer, or an instance of `schema`.
+        """Return the whole result, or an instance of `schema`.
 
         Args:
             prompt: Text, messages or token ids.
-            schema: A pydantic model, or another type that pydantic makes a JSON Schema of: the
-                output is constrained to it.
+            schema: A pydantic model, or another type with a JSON Schema in pydantic, to which the
+                output is constrained.
             timeout: Deadline in seconds.
             **options: See GenerateOptions.
 
         Raises:
-            OutputError: The output was cut, or a validator of `schema` refuses it.
+            OutputError: The output was truncated, or a validator of `schema` rejects it.
             Error: The request failed.
         """
         stream = self.generate(prompt, timeout=timeout, **constrained(options, schema))
@@ -157,9 +157,10 @@ class Client(BaseClient):
         Args:
             prompt: The text or chat.
             model: Name of the model; needed if several are served.
-            add_special_tokens: Whether the tokenizer adds its special tokens. Default: to a text.
+            add_special_tokens: Whether to add the tokenizer's special tokens. Default: for text
+                only.
             timeout: Maximum seconds to wait.
-            options: Options of the chat's template.
+            options: Options of the chat template.
 
         Raises:
             Error: The call failed.

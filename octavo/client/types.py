@@ -26,11 +26,11 @@ class ToolCall:
     name: str
     arguments: str
 
-    def parse(self) -> Any:  # noqa: ANN401 - whatever the tool's schema says
-        """Return the arguments, as a rule a dict.
+    def parse(self) -> Any:  # noqa: ANN401 - any JSON
+        """Return the decoded arguments, usually a dict.
 
         Raises:
-            ValueError: The model was free to write what is no JSON, or the output was cut.
+            ValueError: The arguments are not JSON, as the output was unconstrained or truncated.
         """
         return json.loads(self.arguments)
 
@@ -41,11 +41,11 @@ class Message:
 
     Attributes:
         role: "system", "developer", "user", "assistant" or "tool".
-        content: The text, or the parts of it.
-        tool_calls: The tools that an assistant's message called.
-        tool_call_id: The id of the call that a tool's message answers.
-        reasoning: The reasoning before the answer in an assistant's message.
-        name: The name of the tool or of the participant.
+        content: The text, or its parts.
+        tool_calls: Tool calls of an assistant's message.
+        tool_call_id: Id of the call that a tool's message answers.
+        reasoning: Reasoning before the answer, in an assistant's message.
+        name: Name of the tool or of the participant.
     """
 
     role: str
@@ -75,7 +75,7 @@ class TokenLogprob:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens counted for one output.
+    """Token counts of one output.
 
     Attributes:
         prompt_tokens: Tokens of the prompt.
@@ -96,9 +96,9 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
-    """The request is queued, with its `queue_position` from 1, or it is being computed.
+    """The request is queued, at `queue_position` from 1, or it is running.
 
-    `cached_tokens` of a queued request are unknown, 0; its `Usage` has them.
+    `cached_tokens` is 0 for a queued request; `Usage` has the real number.
     """
 
     request_id: str
@@ -113,7 +113,7 @@ class Accepted:
 
 @dataclass(frozen=True, slots=True)
 class ToolCallDelta:
-    """The next piece of an output's call `index`; the first one has the id and the name."""
+    """The next piece of an output's call `index`; the first one has id and name."""
 
     index: int
     arguments: str
@@ -174,7 +174,7 @@ class Output:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of one request; `outputs` are in order of their index."""
+    """The result of one request, with `outputs` ordered by index."""
 
     request_id: str
     model: str
@@ -210,7 +210,7 @@ class Completion:
 
     @property
     def usage(self) -> Usage:
-        """The prompt's tokens, counted once, and all outputs' tokens."""
+        """Token counts of the prompt and of all outputs."""
         first = self.outputs[0].usage
         sampled = sum(output.usage.output_tokens for output in self.outputs)
         reasoned = sum(output.usage.reasoning_tokens for output in self.outputs)
@@ -221,13 +221,13 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """A served model, its limits and its load. See ModelCard in the contract.
+    """A served model, its limits and its load. See protos' ModelCard.
 
     Attributes:
-        default_sampling: The model's own defaults, by the option of `generate`.
-        ranks: Processes that its engines have together; 0 if unknown.
-        base_model: The model that it adapts, if it is a LoRA adapter; else empty.
-        aliases: Other names that requests may use for it.
+        default_sampling: The model's default parameters, named as options of `generate`.
+        ranks: Total processes of the engines; 0 if unknown.
+        base_model: Base model of a LoRA adapter; empty for other models.
+        aliases: Other names of the model in requests.
     """
 
     name: str
@@ -257,16 +257,16 @@ class Model:
 
     @property
     def used_blocks(self) -> int:
-        """KV-cache blocks that requests hold."""
+        """Number of KV-cache blocks that requests hold."""
         return self.total_blocks - self.free_blocks
 
     @property
     def waste(self) -> float:
-        """The fraction of token slots in used blocks that are empty, 0 to 1."""
+        """Fraction of token slots in used blocks that are empty, 0 to 1."""
         slots = self.used_blocks * self.block_size
         return self.wasted_slots / slots if slots else 0.0
 
     @property
     def cache_use(self) -> float:
-        """The fraction of KV-cache blocks in use, 0 to 1."""
+        """Fraction of KV-cache blocks in use, 0 to 1."""
         return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0

@@ -1,4 +1,4 @@
-"""The names that adapters may have."""
+"""Rules for names and paths of adapters."""
 
 import re
 
@@ -8,18 +8,18 @@ ADAPTER_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/:-]{0,127}")
 ADAPTER_NAMES = (
     "a name has at most 128 letters, digits and . _ / : -, and begins with a letter or digit"
 )
-"""The same, for people."""
+"""The rule for names, as text."""
 MAX_PATH = 4096
-"""Characters of an adapter's directory."""
+"""Maximum characters of the path of an adapter's directory."""
 
 
 def check_adapter_name(name: str) -> None:
-    """Raise INVALID_ARGUMENT for a name that no adapter may have."""
+    """Raise INVALID_ARGUMENT if an adapter's name is invalid."""
     if not ADAPTER_NAME.fullmatch(name):
         raise rpc.invalid("name", f"name cannot be {name[:256]!r}: {ADAPTER_NAMES}")
 
 
 def check_adapter_path(path: str) -> None:
-    """Raise INVALID_ARGUMENT for what is no path of a directory."""
+    """Raise INVALID_ARGUMENT if a path cannot be a directory's."""
     if not 1 <= len(path) <= MAX_PATH or "\0" in path:
         raise rpc.invalid("path", f"path must be a directory, of 1 to {MAX_PATH} characters")

@@ -1,7 +1,7 @@
 """Background tasks and threads, made only in this module so that each failure is visible.
 
-`keep_running` and `keep_thread_running` restart what fails, `joined` passes the error to a block
-of code that waits, and `report_failure` and `start_thread` log the error.
+`keep_running` and `keep_thread_running` restart failed ones, `joined` raises the error in a waiting
+block of code, and `report_failure` and `start_thread` log it.
 """
 
 import asyncio
@@ -18,22 +18,22 @@ import structlog
 log = structlog.get_logger(__name__)
 
 FIRST_DELAY = 0.05
-"""Seconds before the first restart; doubled with each failure after it."""
+"""Seconds before the first restart; doubled after each further failure."""
 LONGEST_DELAY = 10.0
 LOOK_SECONDS = 1.0
-"""Seconds between checks that the threads are alive, while a call waits for one."""
+"""Seconds between checks that threads are alive, while a call waits for one."""
 STEADY_SECONDS = 60.0
-"""After a run this long, the delay is `FIRST_DELAY` again."""
+"""Seconds of running after which the delay is `FIRST_DELAY` again."""
 
 _Result = TypeVar("_Result")
 
 
 class BackgroundError(Exception):
-    """An essential task or thread has ended; the message names it."""
+    """An essential task or thread has ended; the message has its name."""
 
 
 def keep_running(main: Callable[[], Awaitable[None]], name: str) -> asyncio.Task[None]:
-    """Run `main` as a task until it returns or is cancelled; log its errors and run it again."""
+    """Run `main` as a task until it returns or is cancelled; log errors and restart it."""
 
     async def restarting() -> None:
         delays = restart_delays()
@@ -53,7 +53,7 @@ def keep_running(main: Callable[[], Awaitable[None]], name: str) -> asyncio.Task
 
 
 def _cancelled(error: BaseException) -> bool:
-    """Return whether the running task was cancelled, rather than something it waited for."""
+    """Return whether the current task was cancelled, not something that it waited for."""
     task = asyncio.current_task()
     assert task is not None
     return isinstance(error, asyncio.CancelledError) and task.cancelling() > 0
@@ -105,7 +105,7 @@ async def first_to_end(**works: Coroutine[Any, Any, object]) -> NoReturn:
     """Run essential `works`, by name, until the first one ends.
 
     Raises:
-        BackgroundError: One has ended; caused by its error, if it had one.
+        BackgroundError: A work has ended; its error, if any, is the cause.
     """
     async with joined(*works.values(), names=tuple(works), expected=(Exception,)) as tasks:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -190,7 +190,7 @@ class OneThread:
             try:
                 outcome: tuple[Callable[[Any], None], object]
                 outcome = done.set_result, function(*arguments)
-            except StopIteration as error:  # a future refuses it, and would never be done
+            except StopIteration as error:  # futures reject it, and would never be done
                 outcome = done.set_exception, RuntimeError(f"{function} raised {error!r}")
             except BaseException as error:  # noqa: BLE001 - raised to the caller
                 outcome = done.set_exception, error
@@ -223,7 +223,7 @@ def wait_for_loop(
     """Run `work` in the event loop of another thread, wait for it and return its result.
 
     Raises:
-        TimeoutError: It took longer than `timeout` seconds; it is cancelled.
+        TimeoutError: The work took longer than `timeout` seconds, and was cancelled.
     """
     running = asyncio.run_coroutine_threadsafe(work, loop)
     try:
@@ -255,18 +255,18 @@ class ThreadPool:
             while not done.done():
                 await asyncio.wait({done}, timeout=LOOK_SECONDS)
                 self._replace_dead()
-                if pool is not self._pool and call.cancel():  # no thread had begun it
+                if pool is not self._pool and call.cancel():  # no thread started it
                     raise BackgroundError(f"a thread of {self._name!r} died; try again")
             return done.result()
         finally:
             done.cancel()
 
     def close(self) -> None:
-        """Cancel queued calls and end the threads, without waiting for running calls."""
+        """Cancel queued calls and stop the threads, without waiting for running calls."""
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _replace_dead(self) -> None:
-        """Make a new pool if a thread has died; the old threads finish their calls and end."""
+        """Create a new pool if a thread has died; the old threads finish their calls and end."""
         if not all(thread.is_alive() for thread in self._threads):
             log.error("background thread failed", thread=self._name)
             self._pool.shutdown(wait=False)

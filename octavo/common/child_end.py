@@ -1,4 +1,4 @@
-"""Why a child process ended: its exit code or signal, and whether memory ran out."""
+"""Describes why a child process ended: exit code or signal, and whether memory ran out."""
 
 import signal
 
@@ -7,11 +7,11 @@ from octavo.common.resources import OomKills
 
 
 def why_it_ended(code: int, before: OomKills, remedy: str) -> str:
-    """Return why a child process ended, in words.
+    """Return why a child process ended, as text.
 
     Args:
-        code: Its exit code; negative for a signal, as subprocess has it.
-        before: The kernel's counters from before the child started.
+        code: Exit code; negative for a signal, as in subprocess.
+        before: The kernel's counters before the child started.
         remedy: Advice if memory ran out.
     """
     if code >= 0:

@@ -7,7 +7,7 @@ from pydantic import Field
 from octavo.common.settings import Settings
 
 HANDSHAKE_SECONDS = 20.0
-"""Timeout of a connection's handshake, TLS included."""
+"""Timeout of a connection's handshake, including TLS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,13 +15,13 @@ class ConnectionLimits:
     """Limits of one server, enforced by gRPC before any handler runs.
 
     Attributes:
-        max_connections: Open connections of all peers; gRPC closes further ones at once.
+        max_connections: Open connections of all peers; gRPC closes new ones beyond it at once.
         max_streams: Calls in progress per connection; peers queue further ones.
-        max_metadata_bytes: Size of a call's headers; more is RESOURCE_EXHAUSTED.
-        min_ping_interval: Seconds between a peer's pings; faster is ENHANCE_YOUR_CALM.
+        max_metadata_bytes: Maximum bytes of a call's headers, else RESOURCE_EXHAUSTED.
+        min_ping_interval: Minimum seconds between a peer's pings, else ENHANCE_YOUR_CALM.
         max_idle: Seconds without a call until a connection is closed; 0 disables.
         max_age: Seconds until a connection accepts no more calls; 0 disables.
-        age_grace: Seconds that the calls on it may then take.
+        age_grace: Seconds that calls may take after that.
     """
 
     max_connections: int = 4096
@@ -37,7 +37,7 @@ class ConnectionLimits:
         options = [
             ("grpc.max_allowed_incoming_connections", self.max_connections),
             ("grpc.max_concurrent_streams", self.max_streams),
-            # gRPC refuses calls at random when the size is between the two.
+            # If the two limits differ, gRPC rejects sizes between them at random.
             ("grpc.max_metadata_size", self.max_metadata_bytes),
             ("grpc.absolute_max_metadata_size", self.max_metadata_bytes),
             ("grpc.http2.min_ping_interval_without_data_ms", _ms(self.min_ping_interval)),

@@ -1,4 +1,4 @@
-"""The file descriptors of a process: their limit, and some in reserve."""
+"""File descriptors of this process: the limit, and a reserve."""
 
 import errno
 import os
@@ -10,18 +10,18 @@ import structlog
 log = structlog.get_logger(__name__)
 
 OWN = 128
-"""Descriptors that a server needs besides its clients' connections: files, engines, epolls."""
+"""Descriptors that a server needs besides client connections: files, engines, epolls."""
 
 
 def raise_limit() -> None:
-    """Let this process, and its children, open as many files as the hard limit says."""
+    """Raise this process's limit of open files to the hard limit, for children too."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with suppress(ValueError, OSError):  # macOS reports an infinite limit, but refuses to set it
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_limit(connections: int) -> None:
-    """Warn if there are not enough descriptors for so many connections of clients."""
+    """Warn if the limit is too low for this number of client connections."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit != resource.RLIM_INFINITY and limit < connections + OWN:
         log.warning(
@@ -34,12 +34,12 @@ def check_limit(connections: int) -> None:
 
 
 def none_left(error: OSError) -> bool:
-    """Return whether an error says that no descriptor is left."""
+    """Return whether an error means that no descriptor is left."""
     return error.errno in {errno.EMFILE, errno.ENFILE}
 
 
 class Reserve:
-    """Descriptors that are held, to be given back when no other is left.
+    """Reserved descriptors, to be released when no others are left.
 
     Args:
         size: Number of descriptors.
@@ -50,13 +50,13 @@ class Reserve:
         self._held: list[int] = []
 
     def fill(self) -> None:
-        """Hold as many as there can be again."""
+        """Open descriptors up to the size, as far as the limit allows."""
         with suppress(OSError):
             while len(self._held) < self._size:
                 self._held.append(os.open(os.devnull, os.O_RDONLY))
 
     def release(self) -> bool:
-        """Give one back; return whether there was one."""
+        """Release one; return whether there was one."""
         if self._held:
             os.close(self._held.pop())
             return True

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 Signature = tuple[tuple[int, int, int] | None, ...] | None
-"""A value of `signature`; None before the first one."""
+"""A result of `signature`; None before the first one."""
 
 
 def signature(*paths: Path) -> Signature:

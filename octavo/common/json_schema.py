@@ -1,4 +1,4 @@
-"""Walk through the parts of a JSON Schema."""
+"""Traverse the parts of a JSON Schema."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -6,31 +6,31 @@ from typing import Any
 from urllib.parse import unquote
 
 MAPS = ("properties", "patternProperties")
-"""Keywords of a mapping from names to schemas."""
+"""Keywords whose value maps names to schemas."""
 LISTS = ("allOf", "anyOf", "oneOf", "prefixItems")
-"""Keywords of a list of schemas."""
+"""Keywords whose value is a list of schemas."""
 SINGLES = ("items", "additionalItems", "additionalProperties")
-"""Keywords of one schema; `items` may also be a list."""
+"""Keywords whose value is a schema; that of `items` may also be a list."""
 
 CONTROL = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
 """Control characters that JSON writes as Unicode escapes, and DEL."""
 CONTROL_ESCAPE = re.compile(
     r"\\(?:x(?:[01][0-9a-fA-F]|7[fF]|\{)|u(?:00[01]|007[fF]|\{)|[0-7]|c[A-Za-z]|[vae])"
 )
-"""An escape of a regular expression that may mean one of them."""
+"""Regular expression escapes that may match one of them."""
 INDEX = re.compile("0|[1-9][0-9]{0,9}")
-"""The place of a list's entry, as a JSON Pointer has it."""
+"""Index of a list entry in a JSON Pointer."""
 CLASS = re.compile(r"\[(?:\\.|[^\]\\])*\]", re.DOTALL)
 
 
 class Pointer:
-    """A JSON Pointer, as a URI fragment; it is made a text only where it is shown.
+    """A JSON Pointer as a URI fragment, converted to text only when shown.
 
-    A name of a megabyte may be above a hundred thousand schemas.
+    Converting each would be slow: a megabyte-long name may contain a hundred thousand schemas.
 
     Args:
-        parent: The pointer that it begins with.
-        parts: The parts behind the parent, not escaped.
+        parent: Pointer to the parent.
+        parts: Unescaped parts after the parent.
     """
 
     __slots__ = ("parent", "parts")
@@ -49,13 +49,13 @@ class Pointer:
 
 
 LocatedSchema = tuple[Pointer, Mapping[str, Any]]
-"""A schema and where it is."""
+"""A schema with its pointer."""
 
 
 def subschemas(schema: object) -> Iterator[LocatedSchema]:
-    """Yield a schema and all those in it that apply, by `$ref` too; booleans are left out.
+    """Yield a schema and all subschemas that apply, also by `$ref`, except booleans.
 
-    Each comes once, however often and in whichever spelling others refer to it.
+    Each is yielded once, regardless of the number and spelling of references to it.
     """
     seen: set[int] = set()
     left: list[tuple[Pointer, object]] = [(Pointer("#"), schema)]
@@ -72,9 +72,9 @@ def subschemas(schema: object) -> Iterator[LocatedSchema]:
 
 
 def has_control(keyword: str, value: object) -> bool:
-    """Return whether a keyword's value asks for a control character by itself.
+    """Return whether a keyword's value requires a control character.
 
-    Outputs cannot have it: JSON writes it with a Unicode escape alone.
+    Outputs cannot contain one: JSON allows it only as a Unicode escape.
     """
     if keyword == "pattern":
         return isinstance(value, str) and _matches_control(value)
@@ -93,14 +93,14 @@ def has_control(keyword: str, value: object) -> bool:
 
 
 def _matches_control(pattern: str) -> bool:
-    """Return whether a regular expression has a control character outside of larger classes."""
+    """Return whether a regular expression has a control character, except in larger classes."""
     rest = CLASS.sub(lambda found: "" if _is_large(found[0]) else found[0], pattern)
-    rest = rest.replace(r"\\", "")  # a backslash itself
+    rest = rest.replace(r"\\", "")  # an escaped backslash
     return bool(CONTROL.search(rest) or CONTROL_ESCAPE.search(rest))
 
 
 def _is_large(characters: str) -> bool:
-    """Return whether a class surely has several characters: it is negated or has a range."""
+    """Return whether a class certainly has several characters: negated, or with a range."""
     low, dash, high = characters[1:-1].partition("-")
     return characters.startswith("[^") or bool(dash and low and high and low != high)
 
@@ -119,12 +119,12 @@ def _inside(pointer: Pointer, schema: Mapping[str, Any]) -> Iterator[tuple[Point
 
 
 def escape(name: str) -> str:
-    """Return a name as a JSON Pointer has it."""
+    """Escape a name for a JSON Pointer."""
     return name.replace("~", "~0").replace("/", "~1")
 
 
 def resolve(schema: object, reference: str) -> object:
-    """Return the value at a reference into the same document; None if it is not there."""
+    """Return the value that a reference within the document points to, or None."""
     value = schema
     for name in names(reference):
         value = member(value, name)
@@ -132,13 +132,13 @@ def resolve(schema: object, reference: str) -> object:
 
 
 def names(reference: str) -> list[str]:
-    """Return the names on the path of a reference into the same document."""
+    """Return the names in a reference within the document."""
     parts = unquote(reference).split("/")[1:]
     return [part.replace("~1", "/").replace("~0", "~") for part in parts]
 
 
 def member(value: object, name: str) -> object:
-    """Return the member of an object or a list by its name; None if there is none."""
+    """Return a member of an object or a list by name, or None."""
     if isinstance(value, Mapping):
         return value.get(name)
     if isinstance(value, list) and INDEX.fullmatch(name) and int(name) < len(value):

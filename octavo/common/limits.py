@@ -1,8 +1,8 @@
-"""Limits of requests, with the error message of each.
+"""Limits of requests, and their error messages.
 
-The router checks them to answer at once, the engine because it trusts no router: each calls
-`check_parameters` once, and `output_length` when it knows the prompt's tokens. No check depends on
-state: a request refused here is always refused.
+The router checks them to answer at once; the engine checks them again, as it trusts no router. Both
+call `check_parameters` once, and `output_length` once the prompt is tokenized. No check depends on
+state: an invalid request is always invalid.
 """
 
 from collections.abc import Sequence
@@ -35,9 +35,9 @@ class Limits:
 
     Attributes:
         max_model_len: Maximum tokens of prompt and output together.
-        vocab_size: Token ids are below this.
+        vocab_size: Exclusive upper limit of token ids.
         max_outputs: Maximum outputs per request.
-        budgets: The KV-cache blocks of each engine; a request must fit into every one.
+        budgets: Block budget of each engine; a request must fit into every one.
         beam_search: Whether the engines support beam search.
         constraints: Whether the engines can constrain outputs.
     """
@@ -53,11 +53,11 @@ class Limits:
 def check_parameters(
     request: generation_pb2.GenerateRequest | engine_pb2.Submit, limits: Limits
 ) -> None:
-    """Check all of a request but its prompt.
+    """Check all of a request except its prompt.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT, or UNIMPLEMENTED for what the engines do not support; the
-            field is named.
+        rpc.RpcError: INVALID_ARGUMENT, or UNIMPLEMENTED for what the engines do not support, with
+            the field's name.
     """
     _check_length("request_id", request.request_id, MAX_REQUEST_ID)
     _check_length("cache_salt", request.cache_salt, MAX_CACHE_SALT)
@@ -134,7 +134,7 @@ def _check_beam(
     output: sampling_pb2.OutputOptions,
     limits: Limits,
 ) -> None:
-    """Check a beam search and that no option is set that it does not support."""
+    """Check a beam search, and that options that it does not support are unset."""
     if not limits.beam_search:
         raise rpc.unimplemented(
             "beam", "the model's engine does not support beam search; use sampling"
@@ -149,7 +149,7 @@ def _check_beam(
 
 
 def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) -> None:
-    """Check a constraint's kind and size; whether it can be compiled, the engine finds out."""
+    """Check a constraint's kind and size; the engine compiles it later."""
     if not limits.constraints:
         raise rpc.unimplemented(
             "constraint",
@@ -183,7 +183,7 @@ def check_constraint(constraint: sampling_pb2.OutputConstraint, limits: Limits) 
 def output_length(
     prompt_tokens: int, outputs: int, stop: sampling_pb2.StopConditions, limits: Limits
 ) -> int:
-    """Return the maximum tokens per output: as requested, else what context and blocks leave.
+    """Return the maximum tokens per output: requested, or else limited by context and blocks.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT: the request could never be served.
@@ -229,7 +229,7 @@ def output_length(
 
 
 def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
-    """Return the error for a prompt of more than `max_tokens`; `tokens` is None if unknown."""
+    """Return the error for a prompt over `max_tokens`; `tokens` is None if unknown."""
     return rpc.invalid(
         "prompt",
         f"the prompt must have at most {max_tokens} tokens, which leaves one of the model's "
@@ -239,7 +239,7 @@ def prompt_too_long(max_tokens: int, tokens: int | None = None) -> rpc.RpcError:
 
 
 def check_number(field: str, value: float, low: float, high: float, *, above: bool = False) -> None:
-    """Check that `value` is in [low, high], or (low, high] if `above`. NaN never is."""
+    """Check that `value` is in [low, high], or (low, high] if `above`. NaN is invalid."""
     if (value > low if above else value >= low) and value <= high:
         return
     bracket = "(" if above else "["

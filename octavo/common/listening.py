@@ -52,24 +52,24 @@ def listen(
     flag: str = "--port",
     shared: bool = False,
 ) -> str:
-    """Bind a server that has not started to a port, 0 for a free one; return HOST:PORT.
+    """Bind a server to a port before its start, 0 for a free one; return HOST:PORT.
 
     Args:
         server: The server.
-        host: Its address.
-        port: The port.
-        tls: Its files; without them the port is plaintext.
-        flag: The port's setting, for the error message.
-        shared: Whether other processes listen there too, as their parent has reserved it.
+        host: Address to listen on.
+        port: Port to listen on.
+        tls: TLS files; None: plaintext.
+        flag: Setting of the port, for error messages.
+        shared: Whether other processes listen on the same port, which their parent has reserved.
 
     Raises:
-        OSError: The port is taken, or the address is not this machine's.
+        OSError: The port is in use, or the address is not local to this machine.
         TlsError: The files cannot be used.
     """
     credentials = None if tls is None else server_credentials(tls)
     listener = Listener(host, port, flag)
     if not shared:
-        listener.check()  # says why, which gRPC does not
+        listener.check()  # raises the reason, which gRPC does not
     name = listener.address.removesuffix(f":{port}")
     try:
         bound = (

@@ -21,20 +21,20 @@ QUIET = (
     "urllib3",
     "uvicorn",
 )
-"""Libraries that log only warnings and errors."""
+"""Libraries of which only warnings and errors are logged."""
 
 
 def configure(
     log_format: LogFormat = "console",
     log_level: str = "info",
-    **fields: Any,  # noqa: ANN401 - whatever a log line may hold
+    **fields: Any,  # noqa: ANN401 - any value in a log line
 ) -> None:
-    """Send all logs to stderr; call once per process, before anything logs.
+    """Send all logs to stderr; call it once per process, before anything logs.
 
     Args:
         log_format: Format of the lines.
-        log_level: The lowest level that is logged.
-        **fields: Fields of every line, such as the process' number.
+        log_level: Lowest level to log.
+        **fields: Fields for every line, such as the process's number.
 
     Timestamps are UTC. Every line contains the bound `structlog.contextvars`, such as request ids.
     """
@@ -74,7 +74,7 @@ def configure(
 
 
 class _Fields:
-    """Adds the process' own fields to every event."""
+    """Adds the process's fields to every event."""
 
     def __init__(self, fields: dict[str, Any]) -> None:
         self._fields = fields
@@ -85,7 +85,7 @@ class _Fields:
         method: str,  # noqa: ARG002
         event: MutableMapping[str, Any],
     ) -> MutableMapping[str, Any]:
-        """Add the fields to an event; a field that the event has already keeps its value."""
+        """Add the fields to an event, unless it already has them."""
         for name, value in self._fields.items():
             event.setdefault(name, value)
         return event
@@ -97,18 +97,18 @@ def _renderers(log_format: LogFormat) -> list[Processor]:
         plain = structlog.dev.plain_traceback
         colors = sys.stderr.isatty()
         return [structlog.dev.ConsoleRenderer(colors=colors, exception_formatter=plain)]
-    # Locals stay out of tracebacks: they would put prompts into the log.
+    # Tracebacks omit local variables, which may contain prompts.
     frames = structlog.tracebacks.ExceptionDictTransformer(show_locals=False)
     return [structlog.processors.ExceptionRenderer(frames), structlog.processors.JSONRenderer()]
 
 
 def _is_no_departure(record: logging.LogRecord) -> bool:
-    """Return False for gRPC's traceback of a client that disconnected at a certain moment."""
+    """Return False for gRPC's traceback about a client that disconnected at a bad moment."""
     return not record.getMessage().startswith("ExecuteBatchError raised in core")
 
 
 def _quieten() -> None:
-    """Silence libraries' informational logs, even if they are imported later."""
+    """Silence libraries' informational logs, also of later imports."""
     logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_departure)
     for name in QUIET:
         logging.getLogger(name).setLevel(logging.WARNING)

@@ -1,4 +1,4 @@
-"""Prometheus metrics over HTTP, and the metrics of every process."""
+"""Serves Prometheus metrics over HTTP, and adds metrics of the process."""
 
 import asyncio
 import errno
@@ -22,10 +22,10 @@ POLL_SECONDS = 0.1
 
 
 def observe_process(registry: CollectorRegistry) -> None:
-    """Add metrics of the process' memory, CPU time, open files and event-loop tasks."""
+    """Add metrics of the process's memory, CPU time, open files and event-loop tasks."""
     ProcessCollector(registry=registry)
     loop = asyncio.get_running_loop()
-    tasks = Gauge("octavo_tasks", "Tasks of the event loop that have not ended.", registry=registry)
+    tasks = Gauge("octavo_tasks", "Unfinished tasks of the event loop.", registry=registry)
     tasks.set_function(lambda: len(asyncio.all_tasks(loop)))
 
 
@@ -35,10 +35,10 @@ def serve_metrics(
 ) -> Iterator[None]:
     """Serve `registry` at http://host:port/metrics; port 0 serves nothing.
 
-    With `fallback`, use a free port if another process has this one.
+    With `fallback`, use a free port if this one is in use.
 
     Raises:
-        OSError: The port is taken; the message names it and its flag.
+        OSError: The port is in use; the message has the port and its flag.
     """
     if port == 0:
         yield
@@ -49,7 +49,7 @@ def serve_metrics(
         log.info("metrics served", address=address)
     else:
         log.warning(
-            "metrics served at another port: the default one is taken",
+            "metrics served at another port: the default one is in use",
             taken=port,
             address=address,
             hint="choose one with --metrics-port",
@@ -87,5 +87,5 @@ def _bind(registry: CollectorRegistry, host: str, port: int) -> ThreadingWSGISer
 class _Handler(WSGIRequestHandler):
     """A handler that logs no requests."""
 
-    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base's name
+    def log_message(self, format: str, *args: object) -> None:  # noqa: A002 - the base class's name
         """Log nothing."""

@@ -1,9 +1,9 @@
-"""Run a module in a process that ends with the process that started it.
+"""Runs a module in a process that ends with its starter.
 
     python -m octavo.common.parent_watch MODULE ARGUMENT...
 
-The starter makes this process a session leader and holds the other end of its standard input. The
-kernel closes that pipe when the starter ends; all processes of the session are then killed.
+The starter makes this process a session leader, and keeps the other end of its standard input. When
+the starter ends, the kernel closes that pipe, and this kills all processes of the session.
 """
 
 import os
@@ -23,7 +23,7 @@ def main() -> None:
 
 def _end_with_starter() -> None:
     """Wait for the end of standard input, then kill the session's processes."""
-    os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer's lock would be held at the end
+    os.read(sys.stdin.fileno(), 1)  # unbuffered: a buffer's lock would be held at exit
     os.killpg(0, signal.SIGKILL)
 
 

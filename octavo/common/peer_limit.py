@@ -1,4 +1,4 @@
-"""A limit on the calls in progress per client address."""
+"""Limits the calls in progress per client address."""
 
 from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -13,7 +13,7 @@ from grpc_health.v1 import health
 from octavo.common import rpc
 
 RETRY_SECONDS = 1.0
-"""Suggested delay before a refused call is retried; when others end is unknown."""
+"""Retry delay of refused calls in seconds, as the end of other calls is unknown."""
 
 
 def limit_calls(limit: int) -> list[grpc.aio.ServerInterceptor]:
@@ -34,8 +34,8 @@ class PeerLimit(grpc.aio.ServerInterceptor):
             [grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"
         ],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:  # noqa: ANN401 - the stubs do not know that it may be None
-        """Wrap the handler that `continuation` finds, if it is an asyncio one."""
+    ) -> Any:  # noqa: ANN401 - the stubs do not allow None
+        """Wrap an asyncio handler."""
         handler = await continuation(handler_call_details)
         if handler is None or handler_call_details.method.startswith(f"/{health.SERVICE_NAME}/"):
             return handler
@@ -61,8 +61,8 @@ class PeerLimit(grpc.aio.ServerInterceptor):
         address = _address(context.peer())
         if self._calls[address] >= self._limit:
             raise rpc.exhausted(
-                f"{self._limit} calls of {address} are in progress, the most that one address "
-                "may have (--max-calls-per-peer); retry when one has ended",
+                f"{self._limit} calls of {address} are in progress, the maximum per address "
+                "(--max-calls-per-peer); retry when one has ended",
                 RETRY_SECONDS,
             )
         self._calls[address] += 1
@@ -75,5 +75,5 @@ class PeerLimit(grpc.aio.ServerInterceptor):
 
 
 def _address(peer: str) -> str:
-    """Return gRPC's name of a peer without its port."""
+    """Return gRPC's name of a peer, without its port."""
     return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer

@@ -1,4 +1,4 @@
-"""Which cores and memory one of several engines on a machine uses."""
+"""Placement: the cores and memory for one of several engines on a machine."""
 
 import ctypes
 import errno
@@ -13,21 +13,21 @@ from octavo.common.topology import format_list
 log = structlog.get_logger(__name__)
 
 SET_MEMPOLICY = {"x86_64": 238, "aarch64": 237}
-"""Linux's number of the system call, by machine; the C library has no function for it."""
+"""Linux's number of the set_mempolicy system call, by machine; libc has no function for it."""
 MPOL_BIND = 2
 CAPABILITY_HINT = "in a container, add the capability SYS_NICE"
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """The part of the machine that one engine uses, beside other engines.
+    """The part of a machine that one of several engines uses.
 
     Attributes:
-        cpus: The hardware threads that it runs on.
-        node: The NUMA node that they are on.
-        binds_memory: Whether its memory is bound to the node, if there are several.
-        engines: Number of engines that share this process' limits.
-        engines_on_node: Number of them that share the node.
+        cpus: Hardware threads to run on.
+        node: Their NUMA node.
+        binds_memory: Whether memory is bound to the node, if there are several.
+        engines: Number of engines that share this process's limits.
+        engines_on_node: Number of engines on the same node.
     """
 
     cpus: tuple[int, ...]
@@ -44,17 +44,17 @@ _current: Placement | None = None
 
 
 def current() -> Placement | None:
-    """Return this process' placement; None if it may use all that it is allowed."""
+    """Return this process's placement; None if it may use everything available."""
     return _current
 
 
 def bind(placement: Placement) -> None:
-    """Bind this process to a placement: the calling thread and threads that it starts later.
+    """Bind this process to a placement: the calling thread, and threads that it starts later.
 
-    Where memory cannot be bound, Linux still allocates it on the node whose core first writes to
-    it, unless that node is full.
+    If memory cannot be bound, Linux still allocates it on the node that writes to it first, unless
+    that node is full.
     """
-    global _current  # noqa: PLW0603 - a fact of the process, as its affinity is
+    global _current  # noqa: PLW0603 - process-wide, like the affinity
     _current = placement
     os.sched_setaffinity(0, placement.cpus)
     if placement.binds_memory:
@@ -89,7 +89,7 @@ def _set_mempolicy(number: int, node: int) -> None:
     mask = (ctypes.c_ulong * words)()
     mask[node // bits] = 1 << node % bits
     libc = ctypes.CDLL(None, use_errno=True)
-    # Linux ignores the last bit of the number that it is given.
+    # Linux ignores the last bit of the given number.
     size = ctypes.c_ulong(words * bits + 1)
     if libc.syscall(ctypes.c_long(number), ctypes.c_int(MPOL_BIND), mask, size):
         number = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""TCP ports: free ones, and a check that one is free."""
+"""TCP ports: finds free ones, and checks that ports are free."""
 
 import secrets
 import socket
@@ -13,7 +13,7 @@ UNASSIGNED = range(20_000, 32_768)
 def free_port() -> int:
     """Return a free loopback port outside the ephemeral range.
 
-    Another process may take it first; prefer port 0 where the server reports its own port.
+    Another process may bind it first; prefer port 0 if the server reports its port.
     """
     while True:
         port = secrets.choice(UNASSIGNED)
@@ -30,15 +30,15 @@ FREE_PORT, NO_PORT = "a free one", "none"
 
 @dataclass(frozen=True, slots=True)
 class Listener:
-    """An address to listen on, and the words for an error.
+    """An address to listen on, with texts for error messages.
 
     Attributes:
         host: A name or address of this machine; IPv6 with or without brackets.
         port: 0 for a free one.
-        flag: The setting of the port.
+        flag: Setting of the port.
         action: Purpose of the port, such as "serve metrics".
         zero: Meaning of port 0: `FREE_PORT` or `NO_PORT`.
-        reason: Why it is this port, if the user did not choose it.
+        reason: Reason for this port, if the user did not choose it.
     """
 
     host: str
@@ -56,24 +56,24 @@ class Listener:
 
     @property
     def bare_host(self) -> str:
-        """The host, IPv6 without brackets."""
+        """The host; IPv6 without brackets."""
         return self.host.strip("[]")
 
     @property
     def disabled(self) -> bool:
-        """Whether nothing is served here."""
+        """Whether port 0 means that nothing is served."""
         return not self.port and self.zero == NO_PORT
 
     def check(self) -> None:
         """Check that a server could listen here.
 
         Raises:
-            OSError: The port is taken, or the address is not this machine's.
+            OSError: The port is in use, or the address is not local to this machine.
         """
         try:
             family, _, _, _, address = self._resolve()
             with socket.socket(family, socket.SOCK_STREAM) as probe:
-                # As the servers do: connections that have ended leave the port free.
+                # Like the servers: connections that have ended do not block the port.
                 probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
                 probe.bind(address)
                 probe.listen()
@@ -81,14 +81,15 @@ class Listener:
             raise self.error(error) from None
 
     def listen(self, backlog: int, *, shared: bool = False) -> socket.socket:
-        """Return a listening socket; `::` takes IPv4 too, as gRPC has it.
+        """Return a listening socket; `::` also accepts IPv4, as in gRPC.
 
         Args:
-            backlog: Connections that may wait to be accepted.
-            shared: Whether other processes listen there too, as their parent has reserved it.
+            backlog: Maximum connections waiting to be accepted.
+            shared: Whether other processes listen on the same port, which their parent has
+                reserved.
 
         Raises:
-            OSError: The port is taken, or the address is not this machine's.
+            OSError: The port is in use, or the address is not local to this machine.
         """
         try:
             family, _, _, _, address = self._resolve()
@@ -105,13 +106,13 @@ class Listener:
     def reserve(self) -> socket.socket:
         """Reserve the port for servers of this user that share it (SO_REUSEPORT).
 
-        Nobody else can listen there while the returned socket is open. It does not listen itself,
-        so it gets no connections. Port 0 reserves a free one.
+        While the returned socket is open, other users cannot listen there. It does not listen
+        itself, so it receives no connections. Port 0 reserves a free one.
 
         Raises:
-            OSError: The port is taken, or the address is not this machine's.
+            OSError: The port is in use, or the address is not local to this machine.
         """
-        self.check()  # servers that share a port themselves would let this one share theirs
+        self.check()  # fails if another server shares this port
         family, _, _, _, address = self._resolve()
         reserved = socket.socket(family, socket.SOCK_STREAM)
         try:
@@ -138,7 +139,7 @@ class Listener:
 
 
 def metrics_listener(host: str, port: int) -> Listener:
-    """Return where metrics are served."""
+    """Return the address of the metrics server."""
     return Listener(host, port, "--metrics-port", "serve metrics", NO_PORT)
 
 
@@ -146,7 +147,7 @@ def check_all(listeners: Sequence[Listener]) -> None:
     """Check that servers could listen at all of these.
 
     Raises:
-        OSError: A port is taken, or given twice.
+        OSError: A port is in use, or given twice.
     """
     seen: dict[tuple[str, int], Listener] = {}
     for listener in listeners:

@@ -1,12 +1,12 @@
-"""Loopback addresses, and the HTTP proxy that gRPC takes to other ones."""
+"""Detects loopback addresses, and the HTTP proxy that gRPC uses for others."""
 
 import ipaddress
 import os
 
 NO_PROXY = ("grpc.enable_http_proxy", 0)
-"""The channel argument that ignores the proxy of the environment."""
+"""Channel argument that ignores the environment's proxy."""
 VARIABLES = ("grpc_proxy", "https_proxy", "http_proxy")
-"""Environment variables in which gRPC looks for a proxy, in its order; only in lower case."""
+"""Environment variables that gRPC reads for a proxy, in its order; lower case only."""
 
 
 def is_loopback(host: str) -> bool:
@@ -18,9 +18,9 @@ def is_loopback(host: str) -> bool:
 
 
 def proxy_variable(target: str) -> str | None:
-    """Return the environment variable by whose proxy gRPC goes to HOST:PORT; None for none.
+    """Return the variable with the proxy that gRPC uses for HOST:PORT; None if it uses none.
 
-    It does not consider the hosts that `no_proxy` excludes.
+    It ignores `no_proxy`.
     """
     if is_loopback(target.rpartition(":")[0]):
         return None

@@ -1,7 +1,7 @@
 """Memory and CPU time available to this process.
 
-PyTorch and psutil report the machine's. Linux control groups, version 1 or 2, limit a container:
-the limits of the process' group and of every group above it apply.
+PyTorch and psutil report the whole machine's. Linux control groups, version 1 or 2, limit
+containers: the limits of the process's group and all its parents apply.
 """
 
 import math
@@ -16,13 +16,14 @@ from octavo.common.system_files import SYSTEM, read_text
 from octavo.common.topology import read_nodes
 
 LIMITS = ("memory.max", "memory.high", "memory.limit_in_bytes")
-"""Files of a group's limits, of either version. Over `high` it is slowed down, not ended."""
+"""Files with a group's limits, of either version. Above `high`, a group is slowed, not killed."""
 USAGES = ("memory.current", "memory.usage_in_bytes")
 INACTIVE = ("total_inactive_file", "inactive_file")
-"""Reclaimable page cache, which counts as used. In version 1 the second key omits child groups."""
+"""Key of the reclaimable page cache, which counts as used; version 1's second key omits child
+groups."""
 
 OOM_COUNTERS = ("memory.events", "memory.oom_control")
-"""Files of a group with its `oom_kill` counter, of version 2 and 1."""
+"""Files with a group's `oom_kill` counter, of versions 2 and 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,7 @@ class Memory:
 
     Attributes:
         total: The maximum for this process.
-        available: Free now, without swapping or killing anything.
+        available: Free now, without swapping or killing.
     """
 
     total: int
@@ -39,9 +40,9 @@ class Memory:
 
 
 def memory(root: Path = SYSTEM) -> Memory:
-    """Return the memory of the machine, within the limits of control groups.
+    """Return the machine's memory, within the limits of control groups.
 
-    Engines that run side by side share it, and each has no more than its share of its node's.
+    Engines on the same machine share it, and each has at most its share of its node's memory.
     """
     machine = psutil.virtual_memory()
     total, available = float(machine.total), float(machine.available)
@@ -60,18 +61,18 @@ def memory(root: Path = SYSTEM) -> Memory:
 
 @dataclass(frozen=True, slots=True)
 class OomKills:
-    """How many processes the kernel has killed for lack of memory.
+    """Number of processes that the kernel has killed for lack of memory.
 
     Attributes:
-        group: Kills in this process' control group; None if unknown.
-        machine: On the machine; None if unknown.
+        group: Kills in this process's control group; None if unknown.
+        machine: Kills on the machine; None if unknown.
     """
 
     group: int | None
     machine: int | None
 
     def rose_since(self, before: "OomKills") -> bool | None:
-        """Return whether the kernel has killed one of this group since; None if unknown."""
+        """Return whether the kernel has killed a process of this group since; None if unknown."""
         if self.group is not None and before.group is not None:
             return self.group > before.group
         if self.machine is not None and self.machine == before.machine:
@@ -97,9 +98,9 @@ def _counter(text: str) -> int | None:
 
 
 def cpu_quota(root: Path = SYSTEM) -> float:
-    """Return the cores' worth of time that this process may use; infinite without a limit.
+    """Return the CPU time that this process may use, in cores; infinite without a limit.
 
-    Engines that run side by side share it.
+    Engines on the same machine share it.
     """
     placement = current()
     quota = min([_quota(group) for group in _groups("cpu", root)], default=math.inf)
@@ -107,7 +108,7 @@ def cpu_quota(root: Path = SYSTEM) -> float:
 
 
 def _used(group: Path) -> int:
-    """Return the bytes of a group's memory that are not reclaimable page cache."""
+    """Return the bytes of a group's memory, except reclaimable page cache."""
     usage = next((int(text) for name in USAGES if (text := read_text(group / name))), 0)
     stat = dict(line.split() for line in read_text(group / "memory.stat").splitlines())
     return usage - next((int(stat[key]) for key in INACTIVE if key in stat), 0)
@@ -124,7 +125,7 @@ def _quota(group: Path) -> float:
 
 
 def _groups(controller: str, root: Path) -> Iterator[Path]:
-    """Yield this process' groups of `controller`, each before its parents."""
+    """Yield this process's groups of `controller`, each before its parents."""
     homes: dict[str, Path] = {}
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, names, path = line.split(":", 2)
@@ -141,12 +142,12 @@ def _groups(controller: str, root: Path) -> Iterator[Path]:
         if home is None:
             continue
         top = root / point.lstrip("/")
-        # In a container, the mount may show the process' own group alone.
+        # In a container, only the process's own group may be mounted.
         below = home.relative_to(shown) if home.is_relative_to(shown) else Path()
         yield top / below
         yield from (top / parent for parent in below.parents)
 
 
 def _limit(text: str) -> float:
-    """Parse a limit; `max`, -1 and an empty text are infinite."""
+    """Parse a limit; `max`, -1 and an empty text mean infinity."""
     return float(text) if text.isdigit() else math.inf

@@ -1,9 +1,9 @@
-"""The parameters of a request: one declaration for each.
+"""The parameters of a request, declared once each.
 
-From `GenerateOptions` are made: the client's keyword arguments and where each goes in
-GenerateRequest, the flags of `octavo generate` and `chat`, the members of the HTTP requests, the
-checks of ranges on router and engine, the engine's defaults, and docs/parameters.md.
-`SamplingParams` holds those that change how a token is sampled, as the engine uses them.
+`GenerateOptions` defines the client's keyword arguments and their fields in GenerateRequest, the
+flags of `octavo generate` and `chat`, the members of HTTP requests, the range checks of router and
+engine, the engine's defaults, and docs/parameters.md. `SamplingParams` has the engine's form of
+those that affect sampling.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ MAX_PRIORITY = 100
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """The values of a number: `[low, high]`, or `(low, high]` if `above`.
+    """Allowed numbers: `[low, high]`, or `(low, high]` if `above`.
 
     Attributes:
         high: A number, or "max_outputs" for the engine's limit of outputs per request.
@@ -38,18 +38,17 @@ class Range:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """The declaration of one parameter.
+    """Declaration of one parameter.
 
     Attributes:
-        path: Its field in GenerateRequest.
+        path: Field in GenerateRequest.
         help: Description, with the unit.
-        range: The numbers that are allowed; None: all of its type, or checked elsewhere.
-        default: The value of a request that does not set it; None: there is none.
-        flags: Its flags on the command line; empty: no flag. Default: its name.
-        file: Whether its flag names a file that holds the value.
-        http: Whether it is a member of HTTP requests, by its name.
-        generation_config: The key of a model's own default in its generation_config.json; None:
-            models have none.
+        range: Allowed numbers; None: all of the type, or checked elsewhere.
+        default: Value if a request does not set it, if any.
+        flags: Flags on the command line; empty: no flag. Default: the parameter's name.
+        file: Whether the flag names a file with the value.
+        http: Whether HTTP requests have a member of the same name.
+        generation_config: Key of the model's default in its generation_config.json, if any.
     """
 
     path: str
@@ -62,22 +61,22 @@ class Parameter:
     generation_config: str | None = None
 
     def shown_flags(self, name: str) -> tuple[str, ...]:
-        """Return the flags of the parameter of this name."""
+        """Return the command-line flags of a parameter."""
         return (f"--{name.replace('_', '-')}",) if self.flags is None else self.flags
 
     @property
     def field(self) -> str:
-        """The last part of its path."""
+        """Name of the field."""
         return self.path.rpartition(".")[2]
 
     @property
     def message(self) -> str:
-        """The path of the message that holds its field; "" for GenerateRequest itself."""
+        """Path of the message with the field; "" for GenerateRequest itself."""
         return self.path.rpartition(".")[0]
 
 
 class ChatOptions(TypedDict, total=False):
-    """How the model's chat template lays out a chat. None, or left out: the server's default."""
+    """Options of the chat template. None or unset: the server's default."""
 
     chat_template_kwargs: Annotated[
         Mapping[str, Any] | None,
@@ -103,7 +102,7 @@ class ChatOptions(TypedDict, total=False):
         bool | None,
         Parameter(
             "chat.allow_special_tokens",
-            "Let texts of the chat spell control tokens; the server must allow it.",
+            "Let chat texts spell control tokens; the server must allow it.",
             flags=(),
         ),
     ]
@@ -130,7 +129,7 @@ class ChatOptions(TypedDict, total=False):
 
 
 class GenerateOptions(ChatOptions, total=False):
-    """The options of `generate` besides the prompt. None, or left out: the server's default."""
+    """Options of `generate` besides the prompt. None or unset: the server's default."""
 
     model: Annotated[
         str | None, Parameter("model", "Name of the model; needed if several are served.")
@@ -278,7 +277,7 @@ class GenerateOptions(ChatOptions, total=False):
         int | None,
         Parameter(
             "beam.width",
-            "Hypotheses of a beam search, which replaces sampling.",
+            "Number of hypotheses of a beam search, which replaces sampling.",
             Range(1, "max_outputs"),
         ),
     ]
@@ -304,7 +303,7 @@ class GenerateOptions(ChatOptions, total=False):
         Schema | None,
         Parameter(
             "constraint.json_schema",
-            "JSON Schema that every output keeps to.",
+            "JSON Schema that every output must match.",
             file=True,
             http=False,
         ),
@@ -313,7 +312,8 @@ class GenerateOptions(ChatOptions, total=False):
         bool | None,
         Parameter(
             "constraint.lenient",
-            "Leave out of the JSON Schema what cannot be enforced, and check outputs at their end.",
+            "Ignore parts of the JSON Schema that cannot be enforced, and check outputs at their "
+            "end.",
             http=False,
         ),
     ]
@@ -333,7 +333,7 @@ class GenerateOptions(ChatOptions, total=False):
         str | None,
         Parameter(
             "constraint.grammar",
-            "Grammar that every output keeps to, in llguidance's dialect of Lark.",
+            "Grammar that every output must match, in llguidance's dialect of Lark.",
             file=True,
             http=False,
         ),
@@ -342,7 +342,7 @@ class GenerateOptions(ChatOptions, total=False):
         Sequence[str] | None,
         Parameter(
             "constraint.choices.values",
-            "Texts of which every output is one; repeatable.",
+            "Allowed texts; every output is one of them; repeatable.",
             flags=("--choice",),
             http=False,
         ),
@@ -391,13 +391,13 @@ class GenerateOptions(ChatOptions, total=False):
 
 
 TYPES: dict[str, Any] = get_type_hints(GenerateOptions)
-"""The type of each parameter, by its name."""
+"""Type of each parameter, by name."""
 
 PARAMETERS: dict[str, Parameter] = {
     name: hint.__metadata__[0]
     for name, hint in get_type_hints(GenerateOptions, include_extras=True).items()
 }
-"""Every parameter, by its name."""
+"""All parameters, by name."""
 
 
 NEUTRAL: GenerateOptions = {
@@ -407,19 +407,19 @@ NEUTRAL: GenerateOptions = {
     "min_p": 0,
     "repetition_penalty": 1,
 }
-"""Values that change nothing: a request with these does not depend on a model's own defaults."""
+"""Values without effect: a request with these does not depend on a model's defaults."""
 
 
 @cache
 def parameters_of(message: str) -> tuple[tuple[str, Parameter], ...]:
-    """Return name and parameter of each field of a message of GenerateRequest."""
+    """Return the name and declaration of each parameter in a message of GenerateRequest."""
     return tuple((name, p) for name, p in PARAMETERS.items() if p.message == message)
 
 
 def set_values(message: Message, name: str) -> Iterator[tuple[str, Parameter, Any]]:
-    """Yield name, parameter and value of what is set in a message, by its name in GenerateRequest.
+    """Yield name, declaration and value of each parameter that is set in a message.
 
-    A field without presence is always yielded, as its default may have been set.
+    Fields without presence are always yielded, as their default may have been set explicitly.
     """
     fields = message.DESCRIPTOR.fields_by_name
     for parameter_name, parameter in parameters_of(name):
@@ -430,7 +430,7 @@ def set_values(message: Message, name: str) -> Iterator[tuple[str, Parameter, An
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are sampled: `GenerateOptions` of the messages `sampling` and `output`."""
+    """How to sample tokens: the parameters of the messages `sampling` and `output`."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -447,7 +447,7 @@ class SamplingParams:
 
     @property
     def takes_greatest(self) -> bool:
-        """Whether the token is that of the greatest logit, and nothing more is reported."""
+        """Whether the result is the token of the highest logit, without log-probabilities."""
         return self.greedy and self.logprobs is None and not self.moves_logits
 
     @property
@@ -467,7 +467,7 @@ class SamplingParams:
 
     @property
     def penalised(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Whether earlier tokens affect the logits."""
         return (
             self.repetition_penalty != 1.0
             or self.presence_penalty != 0.0

@@ -16,18 +16,19 @@ from pydantic_settings.sources import InitSettingsSource
 
 ENV_PREFIX = "OCTAVO_"
 TABLES = ("engine", "router", "serve")
-"""TOML tables of one command each; their keys override the file's flat keys."""
+"""TOML tables for one command each; their keys override the file's top-level keys."""
 
 
 class SettingsError(Exception):
-    """A setting is wrong. The message names where it was set and what is allowed."""
+    """A setting is invalid; the message says where it was set and what is allowed."""
 
 
 class Settings(BaseSettings):
-    """Settings of every command; the engine's and the router's derive from it.
+    """Settings of all commands, which router and engine settings extend.
 
     Precedence: flags, environment (`OCTAVO_NAME`; lists are comma-separated or JSON), the TOML file
-    of `config` or `OCTAVO_CONFIG`, the field's default. Tables are JSON in both of the former.
+    of `config` or `OCTAVO_CONFIG`, the field's default. Flags and environment variables hold tables
+    as JSON.
     """
 
     model_config = SettingsConfigDict(
@@ -39,9 +40,9 @@ class Settings(BaseSettings):
     )
 
     table: ClassVar[str] = ""
-    """The TOML table that belongs to this class: one of `TABLES` or none."""
+    """TOML table of this class: one of `TABLES`, or none."""
     former_names: ClassVar[dict[str, str]] = {}
-    """Names that fields had in the version before, which are accepted too, to their names now."""
+    """Field names of the previous version, still accepted, with the current names."""
 
     config: Path | None = Field(
         None,
@@ -49,7 +50,7 @@ class Settings(BaseSettings):
     )
     log_format: Literal["console", "json"] = Field(
         "console",
-        description="Log format: console is text for people, json is one JSON object per line.",
+        description="Log format: console: readable text, json: one JSON object per line.",
     )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Minimum severity of log lines; less severe lines are dropped."
@@ -58,7 +59,7 @@ class Settings(BaseSettings):
     @field_validator("*", mode="before")
     @classmethod
     def _decode(cls, value: object, info: ValidationInfo) -> object:
-        """Parse lists and tables from strings."""
+        """Parse lists and tables given as strings."""
         field = cls.model_fields[info.field_name or ""]
         if not isinstance(value, str) or not is_collection(field):
             return value
@@ -78,7 +79,7 @@ class Settings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,  # noqa: ARG003
         file_secret_settings: PydanticBaseSettingsSource,  # noqa: ARG003
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Add the TOML file, with a lower precedence than the environment."""
+        """Add the TOML file, below the environment."""
         flags = init_settings() if isinstance(init_settings, InitSettingsSource) else {}
         path = flags.get("config") or os.environ.get(f"{ENV_PREFIX}CONFIG")
         toml = read_toml(Path(path), cls) if path else {}
@@ -92,20 +93,20 @@ class Settings(BaseSettings):
 
     @classmethod
     def field_name(cls, key: str) -> str:
-        """Return the field of a key, which may be spelt like a flag or be a former name."""
+        """Return the field of a key, which may be a flag's spelling or a former name."""
         name = key.replace("-", "_")
         return cls.former_names.get(name, name)
 
     @classmethod
     def load(cls, **flags: object) -> Self:
-        """Load the settings from flags and all other sources.
+        """Load settings from flags and all other sources.
 
         Args:
             **flags: Values by field name; None means "not given".
 
         Raises:
-            SettingsError: A value is not allowed; the message names its flag,
-                environment variable or TOML key.
+            SettingsError: A value is invalid; the message names the flag, environment variable or
+                TOML key.
         """
         set_flags = {
             cls.field_name(name): value for name, value in flags.items() if value is not None
@@ -118,12 +119,12 @@ class Settings(BaseSettings):
 
 
 def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
-    """Return the file's values for `cls`: flat keys, overridden by its table's.
+    """Return a file's values for `cls`: top-level keys, overridden by those of its table.
 
-    Flat keys of other commands are ignored, so that one file serves all.
+    Top-level keys of other commands are ignored, so that all commands can share a file.
 
     Raises:
-        SettingsError: The file is missing or not TOML, or the table has an unknown key.
+        SettingsError: The file is missing or invalid, or the table has an unknown key.
     """
     data = parse_toml(path, "--config")
     tables = {name: data.pop(name) for name in TABLES if isinstance(data.get(name), dict)}
@@ -137,10 +138,10 @@ def read_toml(path: Path, cls: type[Settings]) -> dict[str, Any]:
 
 
 def parse_toml(path: Path, flag: str) -> dict[str, Any]:
-    """Return the content of a TOML file that `flag` names.
+    """Read the TOML file that `flag` sets.
 
     Raises:
-        SettingsError: The file is missing or not TOML, or the parser cannot read it.
+        SettingsError: The file is missing or not valid TOML.
     """
     try:
         return tomllib.loads(path.expanduser().read_text())
@@ -148,7 +149,7 @@ def parse_toml(path: Path, flag: str) -> dict[str, Any]:
         raise SettingsError(f"cannot read {path} ({flag}): {error.strerror}") from None
     except RecursionError:
         raise SettingsError(f"{path} ({flag}) nests arrays or tables too deeply") from None
-    except ValueError as error:  # TOML, UTF-8, or an integer of more digits than Python converts
+    except ValueError as error:  # TOML, UTF-8, or an integer with too many digits for Python
         raise SettingsError(f"{path} ({flag}) is not valid TOML: {error}") from None
 
 
@@ -183,8 +184,8 @@ def arms(annotation: object) -> tuple[object, ...]:
 
 
 def _explain(cls: type[Settings], details: ErrorDetails, flags: dict[str, object]) -> str:
-    """Return one line: where the value was set, what is wrong, what was given."""
-    if not details["loc"]:  # a rule over several fields: its message names them
+    """Describe an error in one line: the source, the problem, the given value."""
+    if not details["loc"]:  # a rule over several fields, whose message names them
         return details["msg"].removeprefix("Value error, ")
     name = str(details["loc"][0])
     what = details["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""Signals that stop a server, and the exit of one that is stopped before it serves."""
+"""Signals that stop a server, and its exit code if stopped before it serves."""
 
 import asyncio
 import os
@@ -20,7 +20,7 @@ class StoppedWhileStartingError(Exception):
     """A server was stopped before it was ready.
 
     Attributes:
-        code: The process' exit code.
+        code: Exit code of the process.
     """
 
     def __init__(self, number: signal.Signals = signal.SIGTERM) -> None:
@@ -30,10 +30,10 @@ class StoppedWhileStartingError(Exception):
 
 @dataclass(slots=True)
 class StopSignals:
-    """The signals that stop a server: the first one drains it, the second ends it at once.
+    """The signals that stop a server: the first one drains it, the second stops it at once.
 
     Attributes:
-        came: Signals that came.
+        came: Received signals.
         first: Event that the first signal sets.
         second: Event that the second signal sets.
     """
@@ -43,14 +43,14 @@ class StopSignals:
     second: asyncio.Event = field(default_factory=asyncio.Event)
 
     def note(self, number: signal.Signals) -> None:
-        """Note a signal that has come."""
+        """Record a received signal."""
         self.came.append(number)
         (self.second if self.first.is_set() else self.first).set()
 
 
 @contextmanager
 def stop_signals() -> Iterator[StopSignals]:
-    """Handle SIGTERM and SIGINT in a block, in which no event loop but this one runs."""
+    """Handle SIGTERM and SIGINT in a block, in which only this event loop may run."""
     loop, signals = asyncio.get_running_loop(), StopSignals()
     for number in EXIT_CODES:
         loop.add_signal_handler(number, signals.note, number)
@@ -65,8 +65,8 @@ def stop_signals() -> Iterator[StopSignals]:
 def exit_on_signals() -> Iterator[None]:
     """End the process at SIGTERM and SIGINT within a block, until an event loop handles them.
 
-    Importing an engine may compile the kernels, and the compilers must end too. A SIGINT that is
-    ignored stays so.
+    Importing an engine may compile kernels, and the compilers must end too. An ignored SIGINT stays
+    ignored.
     """
     before = {number: signal.getsignal(number) for number in EXIT_CODES}
     for number, code in EXIT_CODES.items():
@@ -84,8 +84,8 @@ def _exit(code: int, *_: object) -> NoReturn:
 
 
 def end_tree(pid: int) -> None:
-    """Kill a process and its descendants; those that have ended already are no error."""
-    import psutil  # noqa: PLC0415 - of the servers' extras
+    """Kill a process and its descendants; ignore those that have ended."""
+    import psutil  # noqa: PLC0415 - in the servers' extras
 
     with suppress(psutil.Error):
         process = psutil.Process(pid)
@@ -95,15 +95,15 @@ def end_tree(pid: int) -> None:
 
 
 def exit_at_once(code: int) -> NoReturn:
-    """End this process and its children without waiting for threads, which may take minutes."""
-    import psutil  # noqa: PLC0415 - of the servers' extras
+    """End this process and its children at once, without waiting for threads."""
+    import psutil  # noqa: PLC0415 - in the servers' extras
 
     with suppress(psutil.Error):
         for child in psutil.Process().children(recursive=True):
             with suppress(psutil.Error):
                 child.kill()
     for stream in (sys.stdout, sys.stderr):
-        # RuntimeError: the signal came while the stream was being written.
+        # RuntimeError: the signal interrupted a write to the stream.
         with suppress(OSError, ValueError, RuntimeError):
             stream.flush()
     os._exit(code)

@@ -1,13 +1,13 @@
-"""Reads the files in which Linux describes a machine, under a root that tests replace."""
+"""Reads Linux's files about the machine, under a root that tests can replace."""
 
 from pathlib import Path
 
 SYSTEM = Path("/")
-"""The root of the machine's own files."""
+"""Root of this machine's files."""
 
 
 def read_text(file: Path) -> str:
-    """Return the text of a file without surrounding spaces; an empty text if it cannot be read."""
+    """Return the stripped text of a file; empty if it cannot be read."""
     try:
         return file.read_text().strip()
     except OSError:

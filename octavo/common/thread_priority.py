@@ -1,4 +1,4 @@
-"""Give way to the threads that compute steps."""
+"""Lower priorities for threads other than those that compute steps."""
 
 import os
 import threading
@@ -8,29 +8,29 @@ import structlog
 log = structlog.get_logger(__name__)
 
 NICENESS = 10
-"""About a tenth of the processor time of a thread that computes, where both want the same core."""
+"""Nice value with about a tenth of a computing thread's CPU time on a shared core."""
 
 
 def lower_priority() -> None:
-    """Make the calling thread give way to the others, where the system can do it by thread."""
+    """Lower the calling thread's priority, if the system supports it per thread."""
     try:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
     except OSError as error:
-        log.warning("background thread has no lower priority", error=str(error))
+        log.warning("could not lower a background thread's priority", error=str(error))
 
 
 def run_when_idle(task: int = 0) -> None:
-    """Give a task the lowest priority: it runs only where no other thread wants the processor.
+    """Give a task idle priority: it runs only if no other thread wants the CPU.
 
-    With a priority that is merely low, a task that computes all the time still gets some
-    milliseconds at once, by which a short step is a third longer. The change cannot be undone.
+    With a merely low priority, a busy task still gets milliseconds at a time, which makes a short
+    step a third longer. The change cannot be undone.
 
     Args:
-        task: The native id of a thread; 0 is the calling one.
+        task: Native id of a thread; 0: the calling one.
     """
     try:
         os.sched_setscheduler(task, os.SCHED_IDLE, os.sched_param(0))
     except ProcessLookupError:
-        pass  # it has ended
+        pass  # the task has ended
     except (AttributeError, OSError) as error:  # not Linux, or forbidden by a sandbox
-        log.warning("a background task has no lowest priority", error=str(error))
+        log.warning("could not set a background task to idle priority", error=str(error))

@@ -17,19 +17,19 @@ T = TypeVar("T")
 
 
 class TlsError(Exception):
-    """A PEM file is missing or invalid, or files do not match; the message says which."""
+    """A PEM file is missing or invalid, or files do not match; the message names it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tls:
-    """One side's files, in PEM.
+    """PEM files of one side of a connection.
 
     Attributes:
-        ca: Certificates of the authorities that must have signed the peer's certificate. None: on
-            a client, the public authorities; on a server, clients need no certificate.
-        cert: This side's certificate, followed by its chain.
-        key: The certificate's unencrypted private key.
-        name: On a client, the expected name of the server. Default: the host of the address.
+        ca: Certificate authorities that must have signed the peer's certificate. None: on a client,
+            the public authorities; on a server, clients need no certificate.
+        cert: This side's certificate and its chain.
+        key: Unencrypted private key of the certificate.
+        name: On a client, the server's expected name. Default: the host in the address.
     """
 
     ca: Path | str | None = None
@@ -46,7 +46,7 @@ class Tls:
         """Read the files and check that they match.
 
         Raises:
-            TlsError: They do not, or they changed meanwhile.
+            TlsError: The files do not match, or changed meanwhile.
         """
         before = signature(*self.files)
         contents = _Contents(_read(self.ca), _read(self.cert), _read(self.key))
@@ -60,7 +60,7 @@ class Tls:
             raise TlsError(f"{self.ca} has no certificate in PEM ({_reason(error)})") from None
         try:
             if self.cert is not None:
-                # An empty passphrase, or it would be asked for on the terminal.
+                # An empty passphrase, to prevent a prompt on the terminal.
                 context.load_cert_chain(self.cert, self.key, password="")
         except OSError as error:
             raise TlsError(
@@ -74,7 +74,7 @@ class Tls:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class _Contents:
-    """The content of the files of a `Tls`."""
+    """The contents of the files of a `Tls`."""
 
     ca: bytes | None
     cert: bytes | None
@@ -88,10 +88,10 @@ class _Contents:
 
 
 class _Reloading(Generic[T]):
-    """A server's credentials, made again at the first connection after its files change.
+    """A server's credentials, updated at the first connection after a change of the files.
 
     Attributes:
-        current: The credentials from the newest usable files.
+        current: Credentials from the newest valid files.
 
     Raises:
         TlsError: The files cannot be used.
@@ -104,7 +104,7 @@ class _Reloading(Generic[T]):
         self.current = make(tls)
 
     def update(self) -> bool:
-        """Update `current` if the files changed and can be used; return whether it is new."""
+        """Update `current` if the files have changed and are valid; return whether they have."""
         now = signature(*self._tls.files)
         if now == self._seen:
             return False
@@ -119,9 +119,9 @@ class _Reloading(Generic[T]):
 
 
 def server_credentials(tls: Tls) -> grpc.ServerCredentials:
-    """Return a gRPC server's credentials; changed files hold for all later connections.
+    """Return a gRPC server's credentials; later connections use changed files.
 
-    With `ca`, clients must have a certificate of it.
+    With `ca`, clients need a certificate that it signed.
 
     Raises:
         TlsError: The files cannot be used.
@@ -135,9 +135,9 @@ def server_credentials(tls: Tls) -> grpc.ServerCredentials:
 
 
 def server_context(tls: Tls) -> ssl.SSLContext:
-    """Return an HTTPS server's context; changed files hold for all later connections.
+    """Return an HTTPS server's context; later connections use changed files.
 
-    With `ca`, clients must have a certificate of it.
+    With `ca`, clients need a certificate that it signed.
 
     Raises:
         TlsError: The files cannot be used.
@@ -150,13 +150,13 @@ def server_context(tls: Tls) -> ssl.SSLContext:
         if files.current is not context:
             connection.context = files.current
 
-    # Called at each handshake, even if the client names no server.
+    # Called at each handshake, also without a server name.
     first.sni_callback = reload
     return first
 
 
 def _http_context(tls: Tls) -> ssl.SSLContext:
-    tls.read()  # raises TlsError, which names the file
+    tls.read()  # raises TlsError with the file's name
     assert tls.cert is not None
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.set_alpn_protocols(["http/1.1"])
@@ -178,7 +178,7 @@ def channel_credentials(tls: Tls) -> grpc.ChannelCredentials:
 
 
 def channel_options(tls: Tls) -> list[tuple[str, str]]:
-    """Return the channel arguments that a client's credentials need."""
+    """Return the channel arguments for a client's credentials."""
     return [("grpc.ssl_target_name_override", tls.name)] if tls.name else []
 
 

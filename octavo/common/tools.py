@@ -1,4 +1,4 @@
-"""Tools that a model may call, and JSON Schemas from whatever a client has of one."""
+"""Tools for models, and JSON Schemas from clients' types."""
 
 import json
 from collections.abc import Mapping
@@ -8,18 +8,18 @@ from typing import Any, TypeAlias
 from pydantic import TypeAdapter
 
 Schema: TypeAlias = str | Mapping[str, Any] | type[Any]
-"""A JSON Schema as JSON or as a mapping, or a type that pydantic makes one of, such as a model."""
+"""A JSON Schema as JSON or a mapping, or a type with a JSON Schema in pydantic, such as a model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A tool that the model may call. The client runs it.
+    """A tool that the model may call, and the client runs.
 
     Attributes:
         name: 1 to 128 letters, digits, underscores, hyphens, dots, slashes and colons.
         description: Description for the model.
-        parameters: The JSON Schema of its arguments, an object.
-        strict: Whether the arguments must keep to it even where the model chooses to call.
+        parameters: JSON Schema of the arguments, an object.
+        strict: Whether arguments must match the schema even if the model may choose not to call.
     """
 
     name: str
@@ -32,9 +32,9 @@ def schema_text(schema: Schema) -> str:
     """Return a JSON Schema as JSON.
 
     Raises:
-        TypeError: The mapping holds what JSON does not have.
-        ValueError: It holds NaN or an infinity.
-        pydantic.errors.PydanticUserError: There is no schema of the type.
+        TypeError: The mapping contains values that JSON lacks.
+        ValueError: The schema contains NaN or an infinity.
+        pydantic.errors.PydanticUserError: The type has no schema.
     """
     if isinstance(schema, str):
         return schema

@@ -1,10 +1,10 @@
-"""The nodes, cores and memory of this machine that this process may use.
+"""The machine's nodes, cores and memory that this process may use.
 
-Linux describes the machine in sysfs. What the process' affinity and its control group's cpuset
-leave of it is in /proc/self/status. A CPU here is a hardware thread, as Linux numbers them.
+Linux describes the machine in sysfs; /proc/self/status has the process's part, after affinity and
+its control group's cpuset. A CPU here is a hardware thread, with Linux's number.
 
-psutil counts the cores of the machine, whatever this process may use, and knows no nodes.
-py-libnuma needs libnuma, and pyhwloc Python 3.12 and a recent glibc.
+Why no library: psutil counts all cores of the machine and knows no nodes, py-libnuma needs libnuma,
+and pyhwloc needs Python 3.12 and a recent glibc.
 """
 
 import math
@@ -21,7 +21,7 @@ FAST_SHARE = 0.5
 """Minimum capacity of a fast core, as a share of the fastest core's. ARM's little cores have about
 a quarter, its middle cores three quarters."""
 RECLAIMABLE = ("MemFree", "Active(file)", "Inactive(file)", "SReclaimable")
-"""What programs can get of a node's memory: free memory and the page cache."""
+"""Available part of a node's memory: free memory and page cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Core:
     """A physical core.
 
     Attributes:
-        cpus: Its hardware threads that this process may use, in order.
-        fast: Whether it is not one of a hybrid processor's slow cores.
+        cpus: Hardware threads that this process may use, in order.
+        fast: Whether the core is not a slow core of a hybrid processor.
     """
 
     cpus: tuple[int, ...]
@@ -39,13 +39,13 @@ class Core:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A NUMA node: cores and the memory that is near them.
+    """A NUMA node: cores and their local memory.
 
     Attributes:
         number: Linux's number of the node.
-        cores: Its cores, in order of their CPUs.
-        total: Bytes of its memory; 0 if unknown.
-        available: Bytes of it that are free or page cache.
+        cores: Cores, in order of their CPUs.
+        total: Bytes of memory; 0 if unknown.
+        available: Bytes of free memory and page cache.
     """
 
     number: int
@@ -60,10 +60,10 @@ class Node:
 
 
 def read_nodes(root: Path = SYSTEM) -> tuple[Node, ...]:
-    """Return the nodes that have cores and memory for this process: at least one.
+    """Return the nodes with cores and memory for this process, at least one.
 
-    The cores of a node without memory belong to the nearest node with memory. Nodes with memory
-    alone are left out. If `root` does not describe a machine, one node has every CPU as a core.
+    The cores of a node without memory belong to the nearest node with memory. Nodes without cores
+    are omitted. If `root` does not describe a machine, return one node with every CPU as a core.
     """
     cores = _cores(root)
     memory = {number: _memory(root, number) for number in _memory_nodes(root)}
@@ -78,7 +78,7 @@ def read_nodes(root: Path = SYSTEM) -> tuple[Node, ...]:
 
 
 def parse_list(text: str) -> tuple[int, ...]:
-    """Return the numbers of a list as Linux writes it, such as "0-3,8"."""
+    """Parse a list of numbers in Linux's form, such as "0-3,8"."""
     numbers: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -88,7 +88,7 @@ def parse_list(text: str) -> tuple[int, ...]:
 
 
 def format_list(numbers: Iterable[int]) -> str:
-    """Return numbers as Linux writes a list of them, such as "0-3,8"."""
+    """Format numbers as a list in Linux's form, such as "0-3,8"."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):
         if runs and number == runs[-1][1] + 1:
@@ -99,7 +99,7 @@ def format_list(numbers: Iterable[int]) -> str:
 
 
 def _cores(root: Path) -> list[Core]:
-    """Return the cores with CPUs that are online and allowed, by their first CPU."""
+    """Return the cores with online and allowed CPUs, ordered by first CPU."""
     allowed = _allowed_cpus(root)
     fast = _fast_cpus(root, allowed)
     left, cores = set(allowed), []
@@ -115,7 +115,7 @@ def _allowed_cpus(root: Path) -> list[int]:
     """Return the CPUs that this process may run on."""
     status = _status(root)
     if "Cpus_allowed_list" in status:
-        # For a process that was never restricted, the list has CPUs that are offline.
+        # For an unrestricted process, the list includes offline CPUs.
         allowed = set(parse_list(status["Cpus_allowed_list"]))
         online = set(parse_list(read_text(root / "sys/devices/system/cpu/online")))
         return sorted(allowed & online or allowed)
@@ -127,14 +127,14 @@ def _allowed_cpus(root: Path) -> list[int]:
 def _siblings(root: Path, cpu: int) -> tuple[int, ...]:
     """Return the hardware threads of a CPU's core."""
     topology = root / f"sys/devices/system/cpu/cpu{cpu}/topology"
-    # The second name is that of Linux before 5.9.
+    # The second name is from Linux before 5.9.
     texts = (read_text(topology / name) for name in ("core_cpus_list", "thread_siblings_list"))
     return parse_list(next(filter(None, texts), ""))
 
 
 def _fast_cpus(root: Path, cpus: Iterable[int]) -> set[int]:
-    """Return those of `cpus` that are on fast cores; all of them if they are alike."""
-    kinds = set(parse_list(read_text(root / "sys/devices/cpu_core/cpus")))  # of Intel's hybrids
+    """Return the `cpus` on fast cores; all of them if the cores are alike."""
+    kinds = set(parse_list(read_text(root / "sys/devices/cpu_core/cpus")))  # Intel's hybrids
     if fast := kinds & set(cpus):
         return fast
     texts = {cpu: read_text(root / f"sys/devices/system/cpu/cpu{cpu}/cpu_capacity") for cpu in cpus}
@@ -154,7 +154,7 @@ def _memory_nodes(root: Path) -> list[int]:
 
 
 def _memory(root: Path, node: int) -> tuple[int, int]:
-    """Return a node's memory and how much of it is available, in bytes."""
+    """Return a node's total and available memory, in bytes."""
     lines = read_text(root / f"sys/devices/system/node/node{node}/meminfo").splitlines()
     kib = {line.split()[2].rstrip(":"): int(line.split()[3]) for line in lines}
     available = sum(kib.get(name, 0) for name in RECLAIMABLE)
@@ -162,7 +162,7 @@ def _memory(root: Path, node: int) -> tuple[int, int]:
 
 
 def _homes(root: Path, memory: Iterable[int]) -> dict[int, int]:
-    """Return the nearest of the nodes in `memory` for each CPU that a node has."""
+    """Return each CPU's nearest node among those in `memory`."""
     folder = root / "sys/devices/system/node"
     online = parse_list(read_text(folder / "online"))
     homes: dict[int, int] = {}

@@ -1,6 +1,6 @@
-"""OpenTelemetry spans of requests, sent to a collector if an endpoint is set.
+"""OpenTelemetry spans of requests, exported to a collector if an endpoint is set.
 
-Tokens make no spans. Spans never contain text of prompts or outputs. Attributes follow the
+There are no spans per token. Spans never contain text of prompts or outputs. Attributes follow the
 OpenTelemetry conventions for generative AI.
 """
 
@@ -30,13 +30,13 @@ class TracingError(OSError):
 
 
 class Tracing:
-    """One process' tracer and exporter.
+    """The tracer and exporter of one process.
 
     The caller decides whether its trace is sampled; OTEL_TRACES_SAMPLER decides for new traces.
 
     Attributes:
-        tracer: Makes spans; does nothing without an endpoint.
-        on: Whether there is an endpoint.
+        tracer: Creates spans; does nothing without an endpoint.
+        on: Whether an endpoint is set.
 
     Raises:
         TracingError: The SDK is not installed.
@@ -52,7 +52,7 @@ class Tracing:
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import (  # noqa: PLC0415
                 OTLPSpanExporter,
             )
-            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - an extra
+            from opentelemetry.sdk.resources import Resource  # noqa: PLC0415 - in an extra
             from opentelemetry.sdk.trace import TracerProvider  # noqa: PLC0415
             from opentelemetry.sdk.trace.export import BatchSpanProcessor  # noqa: PLC0415
         except ImportError as error:
@@ -72,18 +72,18 @@ class Tracing:
 
 
 def extract(carrier: Mapping[str, str]) -> Context:
-    """Return the trace of `traceparent` and `tracestate`; an empty context if they are invalid."""
+    """Parse the trace context of `traceparent` and `tracestate`; empty if invalid."""
     return _propagator.extract(carrier, Context())
 
 
 def inject(context: Context) -> dict[str, str]:
-    """Return the fields of Trace Context for the span in `context`."""
+    """Return the W3C Trace Context fields of the span in `context`."""
     carrier: dict[str, str] = {}
     _propagator.inject(carrier, context)
     return carrier
 
 
 def epoch_clock() -> Callable[[float], int]:
-    """Return a function from monotonic seconds to nanoseconds since 1970, with a fixed offset."""
+    """Return a function that converts monotonic seconds to Unix nanoseconds."""
     offset = time.time_ns() - time.monotonic_ns()
     return lambda moment: int(moment * 1e9) + offset

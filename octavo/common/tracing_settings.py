@@ -1,4 +1,4 @@
-"""Tracing settings, separate from `tracing` so that flags need no OpenTelemetry."""
+"""Tracing settings, separate from `tracing` so that flags do not import OpenTelemetry."""
 
 from pydantic import Field
 

@@ -1,9 +1,9 @@
-"""Which request gets an engine now, which waits for how long, and which is refused.
+"""Admission: gives each request an engine, queues it, or refuses it.
 
-`Admission` makes a `Claim` for each request: its predicted cost (`output_lengths`, `claims`).
-It gives it an engine at once if one has room, or queues it (`queue`): by priority and age, tenants
-in turn by the tokens that each was served. Measured rates (`rates`) predict the wait,
-and so which requests to refuse at once.
+`Admission` makes a `Claim` for each request: its predicted cost (`output_lengths`, `claims`). A
+request starts at once if an engine has room, else it waits in the queue (`queue`): tenants take
+turns by tokens served, a tenant's requests by priority and age. Measured rates (`rates`) predict
+the wait, to refuse requests that would miss their deadline.
 """
 
 from octavo.router.admission.admission import Admission

@@ -1,4 +1,4 @@
-"""Admission: which request gets an engine now, which waits, which is refused."""
+"""Admission: gives each request an engine, queues it, or refuses it."""
 
 import asyncio
 import itertools
@@ -21,10 +21,10 @@ from octavo.router.requests.state import RequestState
 
 
 class Replica(Candidate, Protocol):
-    """An engine as admission sees it."""
+    """The interface of an engine for admission."""
 
     claims: Claims
-    """What this router has given it."""
+    """Requests that this router sent to the engine."""
 
 
 E = TypeVar("E", bound=Replica)
@@ -36,26 +36,25 @@ class ModelQueue(Generic[E]):
     def __init__(self, clock: Clock) -> None:
         self.waiters: FairQueue[E] = FairQueue()
         self.running: set[Claim[E]] = set()
-        self.sequences: Counter[str] = Counter()  # that run, of each tenant
+        self.sequences: Counter[str] = Counter()  # running, of each tenant
         self.lengths = OutputLengths()
         self.drain = DrainRate(clock)
         self.margin = Margin()
         self.pace = Pace(clock)
-        self.outage: TimerHandle | None = None  # ends the waiting, while no engine is up
-        self.given_up = False  # it has
+        self.outage: TimerHandle | None = None  # timer that ends an outage's grace period
+        self.given_up = False  # whether that period is over
 
 
 class Admission(Generic[E]):
-    """Dispatches each request to an engine: at once if one has room, otherwise in turn.
+    """Dispatches each request to an engine: at once if one has room, else from the queue.
 
     Args:
-        candidates: The engines of a model that take requests; raises RpcError
-            UNAVAILABLE if there are none.
-        policy: Chooses among engines with room.
+        candidates: Returns a model's engines that accept requests; raises UNAVAILABLE if none does.
+        policy: Chooses among the engines with room.
         limits: Limits of the queues.
-        outage_seconds: Seconds that requests wait while no engine is up, from when
-            the last one went; after that they are refused at once.
-        clock: Returns the time in seconds, as requests have it.
+        outage_seconds: Seconds without any engine after which requests are refused instead of
+            queued.
+        clock: Monotonic clock in seconds, the one of requests' arrivals.
     """
 
     def __init__(
@@ -80,29 +79,29 @@ class Admission(Generic[E]):
 
     @property
     def tokens(self) -> int:
-        """Tokens of the prompts and expected outputs of waiting requests."""
+        """Tokens of waiting requests: prompts and expected outputs."""
         return sum(queue.waiters.tokens for queue in self._queues.values())
 
     def waiting(self, model: str) -> int:
-        """Return how many requests wait for engines of `model`."""
+        """Return the number of requests that wait for engines of `model`."""
         return len(self._queues[model].waiters) if model in self._queues else 0
 
     def expected_tokens(self, state: RequestState) -> int:
-        """Return the tokens of prompt and outputs that a request will have, on the safe side."""
+        """Return a conservative estimate of a request's tokens, prompt and outputs."""
         return self._claim(state).tokens
 
     async def admit(
         self, state: RequestState, on_queued: Callable[[int], Awaitable[None]] | None = None
     ) -> Claim[E]:
-        """Return a claim with an engine, on which the request counts until `release`.
+        """Wait for an engine; return a claim, which counts as load until `release`.
 
         Args:
             state: The request.
-            on_queued: Called with its place in the queue, from 1, if it has to wait.
+            on_queued: Called with the queue position, from 1, if the request has to wait.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED, with a time to retry, if the queue is full or
-                the deadline cannot be met; UNAVAILABLE if no engine has been up for too long.
+            rpc.RpcError: RESOURCE_EXHAUSTED, with a retry delay, if the queue is full or the
+                deadline cannot be met; UNAVAILABLE if no engine was up for `outage_seconds`.
         """
         claim, queue = self._claim(state), self._queues[state.request.model]
         queue.waiters.asked(claim.request.tenant, claim.sequences, self._clock())
@@ -117,22 +116,22 @@ class Admission(Generic[E]):
         return claim
 
     def release(self, claim: Claim[E]) -> None:
-        """Take a request off its engine, learn from it, and dispatch others."""
+        """Remove a request from its engine, record its statistics, and dispatch others."""
         request, queue = claim.request, self._queues[claim.model]
         claim.engine.claims.remove(claim)
         queue.running.remove(claim)
         queue.sequences[claim.tenant] -= claim.sequences
         queue.waiters.settle(claim)
         queue.pace.add(claim)
-        if request.min_tokens < request.max_tokens:  # else its length is no sample of others'
+        if request.min_tokens < request.max_tokens:  # else its length was fixed
             for length in claim.state.lengths:
                 queue.lengths.add(length, request.max_tokens)
         self.dispatch(claim.model)
 
     def dispatch(self, model: str) -> None:
-        """Give engines to waiting requests, in turn, while there is room.
+        """Dispatch waiting requests to engines, in order, while there is room.
 
-        Called whenever an engine may have got room, or may be gone.
+        Call it whenever an engine may have room, or may have gone down.
         """
         queue = self._queues[model]
         if not queue.waiters:
@@ -147,11 +146,11 @@ class Admission(Generic[E]):
                 queue.waiters.correct(running)
         while (claim := queue.waiters.first(self._clock())) is not None:
             granted = _granted(claim)
-            if granted.done():  # cancelled in this instant, and about to leave
+            if granted.done():  # cancelled just now; its task will leave
                 self._remove(queue, claim)
                 continue
             engine = self._choose(queue, engines, claim)
-            if engine is None:  # later requests wait too, or a wide request would starve
+            if engine is None:  # keep the order: else small requests would starve a wide one
                 return
             try:
                 self._check_deadline(queue, claim, before=0.0)
@@ -173,10 +172,10 @@ class Admission(Generic[E]):
     # Engines.
 
     def _engines(self, queue: ModelQueue[E], model: str) -> Sequence[E]:
-        """Return the engines that take requests; none in a short outage.
+        """Return the engines that accept requests; none during a short outage.
 
         Raises:
-            rpc.RpcError: UNAVAILABLE if none has been up for too long.
+            rpc.RpcError: UNAVAILABLE if no engine was up for `outage_seconds`.
         """
         try:
             engines = self._candidates(model)
@@ -196,12 +195,12 @@ class Admission(Generic[E]):
         return engines
 
     def _give_up(self, model: str) -> None:
-        """Refuse requests from now on: no engine has been up for too long."""
+        """Refuse requests: no engine was up for `outage_seconds`."""
         self._queues[model].given_up = True
         self.dispatch(model)
 
     def _choose(self, queue: ModelQueue[E], engines: Sequence[E], claim: Claim[E]) -> E | None:
-        """Return an engine with room, or None."""
+        """Return an engine with room for a request, or None."""
         others = [engine for engine in engines if engine is not claim.state.failed_on]
         roomy = [engine for engine in others or engines if _fits(engine, claim)]
         tenant, now = claim.request.tenant, self._clock()
@@ -240,7 +239,7 @@ class Admission(Generic[E]):
         if queue.outage is None:
             queue.drain.begin()
         if queue.waiters.first(self._clock()) is claim:
-            self.dispatch(claim.model)  # what is reserved from others may be for it
+            self.dispatch(claim.model)  # reserved slots may admit it now
         try:
             if on_queued is not None and not claim.granted.done():
                 await on_queued(queue.waiters.position(claim))
@@ -250,14 +249,14 @@ class Admission(Generic[E]):
             raise
 
     def _leave(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
-        """Forget a claim that no longer waits, wherever that found it."""
+        """Remove a cancelled claim, whether it still waits or was just granted."""
         granted = _granted(claim)
         if granted.done() and not granted.cancelled() and granted.exception() is None:
-            self.release(claim)  # granted in the same instant
+            self.release(claim)  # granted just now
             return
         if claim in queue.waiters:
             self._remove(queue, claim)
-        self.dispatch(claim.model)  # the others may have waited for it alone
+        self.dispatch(claim.model)  # it may have blocked the others
 
     def _remove(self, queue: ModelQueue[E], claim: Claim[E]) -> None:
         if claim.timer is not None:
@@ -279,10 +278,10 @@ class Admission(Generic[E]):
     # Limits.
 
     def _make_room(self, queue: ModelQueue[E], newcomer: Claim[E]) -> None:
-        """Make room in a full queue by refusing claims of tenants that fill it more.
+        """Refuse queued claims of the heaviest tenants, to make room for `newcomer`.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if it is the newcomer that is refused.
+            rpc.RpcError: RESOURCE_EXHAUSTED if the newcomer is the one to refuse.
         """
         requests = len(self) + 1 - self._limits.requests
         tokens = self.tokens + newcomer.tokens - self._limits.tokens
@@ -296,9 +295,9 @@ class Admission(Generic[E]):
             self._refuse(queue, claim, error)
 
     def _half_gone(self, queue: ModelQueue[E]) -> float | None:
-        """Return the expected seconds until a queue is half as long; None if unknown.
+        """Return the expected seconds until half of a queue is left; None if unknown.
 
-        A client that retries then finds room, and the engines still have work.
+        Clients that retry then find room, while the engines still have work.
         """
         rate = queue.drain.per_second()
         return queue.waiters.tokens / 2 / rate if rate else None
@@ -306,18 +305,17 @@ class Admission(Generic[E]):
     def _check_deadline(
         self, queue: ModelQueue[E], claim: Claim[E], before: float | None = None
     ) -> None:
-        """Check that a request is expected to be complete by its deadline.
+        """Raise if a request is expected to miss its deadline.
 
         Args:
-            queue: Its model's queue.
+            queue: The model's queue.
             claim: The request.
-            before: Tokens that must leave the queue first; None if the queue is empty. With
-                requests waiting, estimates are on the safe side, as a place is better
-                given to a request that is in time; with none, nothing is lost by trying.
+            before: Tokens that must leave the queue first; None if the queue is empty. If requests
+                wait, estimates are conservative, as another request could use the slot in time; if
+                none waits, trying costs nothing.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if it is not; DEADLINE_EXCEEDED if the deadline
-                has passed.
+            rpc.RpcError: RESOURCE_EXHAUSTED if it is; DEADLINE_EXCEEDED if the deadline has passed.
         """
         deadline = claim.request.deadline
         if deadline is None or claim.migrated:
@@ -330,12 +328,12 @@ class Admission(Generic[E]):
             raise refusals.too_late(wait, run, left)
 
     def _set_timer(self, queue: ModelQueue[E], claim: Claim[E], since: float) -> None:
-        """Set the timer that refuses a claim: it waited too long, or cannot meet its deadline.
+        """Set the timer that refuses a claim after the maximum wait or for its deadline.
 
         Args:
-            queue: Its model's queue.
+            queue: The model's queue.
             claim: The request.
-            since: Time at which it began to wait.
+            since: Time at which the wait began.
         """
         now, deadline = self._clock(), claim.request.deadline
         due = since + self._limits.seconds
@@ -346,7 +344,7 @@ class Admission(Generic[E]):
         claim.timer = loop.call_later(due - now, self._expire, queue, claim, since)
 
     def _expire(self, queue: ModelQueue[E], claim: Claim[E], since: float) -> None:
-        """Refuse a claim whose timer fired, unless requests have become faster since it was set."""
+        """Refuse a claim whose timer fired, unless shorter run times make its deadline feasible."""
         error: rpc.RpcError | None = None
         try:
             self._check_deadline(queue, claim, before=0.0)
@@ -368,7 +366,7 @@ def _granted(claim: Claim[E]) -> asyncio.Future[E]:
 
 
 def _has_open_slot(engine: E, claim: Claim[E], pace: Pace, bursts: Sequence[Burst]) -> bool:
-    """Return whether an engine has slots that are not reserved; an empty one has."""
+    """Return whether an engine has unreserved slots for a request; true for an empty engine."""
     if not engine.sequences:
         return True
     endings = [pace.seconds(tokens) for tokens in engine.claims.to_come()]
@@ -377,7 +375,7 @@ def _has_open_slot(engine: E, claim: Claim[E], pace: Pace, bursts: Sequence[Burs
 
 
 def _fits(engine: E, claim: Claim[E]) -> bool:
-    """Return whether an engine's memory has room for a request; an empty one always has."""
+    """Return whether an engine's memory has room for a request; true for an empty engine."""
     if not engine.sequences:
         return True
     return engine.claims.fits(claim, engine.cached_tokens(claim), engine.load)

@@ -1,8 +1,8 @@
-"""Predict how many tokens an output will have from the outputs that have ended.
+"""Predict an output's length from recent outputs.
 
-The estimator is that of the Past-Future scheduler (Gong et al., ASPLOS 2025):
-the lengths of recent outputs are the distribution of future ones, and an output that
-has `k` tokens is sampled from the part above `k`.
+The estimator is that of the Past-Future scheduler (Gong et al., ASPLOS 2025): future outputs have
+the length distribution of recent ones, and an output with `k` tokens has that distribution's part
+above `k`.
 """
 
 from bisect import bisect_right, insort
@@ -10,13 +10,13 @@ from collections import deque
 from dataclasses import dataclass, field
 
 SAFE_QUANTILE = 0.8
-"""Quantile of output lengths that memory is reserved for: four outputs of five need no more."""
+"""Quantile of output lengths to reserve memory for: four of five outputs need no more."""
 RECENT_OUTPUTS = 512
-"""Number of newest lengths kept."""
+"""Number of recent lengths that are kept."""
 MIN_SAMPLES = 8
-"""Number of samples from which anything is estimated, lengths and times alike."""
+"""Minimum number of samples for an estimate, of lengths or times."""
 DEFAULT_LENGTH = 256
-"""Expected tokens of an output while there are fewer samples."""
+"""Expected length of an output until there are enough samples."""
 
 
 @dataclass(slots=True)
@@ -33,18 +33,17 @@ class _Lengths:
 
 
 class OutputLengths:
-    """The lengths of one model's recent outputs, grouped by the power of two of their limit.
+    """Lengths of one model's recent outputs, grouped by max_tokens (powers of two).
 
-    Grouped, because an output that its limit cut is no sample of one with a
-    larger limit, and because those who ask for 16 tokens and those who ask for
-    2,000 want different things.
+    They are grouped because a truncated output says little about one with a larger limit, and
+    because requests for 16 tokens and for 2,000 differ in purpose.
     """
 
     def __init__(self) -> None:
         self._known: dict[int, _Lengths] = {}
 
     def add(self, length: int, max_tokens: int) -> None:
-        """Add the length of an output that ended by itself."""
+        """Add the length of an ended output."""
         self._known.setdefault(max_tokens.bit_length(), _Lengths()).add(length)
 
     def expected(
@@ -58,11 +57,10 @@ class OutputLengths:
         """Return the expected length of an output.
 
         Args:
-            max_tokens: Its limit.
-            min_tokens: Its minimum length.
-            sampled: Tokens that it has.
-            quantile: The share of outputs that are to be no longer than what is
-                returned, of those that get as far as this one.
+            max_tokens: The output's limit.
+            min_tokens: The output's minimum length.
+            sampled: Tokens of the output so far.
+            quantile: Quantile to return, among outputs that get at least this far.
         """
         known = self._known.get(max_tokens.bit_length())
         if known is None or len(known.by_age) < MIN_SAMPLES:
@@ -70,6 +68,6 @@ class OutputLengths:
         else:
             shorter = bisect_right(known.by_size, max(sampled, min_tokens - 1))
             longer = len(known.by_size) - shorter
-            # Longer than all before it: as far again, for want of a better guess.
+            # Longer than all samples: guess that it will double.
             length = known.by_size[shorter + int(quantile * longer)] if longer else 2 * sampled
         return min(max(length, min_tokens, sampled + 1), max_tokens)

@@ -1,4 +1,4 @@
-"""Errors for refused requests: why, and when to retry."""
+"""Errors for refused requests, with the reason and the retry delay."""
 
 from dataclasses import dataclass
 
@@ -7,17 +7,17 @@ import grpc
 from octavo.common import rpc
 
 RETRY_BOUNDS = (1.0, 60.0)
-"""Minimum and maximum seconds after which a refused client is to retry."""
+"""Minimum and maximum retry delay of a refused client, in seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class QueueLimits:
-    """Limits of the queue, over all models.
+    """Limits of the queue, shared by all models.
 
     Attributes:
-        requests: Maximum requests in it.
-        tokens: Maximum tokens of prompts and expected outputs.
-        seconds: Longest that one of them waits.
+        requests: Maximum number of waiting requests.
+        tokens: Maximum total tokens of prompts and expected outputs.
+        seconds: Maximum wait of a request.
     """
 
     requests: int
@@ -26,7 +26,7 @@ class QueueLimits:
 
 
 def queue_full(limits: QueueLimits, retry_after: float | None) -> rpc.RpcError:
-    """RESOURCE_EXHAUSTED: there is no room to wait."""
+    """RESOURCE_EXHAUSTED: the queue is full."""
     return _exhausted(
         f"the queue is full (at most {limits.requests} requests of {limits.tokens} tokens "
         "together wait)",
@@ -35,19 +35,17 @@ def queue_full(limits: QueueLimits, retry_after: float | None) -> rpc.RpcError:
 
 
 def waited(limits: QueueLimits, retry_after: float | None) -> rpc.RpcError:
-    """RESOURCE_EXHAUSTED: no engine had room for as long as may be waited."""
+    """RESOURCE_EXHAUSTED: no engine had room within the queue's maximum wait."""
     return _exhausted(f"no engine had room for {limits.seconds:g} s", retry_after)
 
 
 def too_late(wait: float, run: float, left: float) -> rpc.RpcError:
-    """RESOURCE_EXHAUSTED: the answer would not be complete by the client's deadline.
-
-    DEADLINE_EXCEEDED, if that has passed already.
+    """RESOURCE_EXHAUSTED: the deadline would be missed; DEADLINE_EXCEEDED: it has passed.
 
     Args:
-        wait: Seconds until an engine would have room.
-        run: Seconds that it then takes.
-        left: Seconds to the deadline.
+        wait: Expected seconds until an engine has room.
+        run: Expected seconds on the engine.
+        left: Seconds until the deadline.
     """
     if left <= 0:
         return rpc.RpcError(

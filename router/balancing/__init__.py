@@ -13,7 +13,7 @@ POLICIES: dict[str, Callable[[], Policy]] = {
     "least_loaded": lambda: least_loaded,
     "round_robin": RoundRobin,
 }
-"""What returns each policy, by its name, a value of --balancing."""
+"""Factories of the policies, by name; the names are the values of --balancing."""
 
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
     PolicyName = str

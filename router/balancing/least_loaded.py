@@ -1,4 +1,4 @@
-"""The engine with the least to do, by its batch and its memory."""
+"""Policy: the engine with the least used batch and memory."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The interface of balancing policies, what they see, and the rule that all share."""
+"""The interface of balancing policies and their input, and the limit that all share."""
 
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
@@ -7,91 +7,90 @@ from octavo.v1 import engine_pb2
 
 
 class Candidate(Protocol):
-    """An engine as policies see it."""
+    """The interface of an engine for policies."""
 
     load: engine_pb2.Load
-    """The last reported load."""
+    """The engine's last report."""
 
     @property
     def sequences(self) -> int:
-        """Sequences that this router has given it and that have not ended."""
+        """Number of unfinished sequences that this router sent to the engine."""
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum sequences in its running batch."""
+        """Maximum sequences in the engine's running batch."""
 
     def cached_tokens(self, request: "RequestNeeds") -> int:
-        """Return how many of a prompt's tokens its cache is assumed to have."""
+        """Return the number of a prompt's tokens that are assumed to be cached."""
 
     def expect(self, request: "RequestNeeds") -> None:
-        """Assume from now on that its cache has the prompt: it is about to compute it."""
+        """Assume that the prompt is cached from now on: the engine is about to compute it."""
 
 
 class RequestNeeds(Protocol):
-    """A request as policies see it."""
+    """The interface of a request for policies."""
 
     @property
     def model(self) -> str:
-        """The model whose engines are the candidates."""
+        """Name of the model."""
 
     @property
     def sequences(self) -> int:
-        """Number of sequences that it needs."""
+        """Number of sequences of the request."""
 
     @property
     def prompt(self) -> Sequence[int]:
         """Its prompt's tokens."""
 
     def keys(self, block_size: int) -> list[int]:
-        """Return the keys, as engines publish them, of the blocks that a cache can have of it."""
+        """Return the keys, as engines publish them, of the prompt's blocks that can be cached."""
 
 
 C = TypeVar("C", bound=Candidate)
 
 
 class Policy(Protocol):
-    """Chooses an engine for each request. It may keep state: its choice gets the request."""
+    """Chooses an engine for each request; may keep state, as the chosen engine gets the request."""
 
     def __call__(self, candidates: Sequence[C], request: RequestNeeds) -> C | None:
-        """Return an engine with room for the request, or None if none has any."""
+        """Return an engine with room for the request, or None."""
 
 
 def headroom(max_num_seqs: int) -> int:
-    """Return how many sequences an engine may have waiting, so that it never idles."""
+    """Return how many sequences may wait at an engine, so that it never idles."""
     return max(1, max_num_seqs // 8)
 
 
 def has_room(candidate: Candidate, sequences: int) -> bool:
-    """Return whether an engine may be given `sequences` more.
+    """Return whether an engine may be sent `sequences` more.
 
-    One that has none of this router always may, or other routers could keep this one out.
+    Always true if it runs none of this router's, or other routers could keep this one out.
     """
     limit = candidate.max_num_seqs + headroom(candidate.max_num_seqs)
     return candidate.sequences == 0 or _taken(candidate) + sequences <= limit
 
 
 def with_room(candidates: Iterable[C], request: RequestNeeds) -> list[C]:
-    """Return the engines that may be given the request."""
+    """Return the engines with room for the request."""
     return [c for c in candidates if has_room(c, request.sequences)]
 
 
 def batch_share(candidate: Candidate) -> float:
-    """Return the part of an engine's batch that is taken; over 1 where requests wait."""
+    """Return the used share of an engine's batch; above 1 if requests wait."""
     return _taken(candidate) / max(candidate.max_num_seqs, 1)
 
 
 def _taken(candidate: Candidate) -> int:
-    """Return how many places of an engine's batch are taken, and how many requests wait for one.
+    """Return the number of sequences that use or wait for an engine's batch.
 
-    Its report covers what other routers gave it; this router's own count covers
-    what it gave since the report.
+    The report includes other routers' requests; this router's count includes those since then.
     """
     load = candidate.load
     return max(candidate.sequences, load.running + load.waiting + load.swapped)
 
 
 def memory_share(candidate: Candidate) -> float:
-    """Return the part of an engine's blocks that requests hold."""
+    """Return the share of an engine's blocks that requests hold."""
     load = candidate.load
     if not load.total_blocks:
         return 0.0
@@ -99,5 +98,5 @@ def memory_share(candidate: Candidate) -> float:
 
 
 def occupancy(candidate: Candidate) -> float:
-    """Return the sum of the shares that are taken of an engine's batch and of its memory."""
+    """Return the sum of the used shares of an engine's batch and memory."""
     return batch_share(candidate) + memory_share(candidate)

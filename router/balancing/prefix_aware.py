@@ -1,22 +1,21 @@
-"""Choose the engine with the least work for a request, counting its cached prefix."""
+"""Policy: the engine with the least work before the first token, with its cached prefix."""
 
 from collections.abc import Sequence
 
 from octavo.router.balancing.policy import C, RequestNeeds, batch_share, memory_share, with_room
 
 SEQUENCE_TOKENS = 32
-"""What a place in a batch is worth, in tokens of prompt to compute. The less, the longer
-requests are held to the engine that has their prefix; the more, the more even the load."""
+"""Cost of a used slot in a batch, in prompt tokens to compute. Lower values keep requests with the
+engine that has their prefix; higher values balance the load."""
 
 
 def prefix_aware(candidates: Sequence[C], request: RequestNeeds) -> C | None:
     """Return the engine with the least work before the request's first token, or None.
 
-    Work is the prompt's tokens that the engine is not believed to hold, plus
-    `SEQUENCE_TOKENS` for each place taken in its batch; memory counts as much,
-    but by its share's square: little while there is plenty. So a prefix stays
-    with its engine until that has so much more to do than another that
-    computing the prefix there costs less; then both have it.
+    Work is the prompt tokens that are not assumed to be cached, plus `SEQUENCE_TOKENS` for each
+    used slot of the batch; memory has the same weight, but its used share is squared, so that it
+    matters only when scarce. So a prefix stays on its engine until recomputing it on a less busy
+    one costs less; then both have it.
     """
     roomy = with_room(candidates, request)
     places = max((candidate.max_num_seqs for candidate in roomy), default=0)

@@ -1,4 +1,4 @@
-"""The contents of one engine's prefix cache, as it reported them."""
+"""The keys in one engine's prefix cache, from its reports."""
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
@@ -6,11 +6,11 @@ from collections.abc import Iterable, Sequence
 from octavo.v1 import engine_pb2
 
 MAX_EXPECTED = 1 << 16
-"""Keys expected and not yet reported; older ones are given up."""
+"""Maximum expected keys that are not reported yet; the oldest are dropped."""
 
 
 class Prefixes:
-    """Keys that an engine has reported, and those of prompts it was given to compute."""
+    """Keys that an engine has reported, and those of prompts that it is about to compute."""
 
     __slots__ = ("_expected", "_held")
 
@@ -19,14 +19,14 @@ class Prefixes:
         self._expected: OrderedDict[int, None] = OrderedDict()
 
     def apply(self, changes: engine_pb2.PrefixChanges) -> None:
-        """Take in what the engine reports."""
+        """Apply an engine's report."""
         self._held.update(changes.stored)
         self._held.difference_update(changes.evicted)
         for key in (*changes.stored, *changes.evicted):
             self._expected.pop(key, None)
 
     def expect(self, keys: Iterable[int]) -> None:
-        """Add keys that the engine is about to have."""
+        """Add keys that the engine is expected to have soon."""
         for key in keys:
             if key not in self._held:
                 self._expected[key] = None
@@ -35,7 +35,7 @@ class Prefixes:
             self._expected.popitem(last=False)
 
     def match(self, keys: Sequence[int]) -> int:
-        """Return how many of a prompt's keys, from its front, are believed to be there."""
+        """Return the number of leading keys that are assumed to be cached."""
         for count, key in enumerate(keys):
             if key not in self._held and key not in self._expected:
                 return count

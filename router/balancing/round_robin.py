@@ -1,4 +1,4 @@
-"""Each engine in turn, whatever it has to do: the measure for the others."""
+"""Policy: each engine in turn, regardless of load; the baseline for other policies."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from octavo.router.balancing.policy import C, RequestNeeds, has_room
 
 
 class RoundRobin:
-    """Chooses a model's engines in turn, except full ones."""
+    """Choose a model's engines in turn, except full ones."""
 
     def __init__(self) -> None:
         self._turns: defaultdict[str, int] = defaultdict(int)

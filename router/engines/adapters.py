@@ -12,7 +12,7 @@ from octavo.v1 import admin_pb2, engine_pb2
 
 
 class PoolAdapters:
-    """The adapters that the engines of a pool have.
+    """The adapters of a pool's engines.
 
     Args:
         pool: The engines.
@@ -22,7 +22,7 @@ class PoolAdapters:
         self._pool = pool
 
     def loaded(self) -> list[admin_pb2.AdapterStatus]:
-        """Return the adapters that connected engines have, by name."""
+        """Return the adapters of connected engines, by name."""
         names = {name for engine in self._pool.up() for name in engine.adapters}
         return [self.status(name) for name in sorted(names)]
 
@@ -30,7 +30,7 @@ class PoolAdapters:
         """Return an adapter and the engines that have it.
 
         Raises:
-            rpc.RpcError: NOT_FOUND if none has it.
+            rpc.RpcError: NOT_FOUND if no engine has the adapter.
         """
         engines = sorted(self._having(name), key=lambda engine: engine.address)
         if not engines:
@@ -45,13 +45,14 @@ class PoolAdapters:
         """Load an adapter.
 
         Args:
-            name: The model name in requests.
-            path: Its directory, on the engines' machines.
-            address: The engine; empty: every connected one.
-            timeout: Seconds that it may take; None: no limit.
+            name: The adapter's model name in requests.
+            path: The adapter's directory, on the engines' machines.
+            address: The engine's address; empty: every connected engine.
+            timeout: Timeout in seconds; None: no limit.
 
         Raises:
-            rpc.RpcError: The first error of an engine; NOT_FOUND or UNAVAILABLE if there is none.
+            rpc.RpcError: The first error of an engine; NOT_FOUND or UNAVAILABLE if no engine is
+                connected.
         """
         request = engine_pb2.EngineServiceLoadAdapterRequest(name=name, path=path)
 
@@ -62,15 +63,15 @@ class PoolAdapters:
         await _for_each(self._engines(address), load)
 
     async def unload(self, name: str, address: str, timeout: float | None) -> None:
-        """Unload an adapter; its requests finish.
+        """Unload an adapter; its running requests finish.
 
         Args:
-            name: Its name.
-            address: The engine; empty: every connected one that has it.
-            timeout: Seconds that it may take; None: no limit.
+            name: The adapter's name.
+            address: The engine's address; empty: every connected engine that has the adapter.
+            timeout: Timeout in seconds; None: no limit.
 
         Raises:
-            rpc.RpcError: NOT_FOUND if none has it; else the first error of an engine.
+            rpc.RpcError: NOT_FOUND if no engine has the adapter; else the first error of an engine.
         """
         engines = self._engines(address) if address else self._having(name)
         if not engines:
@@ -89,7 +90,7 @@ class PoolAdapters:
         return [engine for engine in self._pool.up() if name in engine.adapters]
 
     def _engines(self, address: str) -> list[Engine]:
-        """Return the engine at an address, or every connected one."""
+        """Return the engine at an address, or all connected ones."""
         engines = self._pool.up()
         if address:
             engine = self._pool.link(address).up
@@ -99,13 +100,13 @@ class PoolAdapters:
         return engines
 
     def _set(self, engine: Engine, adapters: dict[str, engine_pb2.Adapter]) -> None:
-        """Note an engine's adapters before it sends them itself: the caller may ask at once."""
+        """Update an engine's adapters before its own report, as the caller may use them at once."""
         if engine.address in self._pool:
             self._pool.link(engine.address).set_adapters(engine, adapters.values())
 
 
 async def _for_each(engines: list[Engine], call: Callable[[Engine], Awaitable[None]]) -> None:
-    """Make a call to each engine; raise the first error after all are done."""
+    """Call each engine; raise the first error after all calls have ended."""
     results = await asyncio.gather(*map(call, engines), return_exceptions=True)
     for engine, result in zip(engines, results, strict=True):
         if isinstance(result, grpc.aio.AioRpcError):

@@ -1,4 +1,4 @@
-"""What AdminService has changed in the engines that a router's settings name."""
+"""AdminService's changes to the engines of a router's settings."""
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
@@ -9,12 +9,12 @@ from octavo.router.settings import is_discovered
 
 @dataclass(slots=True)
 class EngineChanges:
-    """The changes that hold now, by the engines' addresses.
+    """The current changes, by engine address.
 
     Attributes:
-        added: Engines that the settings do not name.
-        drained: Engines that are given no new requests.
-        removed: Engines that the settings or a DNS name have.
+        added: Engines that are not in the settings.
+        drained: Engines that get no new requests.
+        removed: Removed engines of the settings or of a DNS name.
     """
 
     added: set[str] = field(default_factory=set)
@@ -22,7 +22,7 @@ class EngineChanges:
     removed: set[str] = field(default_factory=set)
 
     def add(self, address: str) -> None:
-        """Note that an engine was added, or that a drained one takes requests again."""
+        """Record that an engine was added, or that a drained one accepts requests again."""
         if address in self.drained:
             self.drained.remove(address)
         else:
@@ -30,30 +30,30 @@ class EngineChanges:
             self.added.add(address)
 
     def drain(self, address: str) -> None:
-        """Note that an engine was drained."""
+        """Record that an engine was drained."""
         self.drained.add(address)
 
     def remove(self, address: str) -> None:
-        """Note that an engine was removed."""
+        """Record that an engine was removed."""
         self.added.discard(address)
         self.drained.discard(address)
         self.removed.add(address)
 
     def known(self, engines: Iterable[str]) -> list[str]:
-        """Return the addresses of the engines that need no discovery.
+        """Return the engines' addresses, except those that are discovered.
 
         Args:
-            engines: The engines of the settings, DNS names and labels among them.
+            engines: Engines of the settings, including DNS names and labels.
         """
         named = [each for each in engines if not is_discovered(each)]
         kept = [address for address in named if address not in self.removed]
         return kept + sorted(self.added - set(kept))
 
     def to_json(self) -> dict[str, list[str]]:
-        """Return the changes as JSON has them."""
+        """Return the changes in a form that JSON can encode."""
         return {name: sorted(addresses) for name, addresses in asdict(self).items()}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
-        """Return the changes that `to_json` returned."""
+        """Return the changes that `to_json` encoded."""
         return cls(**{name: set(addresses) for name, addresses in data.items()})

@@ -1,4 +1,4 @@
-"""Follows DNS names and Kubernetes' labels: every address behind one is an engine while it is."""
+"""Discovery: every address of a DNS name or of Pods with Kubernetes labels is an engine."""
 
 import asyncio
 import socket
@@ -30,20 +30,19 @@ async def resolve(name: str, port: int) -> set[str]:
 
 
 class Discovery:
-    """Keeps a pool's engines to those that DNS names and Kubernetes' labels stand for.
+    """Keeps a pool's engines up to date with DNS names and Kubernetes labels.
 
-    An address that is gone gets no new requests, and is forgotten when it has
-    none. While a name cannot be resolved, what it last stood for stays: engines
-    that really are gone are noticed by their connections. What the pool has
-    from elsewhere is left alone, and so is what others removed from it.
+    An engine whose address disappears is drained, and removed when idle. While a name cannot be
+    resolved, its last addresses stay: dead engines are noticed by their connections. Engines from
+    other sources are left alone, and engines that others removed stay removed.
 
     Args:
         targets: Names with `DNS_SCHEME` and port, labels with `KUBERNETES_SCHEME` and port.
-        pool: The pool to add engines to.
-        interval: Seconds between look-ups, and before a watch that failed begins again.
-        resolve: Looks a name up; HOST:PORT for each address.
-        changes: Changes of others before: engines that they removed are left out until they are
-            gone from their name, and those that they drained stay so.
+        pool: The pool to update.
+        interval: Seconds between lookups, and before a failed watch is restarted.
+        resolve: Returns HOST:PORT for each address of a name.
+        changes: Earlier changes by AdminService: drained engines stay drained, and removed ones
+            stay removed while their name or labels have them.
     """
 
     def __init__(
@@ -65,7 +64,7 @@ class Discovery:
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Look all names up again and again and watch all labels, until cancelled."""
+        """Look up all names periodically and watch all labels, until cancelled."""
         async with asyncio.TaskGroup() as watches:
             for target in self._found:
                 if target.startswith(KUBERNETES_SCHEME):
@@ -77,7 +76,7 @@ class Discovery:
                     await asyncio.wait_for(self._changed.wait(), self._interval)
 
     async def _watch(self, target: str) -> None:
-        """Keep what a target's labels stand for, until cancelled."""
+        """Update the engines of a target's labels, until cancelled."""
         while True:
             try:
                 async for addresses in PodWatch(target).addresses():
@@ -88,7 +87,7 @@ class Discovery:
             await asyncio.sleep(self._interval)
 
     async def look(self) -> None:
-        """Look all names up once and bring the pool up to date."""
+        """Look up all names once, and update the pool."""
         for target in self._found:
             if target.startswith(DNS_SCHEME):
                 name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")

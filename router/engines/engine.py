@@ -1,4 +1,4 @@
-"""A connection to one engine: what it has reported, and the one stream for all requests."""
+"""The connection to one engine: its last report, and the stream that carries all requests."""
 
 import asyncio
 import itertools
@@ -25,42 +25,41 @@ from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 log = structlog.get_logger(__name__)
 
 MAX_ABORTED = 4096
-"""Number of aborted requests whose ids are not given again, as tokens of theirs may still come."""
+"""Number of aborted requests whose ids are not reused, as late tokens may still arrive."""
 INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 SILENT_LOOKS = 4
-"""How often silence is looked at before it counts: what stops the router itself for a while,
-engine messages included, is one look and no engine's silence."""
+"""Number of consecutive silent intervals before an engine counts as hung: if the router itself
+stalls, that is one interval, not the engine's silence."""
 PARTS = ("writer", "reader", "watcher")
 
 
 class Engine:
-    """One connection to one engine, from its opening to its end.
+    """One connection to one engine, from opening to end.
 
-    It submits and aborts requests, and passes each its events, until the stream breaks.
+    It submits and aborts requests, and delivers their events, until the stream breaks.
 
     Args:
-        call: The open `Session` call, which this object alone uses.
-        address: The engine's address.
-        info: The engine's own description.
-        tokenizer: Its model's tokenizer.
-        stub: Stub for calls besides the session.
-        on_report: Called with every message, for its load and its prefix changes.
-        on_fault: Called when a step failed on the engine, before its requests hear of it.
-        heartbeat_timeout: Seconds of silence after which the engine counts as hung.
+        call: The open `Session` call, used by this object only.
+        address: HOST:PORT of the engine.
+        info: The engine's description of itself.
+        tokenizer: The model's tokenizer.
+        stub: Stub for RPCs other than the session.
+        on_report: Called with every message, for its load and prefix changes.
+        on_fault: Called when a step failed on the engine, before its requests fail.
+        heartbeat_timeout: Seconds without messages after which the engine counts as hung.
 
     Attributes:
-        address: Its address.
-        info: Its own description.
-        tokenizer: Its model's tokenizer.
-        stub: Stub for calls besides the session.
-        load: Its last report.
-        claims: The requests given to it that have not ended.
-        budget: Its blocks, and what requests need of them.
-        prefixes: Prefixes that its cache is believed to hold.
-        adapters: The LoRA adapters that it has loaded, by name.
-        up: Whether it can be used: from its core's first sign of life to the
-            connection's end.
-        up_since: Time at which it came up, by the monotonic clock.
+        address: HOST:PORT of the engine.
+        info: The engine's description of itself.
+        tokenizer: The model's tokenizer.
+        stub: Stub for RPCs other than the session.
+        load: The engine's last load report.
+        claims: The router's unfinished requests on the engine.
+        budget: The engine's blocks, and how many a request needs.
+        prefixes: Prefixes assumed to be cached.
+        adapters: Loaded LoRA adapters, by name.
+        up: Whether the engine is usable: from its core's first message to the connection's end.
+        up_since: Monotonic time of becoming usable.
     """
 
     def __init__(
@@ -89,10 +88,10 @@ class Engine:
         self._call = call
         self._on_report = on_report
         self._on_fault = on_fault
-        # Never longer than a few commands for each request admitted to the engine.
+        # Unbounded, but holds only a few commands per admitted request.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self._requests: dict[str, RequestState] = {}
-        # A request's id, its state and the index of its output, by the output's number.
+        # Request id, state and output index, by the output's number on the stream.
         self._outputs: dict[int, tuple[str, RequestState, int]] = {}
         self._first_numbers: dict[str, int] = {}
         self._next_number = 1
@@ -100,66 +99,66 @@ class Engine:
         self._numbers = itertools.count(1)
         self._broken: str | None = None
         self._heartbeat_timeout = heartbeat_timeout
-        self._heard = False  # anything, since the last look
+        self._heard = False  # whether a message came this interval
 
     @property
     def instance(self) -> str:
-        """What identifies the running engine, whatever its addresses."""
+        """Id of the running engine, the same at each of its addresses."""
         return self.info.instance_id or self.address
 
     @property
     def models(self) -> list[str]:
-        """The models that requests may name: its own, and its adapters."""
+        """The models that requests may name: the base model and the adapters."""
         return [self.info.model, *self.adapters]
 
     def serves(self, model: str) -> bool:
-        """Return whether requests may name a model here."""
+        """Return whether the engine serves a model."""
         return model == self.info.model or model in self.adapters
 
     @property
     def defaults(self) -> tuple[sampling_pb2.SamplingParams, int | None]:
-        """Its model's sampling parameters and maximum output length for requests without them."""
+        """The model's default sampling parameters and maximum output length."""
         limited = self.info.HasField("default_max_tokens")
         return self.info.default_sampling, self.info.default_max_tokens if limited else None
 
     @property
     def sequences(self) -> int:
-        """Sequences given to it that have not ended."""
+        """Number of unfinished sequences that this router sent to the engine."""
         return self.claims.sequences
 
     @property
     def max_num_seqs(self) -> int:
-        """Maximum sequences in its running batch."""
+        """Maximum sequences in the engine's running batch."""
         return self.info.max_num_seqs
 
     def cached_tokens(self, request: RequestNeeds) -> int:
-        """Return how many of a prompt's tokens its cache is assumed to have."""
+        """Return the number of a prompt's tokens that are assumed to be cached."""
         if not self.info.features.prefix_caching:
             return 0
         keys = request.keys(self.info.block_size)
         return self.prefixes.match(keys) * self.info.block_size
 
     def expect(self, request: RequestNeeds) -> None:
-        """Assume from now on that its cache has the prompt: it is about to compute it."""
+        """Assume that the prompt is cached from now on: the engine is about to compute it."""
         if self.info.features.prefix_caching:
             self.prefixes.expect(request.keys(self.info.block_size))
 
     @property
     def broken(self) -> bool:
-        """Whether the stream has ended, or is about to: it takes no more requests."""
+        """Whether the stream has ended or is about to end; it accepts no more requests."""
         return self._broken is not None
 
     @property
     def num_requests(self) -> int:
-        """Requests that get events."""
+        """Number of requests that receive events."""
         return len(self._requests)
 
     def submit(self, state: RequestState, submit: engine_pb2.Submit) -> str:
-        """Start an attempt of a request, which gets its events.
+        """Start an attempt of a request, which then receives its events.
 
         Returns:
-            The request's id in this session: the one in `submit` unless that
-            is taken, by a live request or by the late tokens of an aborted one.
+            The request's id in this session: the one in `submit`, unless a live request or a
+            recently aborted one has it.
 
         Raises:
             EngineLostError: The stream is broken.
@@ -178,7 +177,7 @@ class Engine:
         return session_id
 
     def abort(self, session_id: str, index: int | None = None) -> None:
-        """Stop a request, which gets no more events, or one output of it."""
+        """Abort a request or one of its outputs; it receives no more events."""
         if index is None:
             if self._forget(session_id) is None:
                 return
@@ -189,7 +188,7 @@ class Engine:
         self._outbox.put_nowait(engine_pb2.SessionRequest(abort=abort))
 
     def end(self, session_id: str) -> None:
-        """End an attempt: stop on the engine what still runs there."""
+        """End an attempt: abort outputs that still run on the engine."""
         state = self._requests.get(session_id)
         if state is not None and state.ended_by_engine:
             self._forget(session_id)
@@ -197,10 +196,10 @@ class Engine:
             self.abort(session_id)
 
     async def run(self) -> str:
-        """Read and write until the stream breaks or is silent; then fail every request.
+        """Read and write until the stream breaks or is silent; then fail all requests.
 
         Returns:
-            What broke it, for a person.
+            Reason of the end, as text.
         """
         try:
             async with joined(
@@ -226,7 +225,7 @@ class Engine:
         return "the engine ended the session"
 
     async def _watch(self) -> str:
-        """Return when nothing has come for too long: the engine hangs, if its process lives."""
+        """Return when the engine has sent no message for too long: it hangs."""
         silent = 0
         while silent < SILENT_LOOKS:
             self._heard = False
@@ -239,7 +238,7 @@ class Engine:
             while True:
                 await self._call.write(await self._outbox.get())
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            return None  # the reader hears of it, and why
+            return None  # the reader reports the error
 
     def _dispatch(self, response: engine_pb2.SessionResponse) -> None:
         for started in response.started:
@@ -251,7 +250,7 @@ class Engine:
                 try:
                     if state.append(output):
                         self.abort(output.request_id, output.index)
-                except Exception as error:  # noqa: BLE001 - it fails this request alone
+                except Exception as error:  # noqa: BLE001 - fails only this request
                     self._fail(output.request_id, state, error)
         if any(failure.code == INTERNAL for failure in response.failures):
             self._on_fault(self)
@@ -261,19 +260,19 @@ class Engine:
         self._on_report(self, response)
 
     def _append_tokens(self, tokens: engine_pb2.NumberedTokens) -> None:
-        """Give outputs that only got tokens these tokens."""
+        """Append tokens to outputs that received nothing else."""
         for number, token_ids in by_number(tokens).items():
             if (known := self._outputs.get(number)) is None:
-                continue  # it was aborted
+                continue  # aborted output
             session_id, state, index = known
             try:
                 if state.append_tokens(index, token_ids):
                     self.abort(session_id, index)
-            except Exception as error:  # noqa: BLE001 - it fails this request alone
+            except Exception as error:  # noqa: BLE001 - fails only this request
                 self._fail(session_id, state, error)
 
     def _forget(self, session_id: str) -> RequestState | None:
-        """Pass no more to a request, and return it; None if it is not known."""
+        """Stop delivering events to a request, and return it; None if unknown."""
         state = self._requests.pop(session_id, None)
         if state is not None:
             first = self._first_numbers.pop(session_id)
@@ -282,7 +281,7 @@ class Engine:
         return state
 
     def _fail(self, session_id: str, state: RequestState, error: Exception) -> None:
-        """Stop a request that could not take its tokens, and fail it."""
+        """Abort a request whose events raised an error, and fail it."""
         if not isinstance(error, rpc.RpcError):
             log.error("request failed", request_id=session_id, engine=self.address, exc_info=error)
             error = rpc.RpcError(grpc.StatusCode.INTERNAL, rpc.UNEXPECTED)
@@ -296,12 +295,12 @@ class Engine:
         return session_id
 
     def _lost(self) -> EngineLostError:
-        """For clients: which engine, and why it was lost, is for the log."""
+        """Return an error without the engine and the cause, which only the log shows."""
         return EngineLostError("the connection to the request's engine was lost; retry the request")
 
 
 def by_number(tokens: engine_pb2.NumberedTokens) -> dict[int, list[int]]:
-    """Return each output's tokens, by its number."""
+    """Return the tokens of each output, by output number."""
     outputs: dict[int, list[int]] = {}
     for number, token_id in zip(tokens.numbers, tokens.token_ids, strict=True):
         if (token_ids := outputs.get(number)) is None:
@@ -312,7 +311,7 @@ def by_number(tokens: engine_pb2.NumberedTokens) -> dict[int, list[int]]:
 
 
 async def _first_reason(tasks: Iterable[asyncio.Task[str | None]]) -> str:
-    """Return the first reason that a task ends with; raise the error of one that fails."""
+    """Return the first task's reason to end; raise the error of a task that failed."""
     for task in asyncio.as_completed(tasks):
         if (reason := await task) is not None:
             return reason
@@ -320,7 +319,7 @@ async def _first_reason(tasks: Iterable[asyncio.Task[str | None]]) -> str:
 
 
 def _error(failure: engine_pb2.Failure) -> rpc.RpcError:
-    """Return the error that a failure stands for."""
+    """Convert an engine's failure to an error."""
     if failure.code == grpc.StatusCode.UNAVAILABLE.value[0]:
         return EngineLostError(failure.message)
     if failure.code == INTERNAL:

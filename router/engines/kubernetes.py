@@ -1,4 +1,4 @@
-"""Watches the Pods of a cluster that have given labels: each ready one is an engine."""
+"""Watches a cluster's Pods with given labels: each ready Pod is an engine."""
 
 import json
 import os
@@ -13,9 +13,9 @@ from octavo.common.ports import Listener
 from octavo.router.settings import KUBERNETES_SCHEME
 
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Directory of the token, the namespace and the certificate authority that a Pod is given."""
+"""Directory with a Pod's token, namespace and certificate authority."""
 WATCH_SECONDS = 300
-"""The API server ends a watch after this time, and the next one goes on from there."""
+"""Seconds after which the API server ends a watch; the next one continues there."""
 READ_SECONDS = WATCH_SECONDS + 30.0
 
 Pod = dict[str, Any]
@@ -28,10 +28,10 @@ class PodWatch:
         target: Labels and port, with `KUBERNETES_SCHEME`.
 
     Attributes:
-        selector: The labels, as the API takes them.
+        selector: The labels in the API's form.
 
     Raises:
-        OSError: This process is in no Pod, or its Pod has no service account.
+        OSError: This process is not in a Pod, or the Pod has no service account.
     """
 
     def __init__(self, target: str) -> None:
@@ -48,7 +48,7 @@ class PodWatch:
         self._pods: dict[str, Pod] = {}
 
     async def addresses(self) -> AsyncIterator[set[str]]:
-        """Yield HOST:PORT for every ready Pod, at first and after each change, without end.
+        """Yield HOST:PORT of all ready Pods, first at once, then after each change, forever.
 
         Raises:
             OSError: The API cannot be reached or refuses the service account.
@@ -70,7 +70,7 @@ class PodWatch:
             raise OSError(f"{self._url}: {error!r}") from error
 
     async def _list(self, client: httpx2.AsyncClient) -> str:
-        """Read all Pods; return the version from which a watch goes on."""
+        """Read all Pods; return the version from which to start a watch."""
         answer = await client.get(self._url, params=self._parameters(), headers=self._headers())
         answer.raise_for_status()
         listed = answer.json()
@@ -101,7 +101,7 @@ class PodWatch:
         return {"labelSelector": self.selector}
 
     def _headers(self) -> dict[str, str]:
-        """Authenticate by the token, which the kubelet renews every hour."""
+        """Authenticate with the token, which the kubelet renews every hour."""
         return {"Authorization": f"Bearer {(SERVICE_ACCOUNT / 'token').read_text().strip()}"}
 
     def _apply(self, kind: str, pod: Pod) -> None:
@@ -116,7 +116,7 @@ class PodWatch:
 
 
 def _is_ready(pod: Pod) -> bool:
-    """Return whether a Pod's probes pass and nobody is deleting it, as for a Service."""
+    """Return whether a Pod's probes pass and it is not being deleted, as for a Service."""
     status = pod.get("status", {})
     conditions = {each["type"]: each["status"] for each in status.get("conditions", [])}
     deleted = "deletionTimestamp" in pod["metadata"]

@@ -1,4 +1,4 @@
-"""The connection to one engine's address: connect, learn what it serves, notice its loss."""
+"""The connection to one engine address: connect, get the engine's information, detect its loss."""
 
 import asyncio
 import time
@@ -21,17 +21,17 @@ from octavo.v1 import engine_pb2, engine_pb2_grpc
 log = structlog.get_logger(__name__)
 
 BACKOFF = wait_random_exponential(multiplier=0.25, min=0.05, max=1.0)
-"""Seconds between attempts to connect: short, as an engine that comes back is needed."""
+"""Seconds between connection attempts; short, as a returning engine is needed."""
 UNUSABLE_SECONDS = 15.0
-"""Seconds between attempts to use an engine that was reached: somebody must change something."""
+"""Seconds between attempts with a reachable but unusable engine: a person must fix it."""
 
 
 class _DisconnectedError(Exception):
-    """An engine could not be reached, or gave no sign of life."""
+    """The engine could not be reached, or sent no message."""
 
 
 class _UnusableError(_DisconnectedError):
-    """An engine was reached, but this router cannot use it."""
+    """The engine was reached, but is unusable for this router."""
 
 
 class EngineLink:
@@ -39,10 +39,11 @@ class EngineLink:
 
     Attributes:
         address: HOST:PORT.
-        engine: The connection, or the last one there was; None before the first.
-        draining: Whether the router gives it no new requests, whatever its own report is.
-        breaker: Says how long other engines are preferred after failures.
-        problem: Why the engine was reached and still cannot be used; else empty.
+        engine: The current or last connection; None before the first.
+        draining: Whether the router sends it no new requests, regardless of the engine's own
+            report.
+        breaker: Decides how long other engines are preferred after failures.
+        problem: Reason why the engine is reachable but unusable; else empty.
     """
 
     def __init__(
@@ -68,20 +69,20 @@ class EngineLink:
 
     @property
     def up(self) -> Engine | None:
-        """The connection, if it lives."""
+        """The connection, if it is alive."""
         engine = self.engine
         return engine if engine is not None and engine.up and not engine.broken else None
 
     @property
     def taking(self) -> Engine | None:
-        """The connection, if it lives and requests may go to it."""
+        """The connection, if it is alive and accepts requests."""
         engine = self.up
         drains = self.draining or (engine is not None and engine.load.draining)
         return None if drains else engine
 
     @property
     def doubtful(self) -> bool:
-        """Whether other engines are preferred: it failed recently, or its step may hang."""
+        """Whether to prefer other engines: this one failed recently, or its step may hang."""
         if self.breaker.remaining:
             return True
         limit = self._settings.heartbeat_timeout
@@ -89,7 +90,7 @@ class EngineLink:
 
     @property
     def sequences(self) -> int:
-        """Sequences given to it that have not ended."""
+        """Number of unfinished sequences that this router sent to the engine."""
         return self.engine.sequences if self.engine is not None else 0
 
     async def run(self) -> None:
@@ -104,10 +105,10 @@ class EngineLink:
                     await self._hold()
 
     async def _hold(self) -> None:
-        """Connect and stay connected; return when a connection that was used ends.
+        """Connect, and run the session; return when a usable connection ends.
 
         Raises:
-            _DisconnectedError: The engine never came up.
+            _DisconnectedError: The engine never became usable.
         """
         async with self._open_channel() as channel:
             engine = await self._connect(channel)
@@ -125,10 +126,10 @@ class EngineLink:
         log.warning("engine down", engine=self.address, reason=reason, passed_over=passed_over)
 
     def _open_channel(self) -> grpc.aio.Channel:
-        """Make a channel with the certificates that there are now.
+        """Open a channel with the current certificates.
 
         Raises:
-            _DisconnectedError: They cannot be used.
+            _DisconnectedError: The certificates cannot be used.
         """
         files = self._settings.engine_tls
         if files is None:
@@ -165,7 +166,7 @@ class EngineLink:
         )
 
     def _note(self, engine: Engine, response: engine_pb2.SessionResponse) -> None:
-        """Update an engine by its own report."""
+        """Apply an engine's report."""
         engine.prefixes.apply(response.prefixes)
         if response.HasField("adapters"):
             self.set_adapters(engine, response.adapters.adapters)
@@ -183,7 +184,7 @@ class EngineLink:
                 self._on_load(model)
 
     def set_adapters(self, engine: Engine, adapters: Iterable[engine_pb2.Adapter]) -> None:
-        """Note which adapters an engine has now; requests that wait for a new one may go there."""
+        """Set an engine's adapters; requests that wait for a new one may be dispatched."""
         before = engine.adapters
         engine.adapters = {adapter.name: adapter for adapter in adapters}
         if engine.up and before != engine.adapters:
@@ -195,19 +196,19 @@ class EngineLink:
             self._on_change(model)
 
     def _fault(self, engine: Engine) -> None:
-        """Prefer other engines for a while: a step failed on this one."""
+        """Prefer other engines for a while, because a step failed on this one."""
         self.breaker.fault()
         passed_over = round(self.breaker.remaining, 1)
         log.warning("a step failed on an engine", engine=self.address, passed_over=passed_over)
         self._change_when_closed(engine)
 
     def _change_when_closed(self, engine: Engine) -> None:
-        """Call `on_change` when the breaker closes: requests that wait may come here then."""
+        """Call `on_change` when the breaker closes, to dispatch waiting requests."""
         loop = asyncio.get_running_loop()
         loop.call_later(self.breaker.remaining, self._changed, engine.models)
 
     def _use(self, engine: Engine) -> None:
-        """Let requests go to an engine that has sent its first message."""
+        """Mark an engine as usable after its first message."""
         log.info(
             "engine up",
             engine=self.address,

@@ -1,4 +1,4 @@
-"""The pool of engines: which there are, which can be used, and their limits."""
+"""The pool of engines: connections, models and limits."""
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
@@ -21,16 +21,15 @@ log = structlog.get_logger(__name__)
 class EnginePool:
     """Keeps a connection to every engine that is added.
 
-    An engine that is reached by several addresses is used, and counted, by one of them: the first
-    that came up, while it is not drained. The others are connected, to replace it.
+    An engine with several addresses is used and counted at one of them: the first that came up and
+    is not drained. The others stay connected as replacements.
 
     Args:
         settings: Timeouts.
         tokenizers: Loads the engines' tokenizers.
-        on_change: Called with a model's name whenever one of its engines comes,
-            goes or starts to drain.
-        on_load: Called with a model's name whenever one of its engines has
-            reported its load.
+        on_change: Called with a model's name when one of its engines comes up, goes down or starts
+            to drain.
+        on_load: Called with a model's name when one of its engines reports its load.
     """
 
     def __init__(
@@ -46,22 +45,22 @@ class EnginePool:
         self._on_load = on_load
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._disagreeing: set[str] = set()  # models of which that has been logged
-        self._overruled: set[tuple[str, str]] = set()  # aliases and models of which it has been
+        self._disagreeing: set[str] = set()  # models logged for differing defaults
+        self._overruled: set[tuple[str, str]] = set()  # logged pairs of alias and model
 
     def __contains__(self, address: str) -> bool:
         return address in self._links
 
     @property
     def links(self) -> list[EngineLink]:
-        """Every engine, connected or not, by address."""
+        """All engines, connected or not, sorted by address."""
         return [self._links[address] for address in sorted(self._links)]
 
     def add(self, address: str) -> EngineLink:
-        """Begin to connect to an engine; one that is drained takes requests again.
+        """Start to connect to an engine; make a drained one accept requests again.
 
         Raises:
-            rpc.RpcError: ALREADY_EXISTS if it is there and not drained.
+            rpc.RpcError: ALREADY_EXISTS if the engine was added and is not drained.
         """
         link = self._links.get(address)
         if link is None:
@@ -76,13 +75,13 @@ class EnginePool:
         else:
             raise rpc.RpcError(
                 grpc.StatusCode.ALREADY_EXISTS,
-                f"engine {address} has been added already",
+                f"engine {address} was already added",
                 field="address",
             )
         return link
 
     def drain(self, address: str) -> EngineLink:
-        """Give an engine no new requests; those that it has complete there.
+        """Drain an engine: it gets no new requests, and its running ones finish.
 
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
@@ -110,7 +109,7 @@ class EnginePool:
 
     @property
     def used(self) -> list[EngineLink]:
-        """Each connected engine once, by the address at which it is used."""
+        """All connected engines, each once, at the address in use."""
         links: dict[str, EngineLink] = {}
         for link in self._links.values():
             if (engine := link.up) is None:
@@ -121,41 +120,41 @@ class EnginePool:
         return list(links.values())
 
     def up(self, model: str | None = None) -> list[Engine]:
-        """Return the engines that are connected, of one model or of all."""
+        """Return the connected engines, of one model or of all."""
         engines = (link.up for link in self.used)
         return [e for e in engines if e and (model is None or e.serves(model))]
 
     def models(self) -> list[str]:
-        """Return the names of the models that engines serve, or served when last seen."""
+        """Return the names of models that engines serve, or last served."""
         engines = [link.engine for link in self.links if link.engine]
         return sorted({model for engine in engines for model in engine.models})
 
     def names(self) -> dict[str, list[str]]:
-        """Return all names of each of `models`: its own, then its aliases."""
+        """Return all names of each of `models`: the model's name, then its aliases."""
         names_of_model = {model: [model] for model in self.models()}
         for alias, model in sorted(self._aliases().items()):
             names_of_model[model].append(alias)
         return names_of_model
 
     def names_of(self, name: str) -> list[str]:
-        """Return all names of the model that has a name; of an unknown one, the name itself."""
+        """Return all names of the model that `name` refers to; `name` alone if unknown."""
         return next((names for names in self.names().values() if name in names), [name])
 
     def adapter(self, model: str) -> engine_pb2.Adapter | None:
-        """Return the adapter that a resolved model is; None if it is a model of its own."""
+        """Return a resolved model's adapter; None for a base model."""
         engine = min(self._known(model), key=lambda engine: engine.address)
         return None if engine.info.model == model else engine.adapters[model]
 
     def resolve(self, name: str, may_use: Callable[[Collection[str]], bool]) -> str:
-        """Return the model that a request's `model` means.
+        """Return the model that a request's `model` refers to.
 
         Args:
-            name: Name in the request; empty: the only model that is no adapter, if there is one.
-            may_use: Whether a model of these names is there for who asks.
+            name: Name in the request; empty: the only base model, if there is one.
+            may_use: Returns whether the caller may use a model, by all its names.
 
         Raises:
-            rpc.RpcError: NOT_FOUND for an unknown one, INVALID_ARGUMENT for none
-                among several, UNAVAILABLE while no engine has ever been up.
+            rpc.RpcError: NOT_FOUND if unknown, INVALID_ARGUMENT if empty with several models,
+                UNAVAILABLE while no engine was ever up.
         """
         models = {model: names for model, names in self.names().items() if may_use(names)}
         if not models:
@@ -173,10 +172,10 @@ class EnginePool:
         return meant[name]
 
     def candidates(self, model: str) -> Sequence[Engine]:
-        """Return the engines of `model` that take new requests.
+        """Return the engines of `model` that accept new requests.
 
-        Those that failed recently, or whose step may hang, are among them only where there
-        are no others.
+        Engines that failed recently, or whose step may hang, are included only if there are no
+        others.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if there are none.
@@ -191,7 +190,7 @@ class EnginePool:
         return [engine for engine, doubtful in taking if not doubtful] or [e for e, _ in taking]
 
     def has_other(self, engine: Engine, model: str) -> bool:
-        """Return whether another engine of a model takes requests."""
+        """Return whether another engine of a model accepts requests."""
         taking = (link.taking for link in self.used)
         return any(e and e is not engine and e.serves(model) for e in taking)
 
@@ -206,15 +205,14 @@ class EnginePool:
     def defaults(self, model: str) -> tuple[sampling_pb2.SamplingParams, int | None]:
         """Return the defaults of a resolved model's requests, as `Engine.defaults`.
 
-        Where engines differ, those of the first address hold, so that all routers use the same.
+        If engines differ, the first address's defaults apply, so that all routers agree.
         """
         return min(self._known(model), key=lambda engine: engine.address).defaults
 
     def limits(self, model: str) -> Limits:
-        """Return the limits that hold for every engine of a resolved model.
+        """Return the limits of a resolved model: the smallest of its engines'.
 
-        Where engines differ the smallest limit holds, so that any of them can
-        have any request.
+        So any of the engines can run any valid request.
         """
         engines = self._known(model)
         infos = [engine.info for engine in engines]
@@ -260,10 +258,10 @@ class EnginePool:
         )
 
     def _aliases(self) -> dict[str, str]:
-        """Return the model that each alias means.
+        """Return the model of each alias.
 
-        The name of a model or an adapter means that. An alias of several models means the first
-        of them by name that has an engine which is up, or else the first.
+        Names of models and adapters take precedence. If several models share an alias, the first by
+        name with an engine up has it, or else the first.
         """
         engines = [link.engine for link in self.links if link.engine]
         engines.sort(key=lambda engine: (not engine.up, engine.info.model))
@@ -282,7 +280,7 @@ class EnginePool:
         """
         engines = [link.engine for link in self.links if link.engine]
         known = self.up(model) or [e for e in engines if e.serves(model)]
-        if not known:  # it was removed a moment ago
+        if not known:  # it was just removed
             raise self._none_up(model)
         return known
 
@@ -290,7 +288,7 @@ class EnginePool:
         """Return the link to an address.
 
         Raises:
-            rpc.RpcError: NOT_FOUND if there is none.
+            rpc.RpcError: NOT_FOUND if there is no such engine.
         """
         if address not in self._links:
             there = ", ".join(sorted(self._links)) or "none"
@@ -300,13 +298,13 @@ class EnginePool:
         return self._links[address]
 
     def _changed(self, link: EngineLink) -> None:
-        """Call `on_change`: an engine takes requests again, or no more."""
+        """Call `on_change` after an engine began or stopped accepting requests."""
         if link.engine is not None:
             for model in link.engine.models:
                 self._on_change(model)
 
     def _on_change(self, model: str) -> None:
-        """Tell that an engine of `model` came, went or drains; log if engines disagree."""
+        """Report that an engine of `model` came up, went down or drains; warn if engines differ."""
         engines = sorted(self.up(model), key=lambda engine: engine.address)
         if all(engine.defaults == engines[0].defaults for engine in engines):
             self._disagreeing.discard(model)
@@ -322,7 +320,7 @@ class EnginePool:
         self._tell_change(model)
 
     def _log_overruled(self) -> None:
-        """Log once which engines' aliases mean another model."""
+        """Log once which engines' aliases refer to another model."""
         aliases = self._aliases()
         overruled = {
             (alias, engine.info.model): used
@@ -336,12 +334,12 @@ class EnginePool:
                 alias=alias,
                 model=model,
                 used=overruled[alias, model],
-                hint="give each model --served-model-name values of its own",
+                hint="give each model its own --served-model-name values",
             )
         self._overruled = set(overruled)
 
     def _none_up(self, model: str) -> rpc.RpcError:
-        """For clients: engines' addresses are for the log and AdminService."""
+        """Return an error without engines' addresses, which only logs and AdminService show."""
         name = f" for model {model!r}" if model else ""
         unusable = sum(bool(link.problem) for link in self._links.values())
         reached = f", {unusable} reached but unusable (the router's log says why)"
@@ -353,6 +351,6 @@ class EnginePool:
 
 
 def _rank(link: EngineLink) -> tuple[bool, float]:
-    """Return an address' place among those of one engine; the lowest is used."""
+    """Return an address's rank among those of one engine; the lowest is used."""
     assert link.engine is not None
     return link.draining, link.engine.up_since

@@ -67,7 +67,7 @@ class Answer:
         self.id = answer_format.id_prefix + (request.request_id or request_id)
         self.unenforced: Sequence[str] = ()
         self._started = False
-        self._told = False  # whether `unenforced` was sent
+        self._unenforced_sent = False
         self._request = request
         self._format = answer_format
         self._vocabularies = vocabularies
@@ -219,8 +219,8 @@ class Answer:
             body["usage"] = usage(self._usages)
         elif options is not None and options.include_usage:
             body["usage"] = None
-        if self.unenforced and not self._told:
-            self._told = True
+        if self.unenforced and not self._unenforced_sent:
+            self._unenforced_sent = True
             body["unenforced_schema"] = self.unenforced
         return event(body)
 

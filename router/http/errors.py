@@ -151,7 +151,7 @@ def from_validation(error: ValidationError) -> ApiError:
     if not param:
         return ApiError(400, "the body must be a JSON object")
     if details["type"] == "extra_forbidden":
-        return ApiError(400, f"there is no argument {param}", param=param, code="unknown_parameter")
+        return ApiError(400, f"unknown argument {param}", param=param, code="unknown_parameter")
     if details["type"] == UNSUPPORTED:
         return ApiError(400, f"{param} {details['msg']}", param=param, code=UNSUPPORTED)
     if details["type"] == WRONG_TYPE:

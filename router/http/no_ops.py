@@ -19,8 +19,8 @@ Harmless = dict[str, tuple[object, ...]]
 
 def only(*harmless: object) -> AfterValidator:
     """Reject every value of an argument but null and `harmless`."""
-    taken = " or ".join(json.dumps(value) for value in harmless if value or value is False)
-    message = f"is supported only as {taken}" if taken else "is not supported"
+    accepted = " or ".join(json.dumps(value) for value in harmless if value or value is False)
+    message = f"is supported only as {accepted}" if accepted else "is not supported"
 
     def check(value: object) -> object:
         if value is not None and value not in harmless:

@@ -128,12 +128,12 @@ class FormArguments(OpenBody):
 
     def _forms(self) -> Iterator[Form]:
         """Yield the requested constraints; the caller rejects more than one."""
-        if (asked := self.response_format) is not None:
-            if asked.type == "json_object":
+        if (requested := self.response_format) is not None:
+            if requested.type == "json_object":
                 yield Form("response_format", "json_object", True)
-            elif asked.json_schema is not None:
+            elif requested.json_schema is not None:
                 param = "response_format.json_schema.schema"
-                schema = asked.json_schema
+                schema = requested.json_schema
                 yield Form(param, "json_schema", schema.schema_, strict=bool(schema.strict))
         if (outputs := self.structured_outputs) is not None:
             for name, option, value in (

@@ -42,8 +42,8 @@ class HttpPeerLimit:
     def _refusal(self, address: str) -> ApiError:
         return ApiError(
             429,
-            f"{self._limit} requests of {address} are in progress, the most that one address may "
-            "have (--max-calls-per-peer); retry when one has ended",
+            f"{self._limit} requests of {address} are in progress, the maximum per address "
+            "(--max-calls-per-peer); retry when one has ended",
             kind="rate_limit_error",
             code="rate_limit_exceeded",
             headers={"Retry-After": f"{RETRY_SECONDS:g}"},

@@ -84,7 +84,7 @@ class HttpServer:
         else:
             port = http_listener(settings.http_host, settings.http_port)
             listening = port.listen(BACKLOG, shared=settings.shares_ports)
-            # Accepted connections inherit it; it also ends those whose receive window stays closed.
+            # Accepted connections inherit it; it also closes those whose client stops reading.
             listening.setsockopt(
                 socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(settings.write_timeout * 1000)
             )

@@ -1,1 +1,1 @@
-"""A request in the router: what was asked (`request`), its progress (`state`), its limits."""
+"""A request in the router: its parameters (`request`), progress (`state`) and limits."""

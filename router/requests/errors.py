@@ -6,7 +6,7 @@ from octavo.common import rpc
 
 
 class EngineLostError(rpc.RpcError):
-    """UNAVAILABLE: the engine is gone or drains; the request can migrate to another."""
+    """UNAVAILABLE: the engine is lost or drains; the request can migrate to another."""
 
     def __init__(self, message: str, code: grpc.StatusCode = grpc.StatusCode.UNAVAILABLE) -> None:
         super().__init__(code, message)
@@ -15,8 +15,7 @@ class EngineLostError(rpc.RpcError):
 class EngineFaultError(EngineLostError):
     """INTERNAL: a step failed on the engine; the request can migrate to another once.
 
-    Not more often: a request that fails on every engine is itself at fault, and must not stop
-    all engines.
+    Only once: a request that fails on every engine must not stop all of them.
     """
 
     def __init__(self, message: str) -> None:

@@ -1,4 +1,4 @@
-"""The JSON Schemas of a request: what its outputs are held to, and what is checked at their end."""
+"""A request's JSON Schemas: those that a grammar enforces, and those checked at the end."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -13,14 +13,13 @@ from octavo.v1 import generation_pb2
 
 @dataclass(frozen=True, slots=True)
 class SchemaChecks:
-    """Schemas that no grammar holds outputs to as a whole.
+    """Schemas that a grammar cannot enforce completely.
 
     Attributes:
-        content: The schema of content, as JSON; None: a grammar holds it, or there is none.
-        arguments: The schemas of calls' arguments, by the tool's name.
-        fields: The fields that these schemas are in, and the schemas.
-        unenforced: Places of what no grammar holds, such as
-            `constraint.json_schema#/properties/tags/uniqueItems`.
+        content: The JSON Schema of content; None: enforced by a grammar, or absent.
+        arguments: The schemas of calls' arguments, by tool name.
+        fields: These schemas by request field.
+        unenforced: Unenforced parts, such as `constraint.json_schema#/properties/tags/uniqueItems`.
     """
 
     content: str | None = None
@@ -31,14 +30,13 @@ class SchemaChecks:
 
 @dataclass(frozen=True, slots=True)
 class HeldSchemas:
-    """The schemas that a grammar holds a request's outputs to.
+    """The schemas that a grammar enforces on a request's outputs.
 
     Attributes:
-        content: The schema of content in place of the constraint's; None: the constraint is none,
-            or must stay as it is.
-        tools: The tools that outputs may call; of those, `strict` are all whose arguments a
-            grammar holds.
-        checks: Schemas that are left to check; None: none.
+        content: A schema of content that replaces the constraint's; None: no constraint, or
+            unchanged.
+        tools: The tools that outputs may call; the grammar enforces the arguments of `strict` ones.
+        checks: Schemas to check at an output's end, if any.
     """
 
     content: Mapping[str, Any] | None
@@ -47,7 +45,7 @@ class HeldSchemas:
 
 
 def held_schemas(message: generation_pb2.GenerateRequest) -> HeldSchemas:
-    """Return the schemas of a valid request, as far as a grammar can hold outputs to them."""
+    """Return a valid request's schemas, reduced to what a grammar can enforce."""
     checks = _Checks()
     content = None
     if message.constraint.WhichOneof("kind") == "json_schema":
@@ -60,7 +58,7 @@ def held_schemas(message: generation_pb2.GenerateRequest) -> HeldSchemas:
             schema = exact(tool.schema) if tool.strict else tool.schema
             tools.append(OfferedTool(tool.name, schema, strict=tool.strict))
         elif named in {"", tool.name}:
-            # Where a tool must be called, its arguments are always those of its schema.
+            # If the tool choice forces a call, its arguments always follow the schema.
             whole = closed(tool.schema)
             reduced = LenientSchema(exact(whole)) if tool.strict else lenient(whole)
             if reduced.unenforced:
@@ -78,7 +76,7 @@ class _Checks:
     places: list[str] = field(default_factory=list)
 
     def add(self, name: str, schema: str, reduced: LenientSchema) -> None:
-        """Note what is left out of the schema in a field."""
+        """Record the parts that were removed from the schema in a field."""
         self.fields[name] = schema
         self.places += (f"{name}{place}" for place in reduced.unenforced)
 
@@ -89,7 +87,7 @@ class _Checks:
 
 
 def _content(message: generation_pb2.GenerateRequest, checks: _Checks) -> Mapping[str, Any] | None:
-    """Return the schema that content is held to; None: the constraint's own."""
+    """Return a schema to replace the constraint's; None: keep the constraint's."""
     text = message.constraint.json_schema
     try:
         schema = json.loads(text)

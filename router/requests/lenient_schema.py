@@ -1,7 +1,7 @@
-"""Leave out of a JSON Schema what a grammar cannot hold an output to.
+"""Remove the parts of a JSON Schema that a grammar cannot enforce.
 
-The grammar is the engine's (llguidance). Where it would not hold a keyword, the keyword is left out
-or replaced by a weaker one, so that the rest accepts whatever the whole does.
+The grammar is llguidance's. A keyword that it cannot enforce is removed or weakened, so that the
+reduced schema accepts whatever the original does.
 """
 
 import json
@@ -26,21 +26,21 @@ _NEEDS = {
     "minContains": {"contains"},
     "maxContains": {"contains"},
 }
-"""Keywords that mean nothing unless another one is there."""
+"""Keywords without effect unless another one is present."""
 _MARKS = ("$dynamicAnchor", "$recursiveAnchor")
-"""Keywords that mean nothing by themselves, which the grammar does not take."""
+"""Keywords that constrain nothing, which llguidance rejects."""
 FORMATS = {
     *("date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uri", "uuid"),
     "unknown",
 }
-"""Formats that the grammar holds strings to."""
+"""String formats that the grammar enforces."""
 ENCODINGS = {
     "base64": "^(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?$",
     "base64url": "^(?:[A-Za-z0-9_-]{4})*(?:[A-Za-z0-9_-]{2}==|[A-Za-z0-9_-]{3}=)?$",
 }
-"""Regular expressions in place of formats that it does not know."""
+"""Regular expressions for formats that llguidance does not know."""
 _PREFIX = re.compile(r"\^([A-Za-z0-9_ -])(?![*?{])")
-"""The beginning of an expression that fixes a text's first character."""
+"""The start of an expression that fixes the first character."""
 _NAMES_COUNTED = ("minProperties", "maxProperties")
 _OF_OBJECTS = (
     *("properties", "patternProperties", "required", "additionalProperties"),
@@ -49,24 +49,24 @@ _OF_OBJECTS = (
 _ALL_TYPES = ("array", "boolean", "null", "number", "object", "string")
 _MAX_REFERENCES = 32
 _MAX_NAMES = 16
-"""Maximum properties that are compared to distinguish objects."""
+"""Maximum number of properties to compare when distinguishing objects."""
 
 MAX_PLACES = 64
-"""Maximum places that are named."""
+"""Maximum number of unenforced parts to report."""
 MAX_PLACE = 200
-"""Maximum characters of one."""
+"""Maximum characters of a reported part."""
 
 Schema: TypeAlias = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class LenientSchema:
-    """What a grammar can hold of a JSON Schema.
+    """A JSON Schema reduced to what a grammar can enforce.
 
     Attributes:
         schema: A schema that accepts whatever the original does.
-        unenforced: The first places in the original of what it leaves out, as JSON Pointers; if
-            there are none, it accepts nothing else.
+        unenforced: JSON Pointers of the first removed or weakened parts; empty: both schemas accept
+            the same.
     """
 
     schema: Mapping[str, Any]
@@ -74,45 +74,45 @@ class LenientSchema:
 
 
 def lenient(schema: Mapping[str, Any]) -> LenientSchema:
-    """Return the part of a JSON Schema that a grammar can hold; one too deep stays as it is."""
+    """Return the enforceable part of a JSON Schema; a too deep one stays unchanged."""
     try:
         copied: Schema = json.loads(json.dumps(schema))
     except RecursionError:
         return LenientSchema(schema)
-    visited = [(pointer, found) for pointer, found in subschemas(copied)]
-    reduction = _Reduction(schema, mixes=any(_mixes(found) for _, found in visited))
+    visited = [(pointer, part) for pointer, part in subschemas(copied)]
+    reduction = _Reduction(schema, mixes=any(_mixes(part) for _, part in visited))
     branches = _Branches(schema)
-    for pointer, found in visited:
-        if "oneOf" in found and not branches.disjoint(found["oneOf"]):
+    for pointer, part in visited:
+        if "oneOf" in part and not branches.disjoint(part["oneOf"]):
             reduction.note(pointer, "oneOf")
-    for pointer, found in visited:
-        assert isinstance(found, dict)
-        reduction.reduce(pointer, found)
-    for pointer, found in visited:
-        assert isinstance(found, dict)
-        reduction.mend_reference(copied, pointer, found)
+    for pointer, part in visited:
+        assert isinstance(part, dict)
+        reduction.reduce(pointer, part)
+    for pointer, part in visited:
+        assert isinstance(part, dict)
+        reduction.mend_reference(copied, pointer, part)
     return LenientSchema(copied, tuple(sorted(set(reduction.places))))
 
 
 def exact(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema in the form that a grammar takes; itself if that would lose a part of it."""
+    """Return a schema in llguidance's form; unchanged if that would lose a part."""
     reduced = lenient(schema)
     return schema if reduced.unenforced else reduced.schema
 
 
 class _Reduction:
-    """Takes keywords out of schemas, and notes where.
+    """Removes keywords from schemas, and records their places.
 
     Args:
-        whole: The original.
-        mixes: Whether it describes properties of the same objects in several places.
+        whole: The original schema.
+        mixes: Whether several parts of the schema describe the same object's properties.
     """
 
     def __init__(self, whole: Mapping[str, Any], *, mixes: bool) -> None:
         self._whole = whole
         self._mixes = mixes
-        self._renamed: dict[int, list[str]] = {}  # where `oneOf` is now, by the schema's id
-        self._first_letters: set[str] = set()  # of names that patterns match
+        self._renamed: dict[int, list[str]] = {}  # new path of `oneOf`, by schema id
+        self._first_letters: set[str] = set()  # of names in patterns
         self.places: list[str] = []
 
     def reduce(self, pointer: Pointer, schema: Schema) -> None:
@@ -133,7 +133,7 @@ class _Reduction:
         self._join(schema)
 
     def mend_reference(self, reduced: Schema, pointer: Pointer, schema: Schema) -> None:
-        """Let a reference have its target where that is now; leave it out if it is nowhere."""
+        """Update a reference whose target has moved; remove it if the target is gone."""
         reference = schema.get("$ref")
         if not isinstance(reference, str) or not reference.startswith("#/"):
             return
@@ -151,7 +151,7 @@ class _Reduction:
             schema["$ref"] = quote(str(Pointer("#", *path)), safe="#/~")
 
     def note(self, pointer: Pointer, *names: str) -> None:
-        """Note a place that is left out."""
+        """Record a place with an unenforced keyword."""
         if len(self.places) < MAX_PLACES:
             place = str(Pointer(pointer, *names)).encode(errors="replace").decode()
             shown = place if len(place) <= MAX_PLACE else f"{place[:MAX_PLACE]}..."
@@ -162,7 +162,7 @@ class _Reduction:
         self.note(pointer, keyword)
 
     def _reduce_strings(self, pointer: Pointer, schema: Schema) -> None:
-        """Widen or leave out a pattern and a format that the grammar does not know."""
+        """Weaken or remove a pattern and a format that the grammar does not know."""
         pattern, form = schema.get("pattern"), schema.get("format")
         if isinstance(pattern, str):
             known = None if has_control("pattern", pattern) else held(pattern)
@@ -179,7 +179,7 @@ class _Reduction:
                     schema["pattern"] = ENCODINGS[form]
 
     def _reduce_names(self, pointer: Pointer, schema: Schema) -> None:
-        """Leave out patterns of names that the grammar cannot hold, or not beside the others."""
+        """Remove name patterns that the grammar cannot enforce, or not together with the others."""
         patterns = schema.get("patternProperties")
         if not isinstance(patterns, dict):
             return
@@ -194,7 +194,7 @@ class _Reduction:
             self._leave_out(pointer, schema, "additionalProperties")
 
     def _holds_names(self, pattern: str, patterns: Mapping[str, Any], letters: set[str]) -> bool:
-        """Return whether the grammar holds a pattern of names: no name may match two of them."""
+        """Return whether the grammar can enforce a name pattern: no name may match two patterns."""
         known = held(pattern)
         if known is None or not known.exact or has_control("pattern", pattern):
             return False
@@ -207,7 +207,7 @@ class _Reduction:
         return True
 
     def _count_names(self, pointer: Pointer, schema: Schema) -> None:
-        """Leave out the numbers of properties where the grammar does not count them."""
+        """Remove limits on the number of properties that the grammar cannot count."""
         required = schema.get("required")
         listed = required if isinstance(required, list) else []
         names = {name for name in listed if isinstance(name, str)}
@@ -216,7 +216,7 @@ class _Reduction:
         if not (isinstance(minimum, int) and isinstance(maximum, int)):
             return
         if 0 <= minimum < one_more:
-            schema.pop("minProperties", None)  # the required names imply it
+            schema.pop("minProperties", None)  # `required` implies it
         counted = [keyword for keyword in _NAMES_COUNTED if keyword in schema]
         optional = set(_members(schema, "properties")) - names
         others = schema.get("additionalProperties") is not False or "patternProperties" in schema
@@ -228,7 +228,7 @@ class _Reduction:
             self.note(pointer, "minProperties")
 
     def _join(self, schema: Schema) -> None:
-        """Make `anyOf` of `oneOf`: the grammar sees hardly any branches to be disjoint."""
+        """Turn `oneOf` into `anyOf`: llguidance can prove few branches disjoint."""
         branches = schema.get("oneOf")
         if not isinstance(branches, list):
             return
@@ -244,19 +244,19 @@ class _Reduction:
 
 
 class _Branches:
-    """Finds out whether the branches of a `oneOf` exclude each other.
+    """Decides whether the branches of a `oneOf` exclude each other.
 
     Args:
-        whole: The schema that they are in.
+        whole: The schema that contains the branches.
     """
 
     def __init__(self, whole: Mapping[str, Any]) -> None:
         self._whole = whole
-        # A reference below another "$id" is not one from the root.
+        # References below another "$id" are not relative to the root.
         self._local = json.dumps(whole).count('"$id"') == ("$id" in whole)
 
     def disjoint(self, branches: object) -> bool:
-        """Return whether surely no value is of two branches, by types or by a property's values."""
+        """Return whether branches are provably disjoint, by types or by a property's values."""
         if not isinstance(branches, list):
             return False
         targets = list(map(self._target, branches))
@@ -269,7 +269,7 @@ class _Branches:
         return len(objects) < 2 or any(self._tells(name, objects) for name in names)
 
     def _tells(self, name: str, objects: Sequence[Mapping[str, Any]]) -> bool:
-        """Return whether a property's value shows which of several schemas an object has."""
+        """Return whether a property's value tells several object schemas apart."""
         known: set[str] = set()
         optional = 0
         for one in objects:
@@ -282,7 +282,7 @@ class _Branches:
         return optional < 2
 
     def _target(self, schema: object) -> Mapping[str, Any]:
-        """Return a schema, or what it refers to; empty if that is not known."""
+        """Return a schema or its reference's target; empty if unknown."""
         for _ in range(_MAX_REFERENCES):
             if not isinstance(schema, Mapping):
                 break
@@ -296,7 +296,7 @@ class _Branches:
 
 
 def _says_something(keyword: str, schema: Mapping[str, Any]) -> bool:
-    """Return whether a keyword that is not supported refuses anything where it is."""
+    """Return whether an unsupported keyword has any effect in this schema."""
     value = schema[keyword]
     if keyword in _NEEDS and not _NEEDS[keyword] & set(schema):
         return False
@@ -312,7 +312,7 @@ def _says_something(keyword: str, schema: Mapping[str, Any]) -> bool:
 
 
 def _mixes(schema: Mapping[str, Any]) -> bool:
-    """Return whether a schema describes an object's properties in several places."""
+    """Return whether several parts of a schema describe an object's properties."""
     every = schema.get("allOf")
     places = len(every) if isinstance(every, list) else 0
     places += sum(keyword in schema for keyword in ("$ref", "anyOf", "oneOf"))
@@ -320,7 +320,7 @@ def _mixes(schema: Mapping[str, Any]) -> bool:
 
 
 def _types(schema: Mapping[str, Any]) -> set[str]:
-    """Return the types that a value may have; "integer" is a "number"."""
+    """Return the types that a schema allows; "integer" counts as "number"."""
     declared = schema.get("type")
     if isinstance(declared, str):
         types = {declared}
@@ -334,7 +334,7 @@ def _types(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _values(schema: Mapping[str, Any]) -> set[str] | None:
-    """Return the strings of a constant or an enumeration; None: there are other values."""
+    """Return the strings of `const` or `enum`; None if other values are allowed."""
     values = [schema["const"]] if "const" in schema else schema.get("enum")
     if not isinstance(values, list) or not all(isinstance(value, str) for value in values):
         return None

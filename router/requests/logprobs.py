@@ -1,4 +1,4 @@
-"""Log-probabilities of the tokens whose text a client gets."""
+"""Log-probabilities of the tokens whose text the client receives."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 ELSEWHERE = -1
-"""The place of tokens that are no content: a stop string cannot be in them."""
+"""Offset of tokens that are not content, which cannot be part of a stop string."""
 
 
 class HeldLogprobs:
-    """Holds back log-probabilities of tokens whose text may be a hidden stop string's."""
+    """Buffer of log-probabilities of tokens that may be part of a hidden stop string."""
 
     __slots__ = ("_held",)
 
@@ -18,20 +18,20 @@ class HeldLogprobs:
         self._held: deque[tuple[int, TokenLogprob]] = deque()
 
     def add(self, place: int, logprob: TokenLogprob) -> None:
-        """Take a token's log-probability.
+        """Add a token's log-probability.
 
         Args:
-            place: The characters of content before the token, or `ELSEWHERE`.
+            place: Offset of the token in content, in characters, or `ELSEWHERE`.
             logprob: The log-probability.
         """
         self._held.append((place, logprob))
 
     def before(self, end: int) -> Iterator[TokenLogprob]:
-        """Take out those of tokens that begin before `end` characters of content."""
+        """Remove and yield log-probabilities of tokens that begin before offset `end`."""
         while self._held and self._held[0][0] < end:
             yield self._held.popleft()[1]
 
     def rest(self) -> Iterator[TokenLogprob]:
-        """Take out all of them."""
+        """Remove and yield all log-probabilities."""
         while self._held:
             yield self._held.popleft()[1]

@@ -1,4 +1,4 @@
-"""The tools that outputs may call, and those that they must."""
+"""The tools that outputs may or must call."""
 
 import json
 from collections.abc import Mapping
@@ -34,9 +34,9 @@ def arguments_schema(tool: generation_pb2.Tool) -> Mapping[str, Any]:
 
 
 def closed(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a schema of an object that has no other properties than it names.
+    """Return an object's schema that forbids unnamed properties.
 
-    What it accepts, the original does too. A schema with more rules for its properties stays.
+    It accepts only what the original accepts. Schemas with other property rules stay unchanged.
     """
     if "properties" not in schema or any(key in schema for key in (*_OPEN_ENDED, *_COMBINING)):
         return schema

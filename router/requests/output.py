@@ -1,4 +1,4 @@
-"""One output of a request: its tokens, its text, its end."""
+"""One output of a request: tokens, text and end."""
 
 import secrets
 import string
@@ -17,36 +17,35 @@ from octavo.v1.sampling_pb2 import FinishReason
 
 Reason: TypeAlias = "FinishReason.ValueType"
 
-# Enum attributes are looked up by name each time; these are used for every token.
+# Bound to module constants: enum lookups by name are slow, and these are used per token.
 NOT_ENDED = FinishReason.FINISH_REASON_UNSPECIFIED
 STOP_STRING = FinishReason.FINISH_REASON_STOP_STRING
 TOOL_CALLS = FinishReason.FINISH_REASON_TOOL_CALLS
 STOPPING_TOKEN = (FinishReason.FINISH_REASON_EOS, FinishReason.FINISH_REASON_STOP_TOKEN)
 
 COMPLETE = (FinishReason.FINISH_REASON_EOS, TOOL_CALLS)
-"""Reasons of outputs that are not cut."""
+"""Finish reasons of outputs that were not truncated."""
 
 CALL_ID_LENGTH = 9
 CALL_ID_LETTERS = string.ascii_letters + string.digits
-"""Mistral's chat templates take no other ids than of nine letters and digits; others take any."""
+"""Length and letters of call ids: Mistral's chat templates require nine letters and digits."""
 
 
 class Output:
-    """Detokenizes one output until a stop string or the engine ends it.
+    """Parses and detokenizes one output until a stop string or the engine ends it.
 
-    Tokens are worked on as they come, so that a stop string is found however
-    slowly the client reads; what the client has not been sent yet is kept
-    together, to go as one Delta.
+    Tokens are processed on arrival, so that stop strings are found even if the client reads slowly;
+    unsent text is collected for one Delta.
 
     Attributes:
-        index: Number of the output in its request.
-        token_ids: All tokens sampled, the one that ended it included.
-        reason: Why it ended; UNSPECIFIED until then.
+        index: Index of the output in its request.
+        token_ids: All sampled tokens, including the one that ended the output.
+        reason: Finish reason; UNSPECIFIED before the end.
         score: A beam search's score; None otherwise.
-        drafted_tokens: Tokens that engines drafted for it.
-        accepted_tokens: Drafted tokens that were right.
-        first_time: Arrival of its first token, by the monotonic clock.
-        last_time: Arrival of its last token.
+        drafted_tokens: Number of drafted tokens.
+        accepted_tokens: Number of accepted drafted tokens.
+        first_time: Monotonic time of the first token's arrival.
+        last_time: Monotonic time of the last token's arrival.
     """
 
     __slots__ = (
@@ -103,7 +102,7 @@ class Output:
         self._pieces = pieces
         self._parser = None if plan is None else plan.parser()
         self._visible: frozenset[int] = frozenset()
-        self._markers: Mapping[int, str] = {}  # that count as tokens alone
+        self._markers: Mapping[int, str] = {}  # markers only as single tokens
         if plan is not None and self._parser is not None:
             self._visible = plan.visible(self._parser)
             self._markers = plan.markers(self._parser)
@@ -115,37 +114,37 @@ class Output:
         self._include = stop.include_in_output
         self._min_tokens = stop.min_tokens
         self._checks = None if plan is None else plan.checks
-        self._checked_text: list[str] = []  # all content, if it is checked at the end
-        self._arguments: dict[int, tuple[str, list[str]]] = {}  # of calls that are, with the schema
+        self._checked_text: list[str] = []  # content to be checked at the end
+        self._arguments: dict[int, tuple[str, list[str]]] = {}  # schema and text, by call to check
         self._verbatim = self._parser is None and not stop.strings and self._checks is None
         self._wants_logprobs = options.HasField("logprobs")
         self._wants_token_ids = options.token_ids
         hides = options.HasField("logprobs") and stop.strings and not stop.include_in_output
         self._logprobs = HeldLogprobs() if hides else None
-        self._content = 0  # characters of content that came, those of a stop string too
-        self._text: list[str] = []  # not yet sent
-        self._reasoning: list[str] = []  # likewise
-        self._calls = 0  # calls of tools that have begun
-        self._stopped = False  # by a token
-        self._taken = 0  # tokens that came before the last `take`
-        self._reported = 0  # tokens whose ids were sent
+        self._content = 0  # characters of content, stop strings included
+        self._text: list[str] = []  # unsent
+        self._reasoning: list[str] = []  # unsent
+        self._calls = 0  # number of tool calls so far
+        self._stopped = False  # whether a token ended the output
+        self._taken = 0  # number of tokens at the last `take`
+        self._reported = 0  # number of token ids sent
         self._reasoning_tokens = 0
-        self._delta = generation_pb2.Delta(index=index)  # log-probabilities not yet sent
+        self._delta = generation_pb2.Delta(index=index)  # with unsent log-probabilities
         self._finish_sent = False
 
     @property
     def ended(self) -> bool:
-        """Whether it takes no more tokens."""
+        """Whether the output accepts no more tokens."""
         return self.reason != NOT_ENDED
 
     @property
     def finished(self) -> bool:
-        """Whether its end has been taken by `finish`."""
+        """Whether `finish` has returned the output's end."""
         return self._finish_sent
 
     @property
     def unread(self) -> int:
-        """Tokens that came since the last `take`: the client is slow if they are many."""
+        """Tokens since the last `take`; many if the client reads slowly."""
         return len(self.token_ids) - self._taken
 
     @property
@@ -161,7 +160,7 @@ class Output:
         logprobs: Sequence[sampling_pb2.TokenLogprob],
         reason: Reason,
     ) -> None:
-        """Take what the engine drew, up to the token that completes a stop string."""
+        """Add tokens from the engine, up to the one that completes a stop string."""
         if self._verbatim and not reason and not self._wants_logprobs:
             self._push_verbatim(token_ids)
             return
@@ -185,7 +184,7 @@ class Output:
             self._end(reason)
 
     def take(self) -> generation_pb2.Delta | None:
-        """Return one Delta of all that came since the last call; None if nothing did."""
+        """Return a Delta of everything since the last call; None if there is nothing."""
         self._taken = len(self.token_ids)
         delta = self._delta
         if self._text:
@@ -197,14 +196,14 @@ class Output:
         if self._wants_token_ids:
             delta.token_ids.extend(self.token_ids[self._reported :])
             self._reported = len(self.token_ids)
-        # The index alone says nothing. Nearly all have text, so that is looked at first.
+        # A Delta with only an index is empty. Check the text first, as nearly all have some.
         if not delta.text and not delta.ListFields()[1 if delta.index else 0 :]:
             return None
         self._delta = generation_pb2.Delta(index=self.index)
         return delta
 
     def finish(self, prompt_tokens: int, cached_tokens: int) -> generation_pb2.Finished:
-        """Return the output's end, to be sent after its last Delta."""
+        """Return the Finished message, to be sent after the last Delta."""
         self._finish_sent = True
         return generation_pb2.Finished(
             index=self.index,
@@ -223,7 +222,7 @@ class Output:
         )
 
     def unchecked(self) -> Iterator[SchemaCheck]:
-        """Yield what is to be checked of an output that has ended by itself."""
+        """Yield the schema checks of a complete output."""
         if self._checks is None or self.reason not in COMPLETE:
             return
         if self._checks.content is not None and not self._calls:
@@ -232,14 +231,14 @@ class Output:
             yield SchemaCheck(f"tool_calls[{i}].arguments", schema, "".join(pieces))
 
     def _push_verbatim(self, token_ids: Sequence[int]) -> None:
-        """Take tokens whose text is neither parsed nor searched."""
+        """Add tokens whose text is neither parsed nor searched for stop strings."""
         self.token_ids.extend(token_ids)
         for token_id in token_ids:
             if text := self._detokenizer.feed(token_id):
                 self._text.append(text)
 
     def _take_text(self, token_id: int) -> None:
-        """Show a token's text; count the token if it is within reasoning."""
+        """Process a token's text; count the token if it is within reasoning."""
         reasoned = self._parser is not None and self._parser.reasons
         text = self._detokenizer.feed(token_id)
         if self._spelled is not None:
@@ -249,7 +248,7 @@ class Output:
             self._reasoning_tokens += 1
 
     def _told_apart(self, spelled: SpelledMarkers, token_id: int, text: str) -> str:
-        """Return a token's text for the parser, which must not take it for a marker spelt alike."""
+        """Return a token's text, altered for the parser if it only looks like a marker."""
         marker = self._markers.get(token_id, "")
         marker = marker if text.endswith(marker) else ""
         if not marker and self._parser is not None and self._parser.calls:
@@ -257,7 +256,7 @@ class Output:
         return spelled.feed(text, marker)
 
     def _show(self, text: str) -> None:
-        """Show text up to a stop string, which ends an output that has its minimum of tokens."""
+        """Process text; a stop string ends the output if it has its minimum of tokens."""
         if not text:
             return
         if self._parser is None:
@@ -293,7 +292,7 @@ class Output:
             self._checked_text.append(text)
 
     def _show_logprobs(self, held: HeldLogprobs) -> None:
-        """Show those of the tokens that begin in what is shown of the content."""
+        """Release log-probabilities of tokens that begin within the released content."""
         self._delta.logprobs.extend(held.before(self._content - self._stop_strings.hidden))
 
     def _begin_call(self, name: str) -> None:
@@ -311,7 +310,7 @@ class Output:
             self._arguments[call.index][1].append(text)
 
     def _end(self, reason: Reason) -> None:
-        """Show what was held back, and the token that ended the output if it is wanted."""
+        """Release all held text, and the stop token if the client wants it."""
         self._stopped = reason in STOPPING_TOKEN
         last = self.token_ids[-1] if self._stopped and self._include else None
         special = last is not None and self._pieces.kind(last) == TokenKind.SKIPPED
@@ -321,7 +320,7 @@ class Output:
         self._show(rest + self._detokenizer.flush())
         if not self.ended and self._parser is not None:
             self._show_pieces(self._parser.flush())
-        if self.ended:  # a stop string was complete in it
+        if self.ended:  # the held text completed a stop string
             self._stopped = False
             if self._logprobs is not None:
                 self._show_logprobs(self._logprobs)

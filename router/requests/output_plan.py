@@ -1,4 +1,4 @@
-"""How a request's outputs are read, and which form they must have."""
+"""Decides how to parse a request's outputs, and how to constrain them."""
 
 import json
 import re
@@ -29,22 +29,21 @@ from octavo.v1.sampling_pb2 import OutputConstraint
 AUTO, NONE = "auto", "none"
 F = TypeVar("F", ToolFormat, ReasoningFormat)
 SURROGATE = re.compile("[\ud800-\udfff]")
-"""Half of a pair of UTF-16: JSON's escapes can spell it, UTF-8 cannot."""
+"""One half of a UTF-16 surrogate pair: valid in JSON escapes, invalid in UTF-8."""
 
 
 @dataclass(frozen=True, slots=True)
 class OutputPlan:
-    """How a request's outputs are read.
+    """How to parse and constrain a request's outputs.
 
     Attributes:
-        context: The prompt's end, with which the outputs go on.
-        tools: Form of calls; None: they call no tools.
-        reasoning: Form of reasoning; None: they have none.
-        answers: Whether they are calls alone, or an answer in the form that the client wants.
-        constraint: The form of whole outputs, reasoning and calls included; None: any.
-        checks: Schemas that outputs are checked by at their end; None: a grammar holds them to all.
-        lark: Knows the markers that are tokens, if a grammar keeps tokens from text; None: a marker
-            counts however it is spelt.
+        context: The end of the prompt, which the outputs continue.
+        tools: Format of tool calls; None: no calls.
+        reasoning: Format of reasoning; None: no reasoning.
+        answers: Whether outputs are either calls alone, or an answer under the client's constraint.
+        constraint: Constraint on whole outputs, reasoning and calls included, if any.
+        checks: Schemas to check at an output's end; None: the grammar enforces all.
+        lark: Grammar that tells marker tokens from text; None: any spelling counts as a marker.
     """
 
     context: OutputContext
@@ -56,7 +55,7 @@ class OutputPlan:
     checks: SchemaChecks | None = None
 
     def parser(self) -> Parser | None:
-        """Return a parser of one output; None: all of it is content."""
+        """Return a parser of one output; None if all text is content."""
         parser = None if self.tools is None else self.tools.parser(self.context)
         if parser is not None and self.tools is not None and self.answers:
             starts = self.tools.starts(self.context.tools)
@@ -66,11 +65,11 @@ class OutputPlan:
         return parser
 
     def visible(self, parser: Parser) -> frozenset[int]:
-        """Return the special tokens that a parser must see."""
+        """Return ids of the special tokens that a parser must see."""
         return self.context.model.ids(parser.visible)
 
     def markers(self, parser: Parser) -> Mapping[int, str]:
-        """Return the markers that count as tokens alone, by their ids."""
+        """Return the markers that count only as single tokens, by token id."""
         if self.lark is None:
             return {}
         parts = {part for marker in parser.visible for part in self.lark.parts(marker)}
@@ -78,11 +77,11 @@ class OutputPlan:
 
 
 class OutputFormats:
-    """Chooses how the outputs of each model are read.
+    """Chooses the parsers of each model's outputs.
 
     Args:
-        tool_parser: A name in `TOOL_FORMATS`, or "auto" or "none".
-        reasoning_parser: A name in `REASONING_FORMATS`, or "auto" or "none".
+        tool_parser: Name in `TOOL_FORMATS`, "auto" or "none".
+        reasoning_parser: Name in `REASONING_FORMATS`, "auto" or "none".
     """
 
     def __init__(self, tool_parser: str = AUTO, reasoning_parser: str = AUTO) -> None:
@@ -90,19 +89,19 @@ class OutputFormats:
         self._reasoning_parser = reasoning_parser
 
     def tools(self, model: ModelText) -> ToolFormat | None:
-        """Return how a model calls tools, if that is known."""
+        """Return the model's format of tool calls, if known."""
         if self._tool_parser != AUTO:
             return _readable(TOOL_FORMATS.get(self._tool_parser), model)
         return next((one for one in TOOL_FORMATS.values() if one.recognizes(model)), None)
 
     def reasoning(self, model: ModelText) -> ReasoningFormat | None:
-        """Return how a model marks its reasoning, if it does."""
+        """Return the model's format of reasoning, if it has one."""
         if self._reasoning_parser != AUTO:
             return _readable(REASONING_FORMATS.get(self._reasoning_parser), model)
         return next((one for one in REASONING_FORMATS.values() if one.recognizes(model)), None)
 
     def check(self, chat: generation_pb2.ChatPrompt, model: ModelText) -> None:
-        """Check that the router can find calls of a chat's tools in its outputs.
+        """Check that the router can parse calls of a chat's tools.
 
         Raises:
             rpc.RpcError: FAILED_PRECONDITION.
@@ -127,14 +126,14 @@ class OutputFormats:
         eos_token_ids: frozenset[int],
         limits: Limits,
     ) -> OutputPlan:
-        """Return how a valid request's outputs are read and constrained.
+        """Return how to parse and constrain a valid request's outputs.
 
         Args:
             message: The request.
             model: The model's template and markers.
-            tail: The end of its prompt, special tokens included.
-            eos_token_ids: The tokens that end an output.
-            limits: The model's limits, also for a constraint that is made here.
+            tail: The end of the prompt, including special tokens.
+            eos_token_ids: End-of-sequence tokens.
+            limits: The model's limits, which also apply to constraints made here.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT or UNIMPLEMENTED if its outputs cannot be held to what
@@ -144,7 +143,7 @@ class OutputFormats:
         constraint = message.constraint if message.HasField("constraint") else None
         if schemas.content is not None:
             constraint = _made(OutputConstraint(json_schema=json.dumps(schemas.content)), limits)
-        elif constraint is not None and constraint.lenient:  # which engines are not
+        elif constraint is not None and constraint.lenient:  # engines do not check these
             constraint = _made(OutputConstraint(json_schema=constraint.json_schema), limits)
         limit = message.stop.max_reasoning_tokens
         bounded = message.stop.HasField("max_reasoning_tokens")
@@ -157,7 +156,9 @@ class OutputFormats:
         context = OutputContext(model, tail, chat.continue_final_message, tools)
         reasoning = self.reasoning(model)
         if bounded and reasoning is None:
-            raise _unbounded("the model marks no reasoning, or the router has no parser for it")
+            raise _unbounded(
+                "the model does not mark reasoning, or the router has no parser for it"
+            )
         form = self.tools(model) if tools else None
         lark, answers = Lark(model, eos_token_ids), constraint is not None
         whole = _OutputGrammar(
@@ -180,7 +181,7 @@ class OutputFormats:
 
 
 def _made(constraint: OutputConstraint, limits: Limits) -> OutputConstraint:
-    """Return a constraint that the router makes in place of the client's, once it is checked.
+    """Check a constraint that the router made instead of the client's, and return it.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT if it is too large, UNIMPLEMENTED if no engine can use it.
@@ -190,16 +191,16 @@ def _made(constraint: OutputConstraint, limits: Limits) -> OutputConstraint:
 
 
 def _readable(form: F | None, model: ModelText) -> F | None:
-    """Return a form that was chosen by name; None: the model has no template to read it by."""
+    """Return a format chosen by name; None if it needs a template that the model lacks."""
     needs_template = form is not None and form.name == RESPONSE_TEMPLATE
     return None if needs_template and model.response_template is None else form
 
 
 class _OutputGrammar:
-    """Makes the grammar of whole outputs: reasoning, calls, and the client's form.
+    """Builds the grammar of whole outputs: reasoning, calls, and the client's constraint.
 
     Attributes:
-        held: Names of the tools to whose schemas the grammar holds their calls.
+        held: Names of the tools whose schemas the grammar enforces.
     """
 
     def __init__(
@@ -223,10 +224,10 @@ class _OutputGrammar:
         self.held: frozenset[str] = frozenset()
 
     def make(self, limit: int | None) -> str | None:
-        """Return the grammar; None: the client's own constraint, if any, is enough.
+        """Return the grammar; None if the client's own constraint, if any, suffices.
 
         Args:
-            limit: Maximum tokens of reasoning; None: any number.
+            limit: Maximum tokens of reasoning; None: unlimited.
         """
         lark, lead = self._lark, ""
         body = self._calls()
@@ -261,7 +262,7 @@ class _OutputGrammar:
         return self._chat.parallel_tool_calls or not self._chat.HasField("parallel_tool_calls")
 
     def _calls(self) -> str | None:
-        """Return the grammar of an answer with calls; None: they are not constrained."""
+        """Return the grammar of an answer with calls; None if calls are unconstrained."""
         tools, form = self._tools, self._format
         if form is None:
             return None
@@ -283,7 +284,7 @@ class _OutputGrammar:
 
 
 def _form(lark: Lark, constraint: OutputConstraint) -> str:
-    """Return the grammar of an answer that a client's constraint allows."""
+    """Return the grammar of an answer under the client's constraint."""
     match constraint.WhichOneof("kind"):
         case "json_schema":
             return lark.document(read_schema("constraint.json_schema", constraint.json_schema))
@@ -297,7 +298,7 @@ def _form(lark: Lark, constraint: OutputConstraint) -> str:
 
 
 def read_schema(field: str, text: str) -> Mapping[str, Any]:
-    """Return a JSON Schema.
+    """Parse a JSON Schema.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT: it is no JSON object, or no text in UTF-8.
@@ -316,7 +317,7 @@ def read_schema(field: str, text: str) -> Mapping[str, Any]:
 
 
 def _unpaired(schema: object) -> str | None:
-    """Return the JSON Pointer of a text with half a surrogate pair, or None."""
+    """Return the JSON Pointer of a text with an unpaired surrogate, or None."""
     left = [(Pointer("#"), schema)]
     while left:
         place, value = left.pop()

@@ -1,6 +1,6 @@
-"""The names of the parsers of outputs, as settings have them.
+"""The names of the output parsers, for settings.
 
-They are apart from the parsers so that commands start without what these import.
+They are separate from the parsers, whose imports would slow the start of commands.
 """
 
 from typing import TYPE_CHECKING, Literal
@@ -26,9 +26,9 @@ TOOL_FORMAT_NAMES = (
     "llama3",
     "hermes",
 )
-"""Names of `TOOL_FORMATS` in `parsers`, in its order."""
+"""Names of `TOOL_FORMATS` in `parsers`, in the same order."""
 REASONING_FORMAT_NAMES = ("response_template", "gpt_oss", "think", "mistral", "seed")
-"""Names of `REASONING_FORMATS` in `parsers`, in its order."""
+"""Names of `REASONING_FORMATS` in `parsers`, in the same order."""
 
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
     ToolParserName = str

@@ -1,7 +1,7 @@
-"""Find what a grammar can hold of a JSON Schema's regular expression.
+"""Reduce a JSON Schema's regular expression to what a grammar can enforce.
 
-The grammar's expressions are those of Rust's `regex` crate without assertions, but for `^` and `$`
-at the ends. Without an assertion an expression matches all that it matches with it, and more.
+Grammars use the expressions of Rust's `regex` crate without assertions, except `^` and `$` at the
+ends. Without its assertions, an expression matches the same texts and more.
 """
 
 import re
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 MAX_PATTERN = 4_096
-"""Maximum characters of an expression that is read; nothing is held of a longer one."""
+"""Maximum characters of an expression to parse; longer ones are not enforced."""
 _ESCAPE = (
     r"\\(?:[dDwWsSnrtf]|[-.^$*+?()\[\]{}|/\\_~@\#%&=:;,!\"'`\ ]|[pP]\{[A-Z][a-z]?\}"
     r"|x[0-9a-fA-F]{2}|u(?![dD][89a-fA-F])[0-9a-fA-F]{4})"
@@ -29,17 +29,17 @@ _TOKEN = re.compile(
     re.VERBOSE | re.DOTALL | re.ASCII,
 )
 _OTHER_ELSEWHERE = re.compile(r"&&|--|~~|\|\|")
-"""What in a class means another thing in Rust."""
+"""Character class syntax with another meaning in Rust."""
 _CATEGORY = re.compile(r"\\[pP]\{[A-Z][a-z]?\}")
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """What a grammar can hold of a regular expression.
+    """A regular expression reduced to what a grammar can enforce.
 
     Attributes:
-        pattern: An expression that matches whatever the original does.
-        exact: Whether it matches nothing else.
+        pattern: Expression that matches whatever the original does.
+        exact: Whether both match the same texts.
     """
 
     pattern: str
@@ -48,13 +48,13 @@ class Held:
 
 @dataclass(slots=True)
 class _Token:
-    """A part of an expression.
+    """A token of an expression.
 
     Attributes:
-        kind: The name of its group in `_TOKEN`.
-        text: The part.
-        group: The place of the parenthesis that opens the group which it is in; -1: none.
-        pair: The place of the other parenthesis, if it is one.
+        kind: Name of the token's group in `_TOKEN`.
+        text: Text of the token.
+        group: Index of the parenthesis that opens the enclosing group; -1: none.
+        pair: Index of the matching parenthesis, for parentheses.
     """
 
     kind: str
@@ -64,7 +64,7 @@ class _Token:
 
 
 def held(pattern: str) -> Held | None:
-    """Return the part of an expression that a grammar can hold; None: none, or none for sure."""
+    """Return the enforceable part of an expression; None if there is none, or it is unknown."""
     tokens = _tokens(pattern) if len(pattern) <= MAX_PATTERN else None
     if tokens is None:
         return None
@@ -90,7 +90,7 @@ def held(pattern: str) -> Held | None:
 
 
 def _tokens(pattern: str) -> list[_Token] | None:
-    """Return the parts of an expression; None if Rust may read one of them otherwise."""
+    """Return the tokens of an expression; None if Rust might read one differently."""
     tokens: list[_Token] = []
     opened: list[int] = []
     at = 0
@@ -117,7 +117,7 @@ def _tokens(pattern: str) -> list[_Token] | None:
 
 
 def _leads(tokens: Sequence[_Token], at: int) -> bool:
-    """Return whether nothing is matched before a token."""
+    """Return whether nothing can match before a token."""
     while at > 0:
         before = tokens[at - 1]
         if before.kind == "start":
@@ -130,7 +130,7 @@ def _leads(tokens: Sequence[_Token], at: int) -> bool:
 
 
 def _ends(tokens: Sequence[_Token], at: int) -> bool:
-    """Return whether nothing is matched after a token."""
+    """Return whether nothing can match after a token."""
     while at < len(tokens) - 1:
         after = tokens[at + 1]
         if after.kind == "end":
@@ -152,7 +152,7 @@ def _repeated(tokens: Sequence[_Token], at: int) -> bool:
 
 
 def _compiles(pattern: str) -> bool:
-    """Return whether an expression of tokens has an order that all dialects take."""
+    """Return whether tokens form an expression that is valid in all dialects."""
     try:
         re.compile(_CATEGORY.sub(r"\\w", pattern))
     except (re.error, OverflowError, RecursionError):

@@ -17,19 +17,19 @@ class Request:
     """A valid, tokenized request; it never changes. `RequestState` holds its progress.
 
     Attributes:
-        request_id: Its id in responses, logs and traces.
-        model: Resolved name of the model.
+        request_id: Id in responses, logs and traces.
+        model: Resolved model name.
         tenant: The caller.
-        message: The client's message, with the model's defaults for what it did not set.
+        message: The client's message, with the model's defaults filled in.
         prompt: The prompt's tokens.
-        salt: Text that separates its blocks in caches from others of the same tokens.
+        salt: Text that keeps the prompt's cached blocks apart from those of other salts.
         max_tokens: Maximum tokens per output.
-        arrival: Time of its arrival, in seconds of the monotonic clock.
-        deadline: Time at which the client gives up, by the same clock; None for never.
-        plan: Plan by which its outputs are read and constrained; None: they are any text.
-        seed: The client's seed or a random one: either way another engine can draw the same tokens.
-        adapter: The LoRA adapter that `model` names; empty if it is a model of its own.
-        adapter_digest: The adapter's digest, by which caches know its blocks too.
+        arrival: Monotonic time of arrival, in seconds.
+        deadline: Monotonic time of the client's deadline; None: no deadline.
+        plan: How to parse and constrain outputs; None: plain text.
+        seed: The client's seed or a random one, so that another engine samples the same tokens.
+        adapter: The LoRA adapter that `model` names; empty for a base model.
+        adapter_digest: Digest of the adapter, which is part of the keys of cached blocks.
     """
 
     request_id: str
@@ -54,16 +54,16 @@ class Request:
 
     @property
     def checks(self) -> SchemaChecks | None:
-        """Schemas that outputs are checked by at their end; None: none."""
+        """Schemas to check at an output's end, if any."""
         return None if self.plan is None else self.plan.checks
 
     @property
     def constraint(self) -> sampling_pb2.OutputConstraint | None:
-        """The form of whole outputs, for engines; None: any."""
+        """Constraint on whole outputs, for engines, if any."""
         return None if self.plan is None else self.plan.constraint
 
     def keys(self, block_size: int) -> list[int]:
-        """Return the keys, as engines publish them, of the blocks that a cache can have of it."""
+        """Return the keys, as engines publish them, of the prompt's blocks that can be cached."""
         if block_size not in self._keys:
             salt = prefix_salt(self.salt, self.adapter_digest)
             keys = reusable_keys(self.prompt, block_size, salt)
@@ -72,12 +72,12 @@ class Request:
 
     @property
     def priority(self) -> int:
-        """Its priority; higher is served earlier."""
+        """Priority; higher is served earlier."""
         return self.message.priority
 
     @property
     def effective_arrival(self) -> float:
-        """Its key in queues, lowest first: arrival time less a credit for priority."""
+        """Sort key in queues, lowest first: arrival time minus the priority's credit."""
         return effective_arrival(self.arrival, self.priority)
 
     @property
@@ -90,11 +90,11 @@ class Request:
 
     @property
     def whole(self) -> bool:
-        """Whether each output is sent only when it is complete."""
+        """Whether outputs are sent only when complete."""
         return self.message.HasField("beam") or self.message.output.final_only
 
     def submit(self) -> engine_pb2.Submit:
-        """Return the message that starts the request on an engine, without what needs text."""
+        """Return the message that starts the request on an engine, without text options."""
         message = self.message
         submit = engine_pb2.Submit(
             request_id=self.request_id,

@@ -1,4 +1,4 @@
-"""Check whole outputs against JSON Schemas, in another process."""
+"""Checks complete outputs against JSON Schemas, in another process."""
 
 import asyncio
 import json
@@ -15,21 +15,21 @@ from octavo.router.requests.held_schemas import SchemaChecks
 log = structlog.get_logger(__name__)
 
 CHECK_SECONDS = 1.0
-"""Processor time that one check may take."""
+"""Maximum CPU seconds of one check."""
 WALL_SECONDS = 10.0
-"""Time that it may take where other processes have the processors."""
+"""Maximum elapsed seconds of one check, which is more if other processes use the CPUs."""
 MAX_ERRORS = 8
 TOO_LARGE = f"it takes more than {CHECK_SECONDS:g} s or too much memory to check"
 
 
 @dataclass(frozen=True, slots=True)
 class SchemaCheck:
-    """A part of an output that is to be checked.
+    """A part of an output to check.
 
     Attributes:
-        name: Name of the output's part that it is for.
+        name: Name of the part.
         schema: The JSON Schema, as JSON.
-        text: The part.
+        text: Text of the part.
     """
 
     name: str
@@ -38,14 +38,14 @@ class SchemaCheck:
 
 
 class SchemaChecker:
-    """A process that checks outputs; it starts when it is needed, and again if it ends."""
+    """A process that checks outputs; it starts on demand, and again if it ends."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
     async def check_schemas(self, checks: SchemaChecks) -> None:
-        """Check that outputs can be checked.
+        """Check that schemas are valid.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT: a schema is not valid.
@@ -56,7 +56,7 @@ class SchemaChecker:
                 raise rpc.invalid(field, f"{field} cannot be used: {why}")
 
     async def errors(self, checks: Iterable[SchemaCheck]) -> list[str]:
-        """Return the errors of an output against its schemas, with their places."""
+        """Return an output's schema violations, with their places."""
         messages: list[str] = []
         for check in checks:
             outcome = await self._ask(check.schema, check.text)
@@ -86,7 +86,7 @@ class SchemaChecker:
                 log.warning("a JSON Schema was not checked", error=repr(error))
                 answer = b""
             except BaseException:
-                self._kill()  # else the answer to this would be the next one's
+                self._kill()  # else the next check would read this answer
                 raise
             if not answer:
                 self._kill()
@@ -107,5 +107,5 @@ class SchemaChecker:
             *(sys.executable, "-m", "octavo.router.requests.schema_sandbox", str(CHECK_SECONDS)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is the router's to handle; uvloop has no process_group
+            start_new_session=True,  # the router handles Ctrl-C; uvloop lacks process_group
         )

@@ -1,10 +1,10 @@
-"""Check JSON documents in a process that may fail: some schemas take for ever, or all memory.
+"""Check JSON documents in a separate process: some schemas take forever, or all memory.
 
     python -m octavo.router.requests.schema_sandbox SECONDS
 
-The process reads a line of JSON each from its standard input, `[schema, document]`, and writes one
-to its standard output: the document's errors, or those of the schema itself. It ends
-when one of them takes longer than SECONDS of processor time.
+The process reads lines of JSON, `[schema, document]`, from standard input, and writes a line for
+each to standard output: the document's errors, or the schema's. It ends when one check takes more
+than SECONDS of CPU time.
 """
 
 import json
@@ -24,9 +24,9 @@ from octavo.router.requests.lenient_schema import ENCODINGS
 
 MAX_ERRORS = 8
 MAX_ERROR = 200
-"""Maximum characters of one."""
+"""Maximum characters of an error."""
 MEMORY_BYTES = 1 << 30
-"""Maximum addresses that the process may have."""
+"""Maximum bytes of the process's address space."""
 PATTERNS = FancyRegexOptions(backtrack_limit=100_000, size_limit=1 << 20)
 _FORMATS = {
     name: lambda text, known=re.compile(pattern): known.search(text) is not None
@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def _check(schema: str, document: str | None) -> dict[str, Any]:
-    """Return `invalid`, why the schema is, or `errors`, what breaks it."""
+    """Return `invalid`, the schema's error, or `errors`, the document's violations."""
     try:
         validator = _validator(schema)
     except (ReferencingError, ValidationError, ValueError) as error:
@@ -65,7 +65,7 @@ def _check(schema: str, document: str | None) -> dict[str, Any]:
 
 @lru_cache(maxsize=8)
 def _validator(schema: str) -> Any:  # noqa: ANN401 - one class for each draft
-    """Return the validator of a schema, which asks no other server for anything."""
+    """Return a schema's validator, which fetches no remote references."""
     return validator_for(
         json.loads(schema),
         formats=_FORMATS,

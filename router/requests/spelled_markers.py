@@ -1,32 +1,32 @@
-"""Tokens that are markers, among texts spelt like them, where a grammar separates the two."""
+"""Tells marker tokens from texts that only look like them, where a grammar does so too."""
 
 from collections.abc import Collection
 
 from octavo.router.text.markers import first_match, possible_start
 
 BREAK = "\udc00"
-"""Put into a text that is spelt like a marker. No text has it: it is half of a character."""
+"""Character inserted into texts that look like markers; half a surrogate, so no text has it."""
 
 
 class SpelledMarkers:
-    """Breaks texts that are spelt like markers, so that a parser does not take them for any.
+    """Breaks up texts that look like markers, so that a parser does not see them as such.
 
     Args:
-        markers: Spellings of the tokens that are markers.
+        markers: Spellings of the marker tokens.
     """
 
     __slots__ = ("_held", "_markers")
 
     def __init__(self, markers: Collection[str]) -> None:
         self._markers = tuple(markers)
-        self._held = ""  # may become a marker's text
+        self._held = ""  # text that may become a marker's spelling
 
     def feed(self, text: str, marker: str = "") -> str:
         """Return text for a parser.
 
         Args:
-            text: The next text of the output, which ends with that of `marker`.
-            marker: The token that it ends with, if that is a marker.
+            text: The next text of the output, which ends with `marker`.
+            marker: The token at the end, if it is a marker.
         """
         if marker:
             text = text.removesuffix(marker)
@@ -34,7 +34,7 @@ class SpelledMarkers:
         return self._broken(text)
 
     def flush(self) -> str:
-        """Return the text that was held back: no ordinary text follows."""
+        """Return the held text: no ordinary text follows."""
         text, self._held = self._held, ""
         return text
 
@@ -50,5 +50,5 @@ class SpelledMarkers:
 
 
 def mended(text: str) -> str:
-    """Return a parser's text as the output has it."""
+    """Remove the inserted characters from a parser's text."""
     return text.replace(BREAK, "")

@@ -19,11 +19,11 @@ from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 
 class RequestState:
-    """A request's outputs so far, its attempts at engines, and what the client is to be sent.
+    """A request's outputs so far, its attempts on engines, and the responses to send.
 
-    It holds every token sampled, so that the request can migrate: `begin_attempt` may be called
-    again after `take` has raised `EngineLostError`. The session calls `started`, `append` and
-    `fail`; these must not block.
+    It keeps all sampled tokens, so that the request can migrate: call `begin_attempt` again after
+    `take` has raised `EngineLostError`. The session calls `started`, `append` and `fail`, which
+    must not block.
 
     Args:
         request: The request.
@@ -31,16 +31,16 @@ class RequestState:
         usage: Counts the tenant's tokens.
         metrics: The model's metrics.
         message_interval: Returns the minimum seconds between two messages of a stream.
-        max_unread_tokens: Maximum tokens per output that wait for a client to read.
+        max_unread_tokens: Maximum tokens per output that the client has not read.
 
     Attributes:
         request: The request.
-        outputs: One for each output, in order of index.
-        cached_tokens: Prompt tokens that the first engine found in its cache.
-        engine: Address of the newest engine; empty before the first.
-        queue_time: Seconds from arrival to the first engine; None until then.
+        outputs: Outputs, by index.
+        cached_tokens: Prompt tokens in the first engine's prefix cache.
+        engine: Address of the last engine; empty before the first.
+        queue_time: Seconds from arrival to the first engine; None before it.
         migrations: Number of migrations to another engine.
-        failed_on: The engine on which a step failed, or None.
+        failed_on: Engine on which a step failed, if any.
     """
 
     def __init__(
@@ -64,16 +64,16 @@ class RequestState:
         self.queue_time: float | None = None
         self.migrations = 0
         self.failed_on: object | None = None
-        # Looked up once: each look into a message makes an object, and tokens are many.
+        # Read once: each protobuf access creates an object, and this is used per token.
         self._final_only = message.output.final_only
         self._usage = usage
         self._metrics = metrics
         self._message_interval = message_interval
-        # What is sent whole waits for its end, however fast the client reads.
+        # Whole outputs wait for their end, even if the client reads fast.
         self._max_unread = math.inf if request.whole else max_unread_tokens
         self._changed = asyncio.Event()
-        self._next_message = 0.0  # when tokens are sent again as they come
-        self._timer: asyncio.TimerHandle | None = None  # sets the event if no more come
+        self._next_message = 0.0  # earliest time of the next message
+        self._timer: asyncio.TimerHandle | None = None  # sets the event if no tokens follow
         self._unfinished = len(self.outputs)
         self._error: rpc.RpcError | None = None
         self._accepted = generation_pb2.Accepted(
@@ -84,12 +84,12 @@ class RequestState:
         if request.checks is not None:
             self._accepted.unenforced.extend(request.checks.unenforced)
         self._prompt_counted = False
-        self._may_accept = False  # Accepted is complete
+        self._may_accept = False  # whether Accepted is complete
         self._accepted_sent = False
 
     @property
     def sequences(self) -> int:
-        """Number of outputs that have not ended."""
+        """Number of unfinished outputs."""
         return sum(not output.ended for output in self.outputs)
 
     @property
@@ -99,41 +99,41 @@ class RequestState:
 
     @property
     def ended_by_engine(self) -> bool:
-        """Whether the engine has ended every output itself, so that nothing runs there."""
+        """Whether the engine itself ended all outputs, so that nothing runs there."""
         return all(output.ended and output.reason != STOP_STRING for output in self.outputs)
 
     @property
     def first_time(self) -> float | None:
-        """When the first token arrived, if one did."""
+        """Arrival time of the first token, if any."""
         times = [output.first_time for output in self.outputs if output.token_ids]
         return min(times, default=None)
 
     @property
     def last_time(self) -> float:
-        """When the newest token arrived."""
+        """Arrival time of the last token."""
         return max(output.last_time for output in self.outputs)
 
     @property
     def ttft(self) -> float | None:
-        """Seconds from arrival to the first token, if one came."""
+        """Seconds from arrival to the first token, if any."""
         first = self.first_time
         return None if first is None else first - self.request.arrival
 
     @property
     def output_tokens(self) -> int:
-        """Tokens sampled for all outputs."""
+        """Total number of sampled tokens."""
         return sum(len(output.token_ids) for output in self.outputs)
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each output once all are complete; empty until then."""
+        """Length of each output once all are complete; empty before."""
         return [len(output.token_ids) for output in self.outputs] if self.done else []
 
     def accept_queued(self, position: int) -> generation_pb2.GenerateResponse | None:
-        """Return the Accepted of a request that is queued; None if it came or must be complete.
+        """Return a queued request's Accepted; None if already sent, or not complete yet.
 
         Args:
-            position: Its place in the queue, from 1.
+            position: Position in the queue, from 1.
         """
         if self._accepted_sent or self.request.message.output.HasField("prompt_logprobs"):
             return None
@@ -142,18 +142,18 @@ class RequestState:
         return generation_pb2.GenerateResponse(accepted=self._accepted)
 
     def begin_attempt(self, engine: str, trace_context: Mapping[str, str]) -> engine_pb2.Submit:
-        """Return the message to an engine: the request and the tokens sampled for it so far.
+        """Return the message to an engine: the request, and the tokens sampled so far.
 
         Args:
             engine: The engine's address.
-            trace_context: The trace that the engine's spans belong to.
+            trace_context: Trace context for the engine's spans.
         """
         self.engine = engine
         if isinstance(self._error, EngineLostError):
             self._error = None
         submit = self.request.submit()
         submit.trace_context.update(trace_context)
-        if self._may_accept:  # they are known, if asked for
+        if self._may_accept:  # already received, if requested
             submit.output.ClearField("prompt_logprobs")
         submit.resume.extend(
             engine_pb2.Resume(
@@ -174,9 +174,9 @@ class RequestState:
         self._stop_timer()
 
     def started(self, cached_tokens: int) -> None:
-        """Note that an engine has begun to compute the prompt."""
+        """Record that an engine has started to compute the prompt."""
         if self._prompt_counted:
-            return  # by an engine before this one
+            return  # a previous engine did
         self._prompt_counted = True
         prompt_tokens = len(self.request.prompt)
         self.cached_tokens = self._accepted.cached_tokens = cached_tokens
@@ -187,17 +187,17 @@ class RequestState:
             self._accept()
 
     def append(self, tokens: engine_pb2.SequenceOutput) -> bool:
-        """Add new tokens of one output.
+        """Append new tokens of one output.
 
         Returns:
-            Whether the engine is to stop the output: a stop string ended it.
+            Whether the engine should stop the output, because of a stop string.
 
         Raises:
             rpc.RpcError: CANCELLED if the client does not read.
         """
         output = self.outputs[tokens.index]
         if output.ended:
-            return False  # sampled before the engine heard of the end
+            return False  # sampled before the engine received the abort
         if tokens.index == 0 and not self._may_accept:
             self._accepted.prompt_logprobs.extend(tokens.prompt_logprobs)
             self._accept()
@@ -208,7 +208,7 @@ class RequestState:
         return self._push(output, tokens.token_ids, tokens.logprobs, tokens.finish_reason)
 
     def append_tokens(self, index: int, token_ids: list[int]) -> bool:
-        """Add new tokens of one output that got nothing but tokens; see `append`."""
+        """Append an output's tokens that came without other data; see `append`."""
         output = self.outputs[index]
         if output.ended:
             return False
@@ -238,23 +238,23 @@ class RequestState:
         elif first or now >= self._next_message:
             self._changed.set()
         elif self._timer is None:
-            # Normally the next tokens come before this, and these are sent with them.
+            # Usually the next tokens arrive first and are sent together with these.
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(self._message_interval(), self._changed.set)
         return output.reason == STOP_STRING and not finish_reason
 
     def fail(self, error: rpc.RpcError) -> None:
-        """End the attempt, or for any error but `EngineLostError` the request."""
+        """End the attempt, or the request for errors other than `EngineLostError`."""
         if self._error is None or isinstance(self._error, EngineLostError):
             self._error = error
         self._changed.set()
 
     async def wait(self) -> None:
-        """Wait until there is something to take."""
+        """Wait until there are responses to send."""
         await self._changed.wait()
 
     def take(self) -> Iterator[generation_pb2.GenerateResponse]:
-        """Yield what is to be sent now, at most one Delta per output.
+        """Yield the responses to send now, with at most one Delta per output.
 
         Raises:
             rpc.RpcError: The error that ended the attempt, after what came before it;

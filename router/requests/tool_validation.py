@@ -1,4 +1,4 @@
-"""Validation of a chat's tools and calls, and of what excludes them."""
+"""Validation of a chat's tools and calls, and of options that exclude them."""
 
 import re
 
@@ -8,14 +8,14 @@ from octavo.router.requests.output_plan import read_schema
 from octavo.v1 import generation_pb2
 
 NAME = re.compile(rf"[A-Za-z0-9_./:-]{{1,{limits.MAX_TOOL_NAME}}}")
-"""Names of tools as in the Model Context Protocol, where slashes and colons name the server."""
+"""Tool names as in the Model Context Protocol, where slashes and colons delimit the server."""
 
 
 def check_tools(chat: generation_pb2.ChatPrompt) -> None:
-    """Check a chat's tools, and that those exist which must be called.
+    """Check a chat's tools, and that the forced tool exists.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT; the field is named.
+        rpc.RpcError: INVALID_ARGUMENT, with the field's name.
     """
     limits.check_count("chat.tools", len(chat.tools), limits.MAX_TOOLS)
     names: set[str] = set()
@@ -31,17 +31,17 @@ def check_tools(chat: generation_pb2.ChatPrompt) -> None:
 
 
 def check_call(field: str, call: generation_pb2.ToolCall) -> None:
-    """Check a call of an assistant's message; its arguments may be any text, as an answer's are.
+    """Check a tool call in an assistant's message; its arguments may be any text, as in outputs.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT; the field is named.
+        rpc.RpcError: INVALID_ARGUMENT, with the field's name.
     """
     if not call.name:
         raise rpc.invalid(f"{field}.name", f"{field}.name must not be empty")
 
 
 def check_excluded(request: generation_pb2.GenerateRequest) -> None:
-    """Check that a request does not ask for calls and for another form at once.
+    """Check that a request does not both force calls and set a constraint.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT.

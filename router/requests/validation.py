@@ -1,7 +1,6 @@
 """Validation of calls, beyond the limits that router and engine share.
 
-Nothing here waits or looks at an engine's state: a request that is refused
-would be refused at any time.
+Nothing here waits or depends on an engine's state: an invalid request is invalid at any time.
 """
 
 from collections.abc import Sequence
@@ -19,7 +18,7 @@ PromptRequest = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest
 
 
 def check_request_id(request_id: str) -> None:
-    """Check that an id is empty, or fit for logs and metadata.
+    """Check that an id is empty, or suitable for logs and metadata.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT.
@@ -34,11 +33,11 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
-    """Check all but the id, before the prompt is in tokens.
+    """Check everything but the id, before the prompt is tokenized.
 
     Raises:
         rpc.RpcError: INVALID_ARGUMENT, or UNIMPLEMENTED for beam search where
-            there is none; the field is named.
+            there is none, with the field's name.
     """
     _check_prompt(request, limits)
     if request.HasField("beam") and request.HasField("sampling"):
@@ -48,7 +47,7 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
 
 
 def check_chat(request: PromptRequest, limits: Limits) -> None:
-    """Check that the prompt is set, and check the parts of a chat that need no template."""
+    """Check that the prompt is set, and the parts of a chat that need no template."""
     if request.WhichOneof("prompt") is None:
         raise rpc.invalid("prompt", "a prompt must be set")
     if request.WhichOneof("prompt") != "chat":
@@ -102,19 +101,19 @@ def output_length(
     limits: Limits,
     default: int | None = None,
 ) -> int:
-    """Checks lengths, as `octavo.common.limits.output_length` does.
+    """Check lengths with `octavo.common.limits.output_length`.
 
     Args:
         request: The request.
-        prompt_tokens: Its prompt's tokens.
+        prompt_tokens: Number of prompt tokens.
         limits: The model's limits.
-        default: The model's own default of max_tokens, if it has one.
+        default: The model's default max_tokens, if any.
 
     Returns:
-        Maximum tokens that each output may have.
+        Maximum tokens per output.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT for what could never be served.
+        rpc.RpcError: INVALID_ARGUMENT if the request can never be served.
     """
     room = common.output_length(prompt_tokens, num_outputs(request), request.stop, limits)
     if default is None or request.stop.HasField("max_tokens"):
@@ -123,7 +122,7 @@ def output_length(
 
 
 def num_outputs(request: generation_pb2.GenerateRequest) -> int:
-    """Return the number of outputs, each a sequence in the engine."""
+    """Return the number of outputs, each a sequence on the engine."""
     if request.HasField("beam"):
         return request.beam.width
     return request.sampling.n if request.sampling.HasField("n") else 1
@@ -138,7 +137,7 @@ def _check_prompt(request: generation_pb2.GenerateRequest, limits: Limits) -> No
         token_ids = request.tokens.token_ids
         if not token_ids:
             raise rpc.invalid("tokens.token_ids", "tokens.token_ids must hold at least one token")
-        if len(token_ids) < limits.max_model_len:  # else `output_length` refuses it
+        if len(token_ids) < limits.max_model_len:  # else `output_length` rejects it
             check_token_ids("tokens.token_ids", token_ids, limits.vocab_size)
 
 
@@ -148,10 +147,10 @@ def check_vocabulary(
     pieces: Pieces,
     limits: Limits,
 ) -> None:
-    """Check that the model has all tokens that its tokenizer made of a prompt.
+    """Check that the model has all tokens that its tokenizer produced.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT; the token's text is named.
+        rpc.RpcError: INVALID_ARGUMENT, with the token's text.
     """
     if max(token_ids, default=0) < limits.vocab_size:
         return
@@ -160,5 +159,5 @@ def check_vocabulary(
     raise rpc.invalid(
         field,
         f"{field} must not spell {pieces.spelling(token_id)!r}: it is token {token_id} of the"
-        f" tokenizer, and the model has the tokens [0, {limits.vocab_size - 1}]",
+        f" tokenizer, but the model has only the tokens [0, {limits.vocab_size - 1}]",
     )

@@ -1,4 +1,4 @@
-"""Authentication: from an API key or a client's certificate to a tenant."""
+"""Authentication: finds the tenant of an API key or client certificate."""
 
 import asyncio
 from collections.abc import Collection, Iterable, Sequence
@@ -20,9 +20,9 @@ from octavo.router.tenants.tenant import ANONYMOUS, Tenant, hash_key, read_tenan
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
-"""Seconds between looks at the tenants' file."""
+"""Seconds between checks of the tenants' file for changes."""
 OPEN_SERVICES = ("/grpc.health.v1.Health/",)
-"""Services that need no authentication: load balancers have no keys."""
+"""Services without authentication: load balancers have no keys."""
 SCHEME = "bearer "
 KEY_MISSING = "an API key is needed, as `authorization: Bearer KEY`"
 KEY_UNKNOWN = "the API key is unknown"
@@ -32,28 +32,28 @@ NOT_ONE_TENANTS_CERTIFICATE = (
     "`authorization: Bearer KEY`"
 )
 CERTIFICATE_NAMES = {"peer_uri": "uri", "peer_dns": "dns", "x509_common_name": "cn"}
-"""gRPC's names for those in a client's certificate, and the tenants' file's."""
+"""Names of certificate properties in gRPC, and in the tenants' file."""
 
 
 _caller: ContextVar[Tenant] = ContextVar("caller", default=ANONYMOUS)
 
 
 def caller() -> Tenant:
-    """Return the tenant whose gRPC call is being handled."""
+    """Return the tenant of the gRPC call in progress."""
     return _caller.get()
 
 
 class Authenticator:
-    """Finds a caller's tenant by API key or certificate; allows all calls if there are no keys.
+    """Find a caller's tenant by API key or certificate; allow all calls if no keys are configured.
 
     Args:
-        path: The tenants' file, if there is one.
-        registry: The registry to add metrics to.
-        api_key: The one key of all callers, without tenants.
-        workers: The router's processes; see `read_tenants`.
+        path: Path of the tenants' file, if any.
+        registry: Registry for the metrics.
+        api_key: The only API key, if there is no tenants' file.
+        workers: Number of the router's processes; see `read_tenants`.
 
     Raises:
-        SettingsError: The file cannot be read, or is wrong.
+        SettingsError: The file is unreadable or invalid.
 
     Attributes:
         open: Whether all calls are allowed without authentication.
@@ -74,8 +74,8 @@ class Authenticator:
             "Calls without a valid key or certificate.",
             registry=registry,
         )
-        self._seen: Signature = None  # what was read
-        self._found: Signature = None  # at the last look
+        self._seen: Signature = None  # last signature that was read
+        self._found: Signature = None  # signature at the last check
         self._by_key: dict[str, Tenant] = {}
         self._by_certificate: dict[str, Tenant] = {}
         self.open = path is None and api_key is None
@@ -95,18 +95,19 @@ class Authenticator:
         peer: str = "",
         method: str = "",
     ) -> Tenant:
-        """Return the tenant with a key or, without a key, with a certificate.
+        """Return the tenant of a key or, without a key, of a certificate.
 
-        Every call of every transport comes through here.
+        All calls of all transports are authenticated here.
 
         Args:
-            authorization: "Bearer KEY", if anything was sent.
-            certificate: Names in the client's verified certificate, as `Tenant` has them.
+            authorization: "Bearer KEY", if the caller sent it.
+            certificate: Names in the client's verified certificate, in the form of
+                `Tenant.certificates`.
             peer: The client's address, for the log.
             method: Name of the called method, for the log.
 
         Raises:
-            rpc.RpcError: UNAUTHENTICATED; the message says what is missing or wrong.
+            rpc.RpcError: UNAUTHENTICATED, with a message that says what is missing or wrong.
         """
         if self.open:
             return ANONYMOUS
@@ -116,7 +117,7 @@ class Authenticator:
             tenant = tenants.pop() if len(tenants) == 1 else None
             why = NOT_ONE_TENANTS_CERTIFICATE if names else KEY_MISSING
         elif authorization.lower().startswith(SCHEME):
-            # The lookup is of a hash, so the time it takes reveals nothing of any key.
+            # The lookup is by hash, so its timing reveals nothing about keys.
             tenant = self._by_key.get(hash_key(authorization[len(SCHEME) :]))
             why = KEY_UNKNOWN
         else:
@@ -128,10 +129,10 @@ class Authenticator:
         return tenant
 
     def check(self, method: str, context: rpc.Context) -> None:
-        """Authenticate a gRPC call; `caller` returns its tenant from then on.
+        """Authenticate a gRPC call and set its `caller`.
 
         Raises:
-            rpc.RpcError: UNAUTHENTICATED if the caller is no tenant.
+            rpc.RpcError: UNAUTHENTICATED if no tenant matches.
         """
         if self.open or method.startswith(OPEN_SERVICES):
             return
@@ -141,17 +142,17 @@ class Authenticator:
         _caller.set(self.authenticate(authorization, names, peer=peer, method=method))
 
     def check_admin(self, method: str, context: rpc.Context) -> None:
-        """Authenticate a call of AdminService, as `check` does.
+        """Authenticate a call of AdminService like `check`.
 
         Raises:
-            rpc.RpcError: UNAUTHENTICATED, or PERMISSION_DENIED if the tenant is no admin.
+            rpc.RpcError: UNAUTHENTICATED, or PERMISSION_DENIED if the tenant is not an admin.
         """
         self.check(method, context)
         if not (self.open or method.startswith(OPEN_SERVICES) or caller().admin):
             raise rpc.denied(f"tenant {caller().name!r} is not an admin")
 
     async def watch(self) -> None:
-        """Reload the file whenever it changes, until cancelled; keep the old one if it is wrong."""
+        """Reload the file when it changes, until cancelled; ignore an invalid file."""
         while self._path is not None:
             await asyncio.sleep(POLL_SECONDS)
             self._look(self._path)
@@ -159,7 +160,7 @@ class Authenticator:
     def _look(self, path: Path) -> None:
         before, self._found = self._found, signature(path)
         if self._found == self._seen or self._found != before:
-            return  # nothing new, or it may still be being written
+            return  # unchanged, or perhaps still being written
         self._seen = self._found
         try:
             tenants = read_tenants(path, self._workers)
@@ -178,9 +179,9 @@ def check_model(tenant: Tenant, names: Collection[str], model: str) -> None:
     """Raise PERMISSION_DENIED if a tenant may not use a model, whether or not it exists.
 
     Args:
-        tenant: Who asks.
+        tenant: The caller.
         names: All names of the model.
-        model: The one that the request has; empty: none.
+        model: The model name in the request; empty: none.
     """
     if not tenant.may_use(names) and (model or not tenant.models):
         usable = ", ".join(sorted(tenant.models or ())) or "none"
@@ -191,17 +192,17 @@ def check_model(tenant: Tenant, names: Collection[str], model: str) -> None:
 
 
 def check_priority(tenant: Tenant, priority: int) -> None:
-    """Raise PERMISSION_DENIED if a tenant may not ask for a priority."""
+    """Raise PERMISSION_DENIED if a tenant may not use a priority."""
     if tenant.max_priority is not None and priority > tenant.max_priority:
         raise rpc.denied(
-            f"tenant {tenant.name!r} may ask for a priority of {tenant.max_priority} at most; "
+            f"tenant {tenant.name!r} may use a priority of at most {tenant.max_priority}; "
             f"got {priority}",
             "priority",
         )
 
 
 def _authorization(context: rpc.Context) -> str | None:
-    """Return the call's authorization; several make a wrong one."""
+    """Return the call's authorization; repeated headers make an invalid one."""
     metadata = context.invocation_metadata() or ()
     values = [str(value) for name, value in metadata if name == "authorization"]
     return " ".join(values) if values else None

@@ -1,4 +1,4 @@
-"""Tenants' quotas: calls, tokens, requests in progress; and their use."""
+"""Tenants' quotas: calls, tokens and requests in progress."""
 
 import math
 import time
@@ -12,10 +12,10 @@ from octavo.router.metrics import RouterMetrics
 from octavo.router.tenants.tenant import Tenant
 
 BUSY_SECONDS = 1.0
-"""Seconds to wait after too many requests in progress, as nobody knows when one will end."""
+"""Retry delay in seconds after too many requests in progress, as their ends are unknown."""
 
 MIN_TOKENS = 2
-"""Minimum tokens of a request: one of the prompt and one of the output."""
+"""Minimum tokens of a request: one prompt token and one output token."""
 
 Clock = Callable[[], float]
 
@@ -24,9 +24,9 @@ class Bucket:
     """A token bucket that may go into debt.
 
     Args:
-        rate: Refill per second.
-        capacity: Maximum level, and the level at first.
-        clock: Returns seconds, monotonic.
+        rate: Refill rate per second.
+        capacity: Maximum level, which is also the initial one.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(self, rate: float, capacity: float, clock: Clock = time.monotonic) -> None:
@@ -43,33 +43,33 @@ class Bucket:
 
     @property
     def level(self) -> float:
-        """Current level; negative for debt."""
+        """Current level; negative: debt."""
         now = self._clock()
         self._level = min(self._level + (now - self._time) * self._rate, self._capacity)
         self._time = now
         return self._level
 
     def take(self, amount: float) -> None:
-        """Take an amount, into debt if need be; a negative amount is given back."""
+        """Remove an amount, into debt if necessary; a negative amount is returned."""
         self._level = self.level - amount
 
     def seconds_until(self, level: float) -> float:
-        """Return the seconds until the level is reached; it must not exceed the capacity."""
+        """Return the seconds until a level is reached; it must not exceed the capacity."""
         return max(level - self.level, 0.0) / self._rate
 
     def resize(self, rate: float, capacity: float) -> None:
-        """Change rate and capacity from now on; debt stays."""
+        """Change rate and capacity; debt stays."""
         self._level = min(self.level, capacity)
         self._rate, self._capacity = rate, capacity
 
 
 class Account:
-    """One tenant's use of its quotas; a tenant with new limits keeps what it used.
+    """One tenant's use of its quotas; changed limits keep the usage.
 
     Args:
         tenant: The tenant.
-        metrics: The metrics that show its use.
-        clock: Returns seconds, monotonic.
+        metrics: The metrics of token usage.
+        clock: Monotonic clock in seconds.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class Account:
 
     @contextmanager
     def request(self) -> Iterator["RequestUsage"]:
-        """Count a request from its beginning to its end; yield the counter of its tokens.
+        """Count a request while it is in progress; yield its token usage.
 
         Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if one of the tenant's limits is reached.
@@ -110,7 +110,7 @@ class Account:
         limit = self._tenant.max_concurrency
         if limit is not None and self._running >= limit:
             raise self._over(f"has {limit} requests in progress (max_concurrency)", BUSY_SECONDS)
-        self.check_tokens(MIN_TOKENS)  # before the work of counting them
+        self.check_tokens(MIN_TOKENS)  # before the tokenizer's work
         self.call()
         self._running += 1
         usage = RequestUsage(self)
@@ -124,7 +124,7 @@ class Account:
         """Count a call.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if there were too many recently.
+            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant made too many calls recently.
         """
         if self._calls is None:
             return
@@ -135,21 +135,21 @@ class Account:
         self._calls.take(1)
 
     def ended(self, code: grpc.StatusCode) -> None:
-        """Count how a request ended."""
+        """Count an ended request by its status."""
         self._requests.labels(self._tenant.name, code.name).inc()
 
     @property
     def tokens(self) -> Bucket | None:
-        """The tokens that the tenant may use now; None for no limit."""
+        """The bucket of tokens that the tenant may use; None: no limit."""
         return self._tokens
 
     def check_tokens(self, wanted: int) -> None:
-        """Check that a request of so many tokens may begin.
+        """Raise if the quota has too few tokens for a request to start.
 
-        One of more than a minute's worth may begin when a whole minute's is there.
+        A request that needs more than a minute's quota may start when the bucket is full.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if not now.
+            rpc.RpcError: RESOURCE_EXHAUSTED if the request may not start now.
         """
         if self._tokens is None:
             return
@@ -160,7 +160,7 @@ class Account:
             raise self._over(f"has {left} left of {limit}, too few for this request", wait)
 
     def count(self, *, prompt: int = 0, output: int = 0) -> None:
-        """Count used tokens in the metrics."""
+        """Add used tokens to the metrics."""
         if prompt:
             self._prompts.inc(prompt)
         if output:
@@ -182,10 +182,10 @@ class Account:
 
 
 class RequestUsage:
-    """The tokens of one request: reserved when it is admitted, settled when it ends.
+    """The tokens of one request: reserved at admission, settled at its end.
 
     Args:
-        account: Its tenant's account.
+        account: The tenant's account.
     """
 
     def __init__(self, account: Account) -> None:
@@ -200,10 +200,10 @@ class RequestUsage:
         return self._account.tenant
 
     def reserve(self, tokens: int) -> None:
-        """Reserve the tokens that the request may use; once, before it uses any.
+        """Reserve the tokens that the request may use, before it uses any.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has fewer left.
+            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant's quota has fewer tokens left.
         """
         self._account.check_tokens(tokens)
         self._bucket = self._account.tokens
@@ -212,23 +212,23 @@ class RequestUsage:
             self._bucket.take(tokens)
 
     def prompt(self, tokens: int) -> None:
-        """Count the prompt: an engine has begun to compute it."""
+        """Count the prompt, which an engine has begun to compute."""
         self._account.count(prompt=tokens)
         self._use(tokens)
 
     def output(self, tokens: int) -> None:
-        """Count tokens that were sampled."""
+        """Count sampled tokens."""
         self._account.count(output=tokens)
         self._use(tokens)
 
     def settle(self) -> None:
-        """Give back what was reserved and not used: the request has ended."""
+        """Return unused reserved tokens at the request's end."""
         if self._bucket is not None and self._used < self._reserved:
             self._bucket.take(self._used - self._reserved)
         self._bucket = None
 
     def _use(self, tokens: int) -> None:
-        """Take from the bucket what exceeds the reservation."""
+        """Charge the tokens that exceed the reservation."""
         self._used += tokens
         if self._bucket is None:
             return

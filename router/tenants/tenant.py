@@ -1,4 +1,4 @@
-"""Tenants: their names, keys, limits and permissions, and the file that lists them."""
+"""Tenants: names, keys, limits and permissions, and the file that lists them."""
 
 import hashlib
 import re
@@ -22,26 +22,25 @@ Identity = Annotated[str, StringConstraints(pattern=r"^(uri|dns|cn):.+$")]
 
 @dataclass(frozen=True, slots=True, config=ConfigDict(extra="forbid"))
 class Tenant:
-    """A caller, or group of callers, with limits of its own.
+    """A caller or group of callers with its own limits.
 
     Attributes:
-        name: Unique; empty for the anonymous tenant.
-        weight: Its share of the engines relative to other tenants', when all
-            ask for more than there is.
-        keys: Hashes of its API keys, as `hash_key` makes them.
-        certificates: Its names in clients' certificates: "uri:", "dns:" (subject
-            alternative names) or "cn:" and the name.
-        requests_per_second: Maximum rate of calls; bursts of one second's worth; None: any.
-        tokens_per_minute: Maximum rate of prompt and output tokens; bursts of a minute; None: any.
-            A request reserves its prompt and max_tokens of each output when it is admitted (by
-            default the expected length of outputs); the unused rest is given back when it ends.
-        max_concurrency: Maximum requests in progress; None: any.
-        max_priority: Maximum priority of its requests; None: any.
-        models: Models that it may use, each by any of its names; None: all.
-        share_prefixes: Cached prefixes are shared with the tenants that name
-            the same group; None: with nobody.
-        admin: Whether it may call AdminService.
-        allow_special_tokens: Whether its requests may ask that texts of chats spell control tokens.
+        name: Unique name; empty for the anonymous tenant.
+        weight: Share of the engines relative to other tenants, when demand exceeds capacity.
+        keys: Hashes of the API keys, from `hash_key`.
+        certificates: Names in client certificates, each with a prefix: "uri:", "dns:" (subject
+            alternative names) or "cn:".
+        requests_per_second: Maximum call rate, with bursts of one second's calls; None: unlimited.
+        tokens_per_minute: Maximum rate of prompt and output tokens, with bursts of one minute's
+            tokens; None: unlimited. At admission, a request reserves its prompt and max_tokens per
+            output (by default, the expected output length); unused tokens are returned when it
+            ends.
+        max_concurrency: Maximum requests in progress; None: unlimited.
+        max_priority: Maximum priority of requests; None: unlimited.
+        models: Models that the tenant may use, each by any of its names; None: all.
+        share_prefixes: Group of tenants that share cached prefixes; None: no sharing.
+        admin: Whether the tenant may call AdminService.
+        allow_special_tokens: Whether requests may let chat texts spell control tokens.
     """
 
     name: str = ""
@@ -58,23 +57,23 @@ class Tenant:
     allow_special_tokens: bool = False
 
     def may_use(self, names: Collection[str]) -> bool:
-        """Return whether it may use a model that has these names: one that is allowed is enough."""
+        """Return whether any of a model's names is allowed."""
         return self.models is None or not self.models.isdisjoint(names)
 
     def salt(self, requested: str) -> str:
-        """Return the salt that its prefixes are cached under.
+        """Return the salt of the tenant's cached prefixes.
 
-        No salt that another tenant asks for gives the same, unless they share
-        prefixes. The same in every router, for as long as the names stay.
+        It differs from any other tenant's, unless they share prefixes. All routers compute the same
+        salt from the same names.
 
         Args:
-            requested: The request's own.
+            requested: The salt in the request.
         """
         if not self.name:
             return requested
         owner = f"group {self.share_prefixes}" if self.share_prefixes else f"tenant {self.name}"
         digest = hashlib.blake2b(digest_size=SALT_BYTES, person=b"octavo.tenant")
-        digest.update(f"{owner}\n{requested}".encode())  # a name has no line's end
+        digest.update(f"{owner}\n{requested}".encode())  # names contain no line break
         return digest.hexdigest()
 
 
@@ -83,24 +82,24 @@ _TENANT = TypeAdapter(Tenant)
 
 
 def hash_key(key: str) -> str:
-    """Return an API key as the tenants' file has it.
+    """Return the hash of an API key, in the form of the tenants' file.
 
-    One plain SHA-256 is enough: keys are random, so there is nothing to guess.
+    Plain SHA-256 suffices: keys are random, so a dictionary attack is useless.
     """
     return f"sha256:{hashlib.sha256(key.encode()).hexdigest()}"
 
 
 def read_tenants(path: Path, workers: int = 1) -> tuple[Tenant, ...]:
-    """Return the tenants in a TOML file: one table each, named after it.
+    """Return the tenants of a TOML file: one table each, whose name is the tenant's.
 
     Args:
         path: The file.
-        workers: The router's processes: each counts its own calls, so with several of them
-            nothing is counted rightly, and no tenant may have limits.
+        workers: Number of the router's processes. With several, tenants may have no limits, as each
+            process counts only its own calls.
 
     Raises:
-        SettingsError: The file cannot be read, or is wrong; the message says
-            where, and repeats no value, which may be a key.
+        SettingsError: The file is unreadable or invalid; the message names the place but shows no
+            values, which may be keys.
     """
     tables = parse_toml(path, "--tenants")
     tenants = tuple(_tenant(path, name, table) for name, table in tables.items())
@@ -119,18 +118,18 @@ def read_tenants(path: Path, workers: int = 1) -> tuple[Tenant, ...]:
                 other = owners.setdefault(item, tenant.name)
                 if other != tenant.name:
                     raise SettingsError(
-                        f"{path}: {other!r} and {tenant.name!r} have one of their {what} in common"
+                        f"{path}: {other!r} and {tenant.name!r} share one of their {what}"
                     )
     return tenants
 
 
-def _tenant(path: Path, name: str, table: Any) -> Tenant:  # noqa: ANN401 - whatever TOML has
+def _tenant(path: Path, name: str, table: Any) -> Tenant:  # noqa: ANN401 - any TOML value
     if not isinstance(table, dict):
         raise SettingsError(f"{path}: {name!r} must be a table, [{name}], of one tenant")
     if not re.fullmatch(NAME, name) or "name" in table:
         raise SettingsError(
-            f"{path}: a tenant's name is that of its table, [{name}]: letters, digits, '.', '_' "
-            "and '-', 64 at most"
+            f"{path}: a tenant's name, here [{name}], must be at most 64 letters, digits, '.', '_' "
+            "and '-'"
         )
     try:
         return _TENANT.validate_python({"name": name, **table})
@@ -145,4 +144,4 @@ HINTS = {
     "keys": "must be hashes of keys, sha256:...; `octavo key` makes a key and its hash",
     "certificates": "must be names in certificates: uri:..., dns:... or cn:...",
 }
-"""Error messages in place of patterns, by field."""
+"""Error messages that replace pydantic's for patterns, by field."""

@@ -1,1 +1,1 @@
-"""Text to tokens and tokens to text."""
+"""Tokenization, chat templates and detokenization."""

@@ -1,4 +1,4 @@
-"""A chat as chat templates take it: messages, calls and tools by transformers' conventions."""
+"""Converts chats to the input of chat templates, by transformers' conventions."""
 
 import enum
 import itertools
@@ -15,7 +15,7 @@ from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
 
 _REASONING = ("reasoning_content", "reasoning", "thinking")
-"""What templates call an assistant's reasoning."""
+"""Templates' names for an assistant's reasoning."""
 _CONTENT_MAY_BE_NONE = re.compile(r"content['\"]?\]?\s+(?:is|==)\s+(?:not\s+)?none", re.IGNORECASE)
 _WITH_CONTENT = (
     "{%- set filled = namespace(messages=[]) %}"
@@ -23,7 +23,7 @@ _WITH_CONTENT = (
     "{%- set filled.messages = filled.messages + [dict({'content': none}, **message)] %}"
     "{%- endfor %}{%- set messages = filled.messages %}"
 )
-"""Gives messages the content none: transformers leaves out what is None before templates see it."""
+"""Restores `content: none` in messages: transformers drops None values before templates run."""
 INSTRUCTIONS = """\
 You can call functions. They are described by these JSON objects, one a line, with JSON Schemas of \
 their arguments:
@@ -35,28 +35,28 @@ To call one, answer with its name and arguments as a JSON object between these t
 <tool_call>
 {{"name": <name>, "arguments": <arguments>}}
 </tool_call>"""
-"""System message about tools, for templates that have no place for them; in Hermes' format."""
+"""System message that describes tools in Hermes' format, for templates without tools."""
 
 
 class ArgumentsForm(enum.Enum):
-    """How a template gets the arguments of calls."""
+    """The type of calls' arguments in a template's input."""
 
     OBJECTS = enum.auto()
-    """Objects, as most templates want them; texts where they are no JSON object."""
+    """Objects, as most templates expect; arguments that are no JSON object stay text."""
     TEXTS = enum.auto()
     """Texts."""
     ONLY_OBJECTS = enum.auto()
-    """Objects; those that are none are the text in one."""
+    """Objects; other arguments become the only value of an object."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChatForm:
-    """One of the forms in which a template may take a chat.
+    """One of the forms in which a template may accept a chat.
 
     Attributes:
-        arguments: Form of calls' arguments.
-        joined: Whether an assistant's text before its calls is the end of its reasoning:
-            gpt-oss's template takes only one of both.
+        arguments: Type of calls' arguments.
+        joined: Whether to append an assistant's text before its calls to its reasoning: gpt-oss's
+            template accepts only one of both.
     """
 
     arguments: ArgumentsForm = ArgumentsForm.OBJECTS
@@ -65,12 +65,12 @@ class ChatForm:
 
 @dataclass(frozen=True, slots=True)
 class TemplateInput:
-    """What a chat template takes.
+    """The input of a chat template.
 
     Attributes:
         messages: The messages.
-        tools: Descriptions of the tools; None: there are none.
-        template: The template, where it is not quite the model's own.
+        tools: Descriptions of the tools, if any.
+        template: Template that replaces the model's own, if any.
     """
 
     messages: list[dict[str, Any]]
@@ -79,7 +79,7 @@ class TemplateInput:
 
 
 def forms(chat: generation_pb2.ChatPrompt) -> Iterator[ChatForm]:
-    """Yield the forms in which a template may take a valid chat, the usual one first."""
+    """Yield the forms in which a template may accept a valid chat, the most usual first."""
     calling = [message for message in chat.messages if message.tool_calls]
     arguments = [ArgumentsForm.OBJECTS, *([ArgumentsForm.TEXTS] if calling else [])]
     if any(_object(call) is None for message in calling for call in message.tool_calls):
@@ -96,12 +96,12 @@ def template_input(
     change: Change = str,
     form: ChatForm = ChatForm(),
 ) -> TemplateInput:
-    """Return a valid chat as a model's template takes it.
+    """Return the template's input for a valid chat.
 
     Args:
         chat: The chat.
         model: The model's template.
-        change: Changes each text of the caller.
+        change: Function applied to each of the caller's texts.
         form: One of `forms`.
     """
     shown = chat.tool_choice.mode != ToolChoiceMode.TOOL_CHOICE_MODE_NONE
@@ -115,7 +115,7 @@ def template_input(
 
 
 def text_of(message: generation_pb2.ChatMessage) -> str:
-    """Return a message's text; parts of it go on lines of their own."""
+    """Return a message's text, with its parts on separate lines."""
     return "\n".join(part.text for part in message.parts) if message.parts else message.content
 
 
@@ -147,7 +147,7 @@ def _message(
             _call(call, change, form.arguments) for call in message.tool_calls
         ]
         if not laid_out["content"] and _CONTENT_MAY_BE_NONE.search(model.template):
-            laid_out["content"] = None  # by which some templates know a message with calls
+            laid_out["content"] = None  # some templates check this key to detect calls
     if message.tool_call_id:
         laid_out["tool_call_id"] = change(message.tool_call_id)
     if name := message.name or (role == "tool" and names.get(message.tool_call_id)):
@@ -170,7 +170,7 @@ def _call(
 
 
 def _object(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
-    """Return a call's arguments; None if they are no JSON object: an answer may be cut in them."""
+    """Return a call's arguments; None if they are not a JSON object, as in a truncated output."""
     try:
         arguments = json.loads(call.arguments or "{}")
     except (ValueError, RecursionError):
@@ -179,7 +179,7 @@ def _object(call: generation_pb2.ToolCall) -> dict[str, Any] | None:
 
 
 def _in_text(messages: list[dict[str, Any]], tools: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return messages in which calls, results and tools are text."""
+    """Return messages with calls, results and tools as text."""
     written = [_as_text(message) for message in messages]
     if not tools:
         return written

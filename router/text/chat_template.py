@@ -1,4 +1,4 @@
-"""Chat templates: what the server and a request set of them."""
+"""Chat templates and their variables, from the server and the request."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +17,7 @@ from octavo.common.settings import SettingsError
 from octavo.v1 import generation_pb2
 
 OWN = {"messages", *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters}
-"""Names that the router, or transformers, gives a value: the template itself is one of them."""
+"""Variables that the router or transformers sets, such as the template itself."""
 
 TEMPLATE_ERRORS = (
     jinja2.TemplateError,
@@ -28,16 +28,16 @@ TEMPLATE_ERRORS = (
     TypeError,
     ValueError,
 )
-"""What a template may fail with, as variables may have any type."""
+"""Errors that a template may raise, as variables may have any type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServerTemplate:
-    """What the server sets of the chat template, whatever the model.
+    """The server's settings of the chat template, for all models.
 
     Attributes:
-        text: The template, in place of the model's own; None: the model's.
-        variables: Variables of the template, for chats that do not set them.
+        text: Template that replaces the model's own, if any.
+        variables: Default variables of the template, which chats may override.
     """
 
     text: str | None = None
@@ -48,38 +48,38 @@ class ServerTemplate:
         """Return the template of --chat-template and --chat-template-kwargs.
 
         Raises:
-            SettingsError: The file is no template, or one of the variables is not free to be set.
+            SettingsError: The file is not a template, or a variable is reserved.
         """
-        if (taken := _own_name(variables)) is not None:
+        if (reserved := _own_name(variables)) is not None:
             raise SettingsError(
-                f"--chat-template-kwargs may not have {taken!r}, which the server sets itself"
+                f"--chat-template-kwargs may not have {reserved!r}, which the server sets itself"
             )
         return cls(None if path is None else _read(path), variables)
 
 
 MODELS_OWN = ServerTemplate()
-"""Each model's own template, as it is."""
+"""Settings that keep each model's own template."""
 
 
 def _read(path: Path) -> str:
-    """Return the template in a file.
+    """Read a template from a file.
 
     Raises:
-        SettingsError: There is none.
+        SettingsError: The file is unreadable or not a template.
     """
     try:
         text = path.expanduser().read_text()
-        chat_template_utils._compile_jinja_template(text)  # noqa: SLF001 - as it will be rendered
+        chat_template_utils._compile_jinja_template(text)  # noqa: SLF001 - as in rendering
     except OSError as error:
         raise SettingsError(f"cannot read {path} (--chat-template): {error.strerror}") from None
     except jinja2.TemplateSyntaxError as error:
         raise SettingsError(
-            f"{path} (--chat-template) is no chat template: line {error.lineno}:"
+            f"{path} (--chat-template) is not a chat template: line {error.lineno}:"
             f" {first_line(error)}"
         ) from None
     except (ValueError, RecursionError) as error:
         raise SettingsError(
-            f"{path} (--chat-template) is no chat template: {first_line(error)}"
+            f"{path} (--chat-template) is not a chat template: {first_line(error)}"
         ) from None
     if not text.strip():
         raise SettingsError(f"{path} (--chat-template) is empty")
@@ -87,7 +87,7 @@ def _read(path: Path) -> str:
 
 
 def _own_name(names: Iterable[str]) -> str | None:
-    """Return the first of some names that no caller may set, if there is one."""
+    """Return the first reserved name among `names`, if any."""
     return min(OWN.intersection(names), default=None)
 
 
@@ -98,22 +98,22 @@ def template_variables(
 
     Args:
         chat: The chat.
-        change: Changes each text in them.
+        change: Function applied to each text.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT: a name is not free to be set.
+        rpc.RpcError: INVALID_ARGUMENT if a name is reserved.
     """
     fields = chat.chat_template_kwargs.fields
-    if (taken := _own_name(fields)) is not None:
+    if (reserved := _own_name(fields)) is not None:
         raise rpc.invalid(
             "chat.chat_template_kwargs",
-            f"chat.chat_template_kwargs may not have {taken!r}, which the server sets itself",
+            f"chat.chat_template_kwargs may not have {reserved!r}, which the server sets itself",
         )
     return {name: changed(_plain(value), change) for name, value in fields.items()}
 
 
 def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - any JSON
-    """Return a JSON value with its texts and names changed."""
+    """Apply `change` to all texts and names in a JSON value."""
     match value:
         case str():
             return change(value)
@@ -125,7 +125,7 @@ def changed(value: Any, change: Callable[[str], str]) -> Any:  # noqa: ANN401 - 
 
 
 def _plain(value: struct_pb2.Value) -> Any:  # noqa: ANN401 - any JSON
-    """Return a value as Python has it; whole numbers as int, which Struct does not have."""
+    """Convert a Struct value to Python; whole numbers become int, which Struct lacks."""
     match value.WhichOneof("kind"):
         case "number_value":
             number = value.number_value

@@ -1,7 +1,7 @@
-"""Control tokens: those that a tokenizer marks special, and that a chat's template alone writes.
+"""Control tokens: special tokens that only a chat's template may write.
 
-A text of the caller may spell one, such as `<|im_end|>`. It stays text, and becomes ordinary
-tokens. To find the caller's spellings, the chat is rendered once more, with marks around them.
+If a caller's text spells one, such as `<|im_end|>`, it is encoded as ordinary tokens. To find such
+spellings, the chat is rendered again with marks around them.
 """
 
 import re
@@ -14,14 +14,14 @@ from octavo.common import rpc
 from octavo.router.text.respelt import Respelt
 
 Change = Callable[[str], str]
-"""Returns a caller's text as the template is to see it."""
+"""Returns a caller's text as the template should see it."""
 PRIVATE_USE = range(0xE000, 0xF900)
-"""Characters without a meaning, so that a text hardly ever has them."""
+"""Unicode's private use area: characters that texts hardly ever contain."""
 
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """What is put around the spelling of a control token; one of them may be empty."""
+    """Marks around the spelling of a control token; one of them may be empty."""
 
     before: str
     after: str
@@ -31,15 +31,15 @@ class ControlTokens:
     """Encodes chats so that no text of a caller becomes a control token.
 
     Args:
-        added: The tokenizer's added tokens by id.
-        backend: Its `tokenizers.Tokenizer`; None: it has none, and texts that spell control
-            tokens are refused.
+        added: The tokenizer's added tokens, by id.
+        backend: The tokenizer's `tokenizers.Tokenizer`; None: it has none, so texts that spell
+            control tokens are rejected.
     """
 
     def __init__(self, added: Mapping[int, Any], backend: Any) -> None:  # noqa: ANN401 - tokenizers has no types
         self._added = {token.content: token for token in added.values() if token.content}
         self._backend = backend
-        # Templates and callers write white space as text, whatever the tokenizer says of it.
+        # White space tokens may be marked special, but templates and callers write them as text.
         self._control = frozenset(
             text for text, token in self._added.items() if token.special and not text.isspace()
         )
@@ -48,39 +48,39 @@ class ControlTokens:
             text[:end]
             for text in self._lowered
             for end in range(1, len(text))
-            if not text[:end].isalnum()  # a word's end is no beginning
+            if not text[:end].isalnum()  # a word's end could be any text's end
         )
-        # A normalizer may make control tokens of texts that do not spell them.
+        # A normalizer may turn other spellings into control tokens.
         self._normalized = any(self._added[text].normalized for text in self._control)
         self._respelt: Respelt | None = None
 
     def may_be_in(self, texts: Iterable[str]) -> bool:
-        """Return whether texts may become control tokens, or end as some begin."""
+        """Return whether texts may contain control tokens, or end with the beginning of one."""
         return (self._normalized and self._backend is not None) or any(
             any(text in lowered for text in self._lowered) or self._beginning(lowered)
             for lowered in map(_lower, texts)
         )
 
     def encode(self, text: str, texts: Sequence[str], render: Callable[[Change], str]) -> list[int]:
-        """Return the tokens of a rendered chat; no text of the caller becomes a control token.
+        """Return the tokens of a rendered chat; callers' texts never become control tokens.
 
         Args:
             text: The rendered chat.
             texts: The caller's texts in it.
-            render: Renders it with changed texts of the caller.
+            render: Renders the chat with changed texts of the caller.
 
         Raises:
-            rpc.RpcError: INVALID_ARGUMENT: there is no telling what the caller wrote.
+            rpc.RpcError: INVALID_ARGUMENT if the caller's spellings cannot be found.
         """
         if self._backend is None:
             raise _refused("the model's tokenizer cannot encode them as text")
         before, after = private_characters(2, [text, *texts])
-        # A template may ask how a text begins or ends, where a mark would be in the way.
+        # A template may check how a text begins or ends, where a mark could change the result.
         for marks in (Marks(before, after), Marks(before, ""), Marks("", after)):
             marked = Marked(render(self._marking(marks)), marks)
             if marked.text == text:
                 return self._encode(marked)
-        raise _refused("the model's chat template writes other prompts where it meets them")
+        raise _refused("the model's chat template changes its prompt because of them")
 
     def _encode(self, marked: "Marked") -> list[int]:
         if self._respelt is None:
@@ -96,11 +96,11 @@ class ControlTokens:
                     end = match.end()
         ids = self._respelt.encode("".join([*pieces, text[end:]]))
         if made := self._respelt.made_of_text(ids, callers):
-            raise _refused(f"the model's tokenizer makes {made!r} of ordinary text")
+            raise _refused(f"the model's tokenizer turns ordinary text into {made!r}")
         return self._respelt.own_ids(ids)
 
     def _matches(self, text: str) -> Iterator[re.Match[str]]:
-        """Find added tokens as tokenizers does: always the first, and of those the longest."""
+        """Find added tokens like tokenizers: the first match, and the longest at its position."""
         present = sorted((one for one in self._added if one in text), key=len, reverse=True)
         if not present:
             return iter(())
@@ -115,9 +115,9 @@ class ControlTokens:
         )
 
     def _marking(self, marks: Marks) -> Change:
-        """Return a function that marks texts which spell a control token, or end as one begins.
+        """Return a function that marks control tokens in texts, and beginnings of one at their end.
 
-        Letters of either case count, as a template may change it.
+        Case is ignored, as a template may change it.
         """
 
         def mark(text: str) -> str:
@@ -142,14 +142,14 @@ class ControlTokens:
         return mark
 
     def _beginning(self, lowered: str) -> int:
-        """Return the length of the longest end of a text with which a control token begins."""
+        """Return the length of a text's longest end that begins a control token."""
         longest = max(map(len, self._lowered), default=0)
         lengths = range(min(longest, len(lowered)), 0, -1)
         return next((n for n in lengths if lowered[-n:] in self._beginnings), 0)
 
 
 class Marked:
-    """A text that was rendered with marks, and the places of these marks.
+    """A text rendered with marks, and the marks' places.
 
     Attributes:
         text: The text without the marks.
@@ -159,7 +159,7 @@ class Marked:
         self._starts: set[int] | None = set() if marks.before else None
         self._ends: set[int] | None = set() if marks.after else None
         places = {marks.before: self._starts, marks.after: self._ends}
-        places |= {_in_json(mark): found for mark, found in places.items() if mark}
+        places |= {_in_json(mark): positions for mark, positions in places.items() if mark}
         places.pop("", None)
         self._all: list[int] = []
         pieces, last, length = [], 0, 0
@@ -167,14 +167,14 @@ class Marked:
             pieces.append(rendered[last : match.start()])
             length += len(pieces[-1])
             last = match.end()
-            found = places[match[0]]
-            assert found is not None
-            found.add(length)
+            positions = places[match[0]]
+            assert positions is not None
+            positions.add(length)
             self._all.append(length)
         self.text = "".join([*pieces, rendered[last:]])
 
     def has(self, start: int, end: int) -> bool:
-        """Return whether what is there was marked, or has marks within: a template joined it."""
+        """Return whether a span was marked, or contains marks because a template joined texts."""
         following = bisect_right(self._all, start)
         if following < len(self._all) and self._all[following] < end:
             return True
@@ -184,10 +184,10 @@ class Marked:
 
 
 def private_characters(count: int, texts: Iterable[str]) -> list[str]:
-    """Return characters that are not in any of some texts, nor escaped as JSON has them.
+    """Return characters that are not in `texts`, neither plain nor JSON-escaped.
 
     Raises:
-        rpc.RpcError: INVALID_ARGUMENT: the texts have them all.
+        rpc.RpcError: INVALID_ARGUMENT if the texts contain all of them.
     """
     texts = list(texts)
     used = set().union(*texts)
@@ -206,7 +206,7 @@ def _in_json(character: str) -> str:
 
 
 def _lower(text: str) -> str:
-    """Return a text in lower case, no character longer than it was."""
+    """Convert a text to lower case without making any character longer."""
     return text.replace("\u0130", "i").lower()
 
 

@@ -1,21 +1,19 @@
 """Incremental detokenization that never splits or garbles a character.
 
-What is shown, put together, is exactly what decoding all the tokens at once
-gives. That takes knowing when a token's text can still change:
+The concatenated text equals the text of decoding all tokens at once. A token's text may still
+change in these cases:
 
-- A byte-level token may end within a character; its text then ends with
-  U+FFFD until the rest comes.
+- A byte-level token may end within a character; its text then ends with U+FFFD until the next
+  tokens complete it.
 - With byte fallback ("<0xE2>"), bytes in a row are decoded together and all
   become U+FFFD if they are not valid, so none is final before the row ends.
 - Some decoders drop the space in front of the very first token.
 
-In all other places a token's text depends on nothing but that it is not the
-first. So it is decoded behind a fixed other token, the anchor, whose own text
-is cut off, and remembered.
+Otherwise a token's text depends only on its not being the first. So it is decoded once after a
+fixed token, the anchor, whose own text is then removed, and cached.
 
-`tokenizers.DecodeStream` is not used: it takes as long per token, never shows the end
-of a text that ends within a character, and with byte fallback garbles or refuses
-rows of bytes that are not valid.
+`tokenizers.DecodeStream` is not used: it is no faster, never returns the end of a text that ends
+within a character, and with byte fallback garbles or rejects invalid bytes.
 """
 
 import re
@@ -24,31 +22,31 @@ from enum import IntEnum
 
 REPLACEMENT = "\ufffd"
 MAX_HELD = 3
-"""An incomplete character has at most 3 bytes, each of which may show as U+FFFD."""
+"""Maximum held characters: an incomplete character's 3 bytes may each show as U+FFFD."""
 MAX_PENDING = 32
-"""More tokens than this never wait for a character to be complete."""
+"""Maximum tokens that wait for a character to be complete."""
 LONG_ROW = 64
-"""A row of fallback bytes this long is shown where it is valid, without waiting for its end."""
+"""Length of a row of fallback bytes after which valid bytes are shown before its end."""
 
 _BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
 
 
 class TokenKind(IntEnum):
-    """The kind of a token, which decides how it is decoded."""
+    """The kind of a token, which decides how to decode it."""
 
     TEXT = 0
     BYTE = 1  # one byte of a character
-    SKIPPED = 2  # a special token, or no token at all
+    SKIPPED = 2  # special or unused token
 
 
 class Pieces:
     """The texts of a vocabulary's tokens, shared by all outputs of a model.
 
     Args:
-        decode: Text of a sequence of tokens, special ones left out.
-        tokens: Every token by its id; None where there is none.
+        decode: Returns the text of tokens, without special ones.
+        tokens: Spelling of every token, by id; None for unused ids.
         special: Ids of the special tokens.
-        byte_fallback: Whether tokens spelt "<0xE2>" stand for bytes.
+        byte_fallback: Whether tokens such as "<0xE2>" stand for bytes.
     """
 
     def __init__(
@@ -76,7 +74,7 @@ class Pieces:
 
     @property
     def anchored(self) -> bool:
-        """Whether the vocabulary has a token to decode others behind."""
+        """Whether the vocabulary has an anchor token."""
         return self._anchor is not None
 
     def kind(self, token_id: int) -> int:
@@ -84,13 +82,13 @@ class Pieces:
         return self._kinds[token_id] if token_id < len(self._kinds) else TokenKind.SKIPPED
 
     def text(self, token_ids: Sequence[int], *, first: bool) -> str:
-        """Return the text of tokens at the beginning of an output, or behind other text."""
+        """Return the text of tokens, at the start of an output or after other text."""
         if first or self._anchor is None:
             return self._decode(token_ids)
         return self._decode([self._anchor, *token_ids])[self._anchor_length :]
 
     def alone(self, token_id: int) -> str | None:
-        """Return the token's text behind other text; None if it is not final by itself."""
+        """Return a token's text after other text; None if later tokens may change it."""
         try:
             return self._alone[token_id]
         except KeyError:
@@ -104,15 +102,15 @@ class Pieces:
         return text
 
     def spelling(self, token_id: int) -> str:
-        """Return how the vocabulary spells a token; nothing for one that does not exist."""
+        """Return a token's spelling in the vocabulary; empty if there is no such token."""
         return self._tokens[token_id] or "" if token_id < len(self._tokens) else ""
 
     def byte(self, token_id: int) -> bytes:
-        """Return the byte that a token of the kind BYTE stands for."""
+        """Return the byte of a BYTE token."""
         return bytes([int(self.spelling(token_id)[3:-1], 16)])
 
     def special_text(self, token_id: int) -> str:
-        """Return how a special token is spelt; nothing for one that does not exist."""
+        """Return a special token's spelling; empty for other tokens."""
         return self._tokens[token_id] or "" if token_id in self._special else ""
 
     def _find_anchor(self) -> int | None:
@@ -125,12 +123,12 @@ class Pieces:
 
 
 class Detokenizer:
-    """The text of one output.
+    """The text of one output, decoded token by token.
 
     Args:
         pieces: The vocabulary.
-        keep_special: Whether special tokens are in the text.
-        visible: Special tokens that are in the text in any case.
+        keep_special: Whether the text contains special tokens.
+        visible: Special tokens that the text contains in any case.
     """
 
     __slots__ = ("_first", "_keep_special", "_pending", "_pieces", "_shown", "_visible")
@@ -145,12 +143,12 @@ class Detokenizer:
         self._pieces = pieces
         self._visible = visible
         self._keep_special = keep_special
-        self._first = True  # nothing has been shown of any token that is not pending
-        self._pending: list[int] = []  # tokens whose text is not wholly shown
-        self._shown = 0  # characters of the pending tokens' text that are
+        self._first = True  # whether nothing but pending tokens was decoded
+        self._pending: list[int] = []  # tokens with unshown text
+        self._shown = 0  # shown characters of their text
 
     def feed(self, token_id: int) -> str:
-        """Take the next token and return the text that is now final, perhaps none."""
+        """Add the next token; return the text that is now final, perhaps none."""
         if not (self._pending or self._first):
             text = self._pieces.alone(token_id)
             if text is not None:
@@ -165,11 +163,11 @@ class Detokenizer:
         return self._show()
 
     def flush(self) -> str:
-        """Return the rest: no token follows."""
+        """Return the remaining text: no token follows."""
         return self._show(final=True) if self._pending else ""
 
     def _show_special(self, token_id: int) -> str:
-        """Show a special token as it is spelt; no character goes on behind it."""
+        """Return a special token's spelling; no character continues after it."""
         special = self._pieces.special_text(token_id)
         text = self.flush() + special
         if special and self._pieces.anchored:
@@ -190,18 +188,17 @@ class Detokenizer:
         return new
 
     def _show_long_row(self) -> str:
-        # Looking at every byte would make a long row's cost quadratic; a
-        # character has at most four.
+        # Checking every byte would cost quadratic time in a long row; a character has at most four.
         if len(self._pending) < LONG_ROW or len(self._pending) % LONG_ROW >= 4:
             return ""
         text = self._pieces.text(self._pending, first=self._first)
         return "" if REPLACEMENT in text else self._show()
 
     def _settle(self, text: str) -> None:
-        """Forget the pending tokens: all their text is shown.
+        """Drop the pending tokens once all their text is shown.
 
-        They stay while there is no text: else the next tokens would be decoded as if text stood
-        before them, and keep a space that the decoder drops.
+        Tokens without text stay: else the next ones would be decoded as if after other text, and
+        keep a leading space that the decoder drops.
         """
         if text and self._pieces.anchored:
             self._first = False
@@ -209,7 +206,7 @@ class Detokenizer:
             self._shown = 0
 
     def _shorten(self, text: str) -> None:
-        """Forget all but the last pending tokens, of which some text is still held."""
+        """Drop all but the last pending tokens, if some of their text is still held."""
         held = text[self._shown :]
         tail = self._pending[-MAX_PENDING // 4 :]
         tail_text = self._pieces.text(tail, first=False)

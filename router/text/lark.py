@@ -1,4 +1,4 @@
-"""Grammars in llguidance's dialect of Lark, made of a model's markers, texts and JSON Schemas."""
+"""Builds grammars in llguidance's dialect of Lark from markers, texts and JSON Schemas."""
 
 import json
 import re
@@ -13,19 +13,19 @@ COMPACT = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
-"""JSON as chat templates write it, without other white space: a model could write it for ever."""
+"""JSON separators of chat templates; with free white space, a model could write it forever."""
 PREFIX = "octavo_"
 ANY_TEXT = "/(?s:.*)/"
 
 
 class Lark:
-    """A grammar in the making.
+    """A grammar under construction.
 
-    A marker that is one token is matched by its id, so that no other spelling is taken for it.
+    A marker that is a single token is matched by id, so that no other spelling matches.
 
     Args:
         model: The model's markers.
-        eos_token_ids: Tokens that end an output; no rule matches them.
+        eos_token_ids: End-of-sequence tokens, which no rule matches.
     """
 
     def __init__(self, model: ModelText, eos_token_ids: frozenset[int]) -> None:
@@ -33,7 +33,7 @@ class Lark:
         self._eos = eos_token_ids
         self._rules: dict[str, tuple[str, str]] = {}
         self._sources: list[str] = []
-        self._parts: dict[str, list[str]] = {}  # of texts that have been cut
+        self._parts: dict[str, list[str]] = {}  # parts of texts, cached
 
     @property
     def template(self) -> str:
@@ -41,14 +41,14 @@ class Lark:
         return self._model.template
 
     def token(self, text: str) -> int | None:
-        """Return the id of a marker that llguidance treats as one token."""
+        """Return the id of a marker that llguidance treats as one token; None for other texts."""
         token_id = self._model.tokens.get(text)
         if text in self._model.special or (text.startswith("<") and text.endswith(">")):
             return token_id
         return None
 
     def marker(self, text: str) -> str:
-        """Return the grammar of a text, in which markers are."""
+        """Return the grammar of a text that may contain markers."""
         return sequence(*map(self._piece, self.parts(text)))
 
     def _piece(self, part: str) -> str:
@@ -60,7 +60,7 @@ class Lark:
         return json.dumps(text)
 
     def parts(self, text: str) -> list[str]:
-        """Return a text cut at the markers in it that are one token."""
+        """Split a text at the markers that are single tokens."""
         if text not in self._parts:
             self._parts[text] = self._cut(text)
         return self._parts[text]
@@ -73,11 +73,11 @@ class Lark:
         return [part for part in re.split(f"({'|'.join(map(re.escape, longest))})", text) if part]
 
     def filled(self, text: str, name: str) -> str:
-        """Return the grammar of a text with markers and `{}`, in place of which a name is."""
+        """Return the grammar of a text with markers, and with a name in place of `{}`."""
         return sequence(*(self._piece(part.replace("{}", name)) for part in self.parts(text)))
 
     def rule(self, name: str, body: str) -> str:
-        """Add a rule; return its name, in front of which is what no client's rule begins with."""
+        """Add a rule; return its name, whose prefix no client's rule has."""
         prefix = PREFIX.upper() if name.isupper() else PREFIX
         attributes = name[name.find("[") :] if "[" in name else ""
         stem = f"{prefix}{name.removesuffix(attributes)}"
@@ -89,27 +89,27 @@ class Lark:
         return unique
 
     def json(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule of the JSON values that a schema accepts, as chat templates write them."""
+        """Return a rule for the JSON values of a schema, in chat templates' layout."""
         return self.rule("json", f"%json {json.dumps({**schema, 'x-guidance': COMPACT})}")
 
     def document(self, schema: Mapping[str, Any]) -> str:
-        """Return a rule of the JSON documents that a schema accepts, with white space or not."""
+        """Return a rule for the JSON documents of a schema, with any white space."""
         return self.rule("json", f"%json {json.dumps(schema)}")
 
     def regex(self, expression: str) -> str:
-        """Return a rule of the texts that match a regular expression."""
+        """Return a rule for texts that match a regular expression."""
         return self.rule("TEXT", f"/{in_terminal(expression)}/")
 
     def include(self, grammar: str) -> str:
-        """Add a whole grammar; return the name that its first rule gets."""
+        """Add a whole grammar; return the new name of its start rule."""
         name = f"{PREFIX}included"
         self._sources.append(rename(grammar, "start", name))
         return name
 
     def tokens_but(self, *markers: str) -> str | None:
-        """Return the grammar of any token that is not one of some markers, and ends no output.
+        """Return the grammar of one token, except some markers and end-of-sequence tokens.
 
-        None if a marker is no token.
+        Return None if a marker is not a token.
         """
         ids = [self.token(marker) for marker in markers]
         if None in ids:
@@ -118,9 +118,9 @@ class Lark:
         return f"<[^{','.join(map(str, excluded))}]>" if excluded else "<[*]>"
 
     def head(self, marker: str) -> tuple[str, str]:
-        """Return the end that a terminal in front of a marker needs, and the grammar of the rest.
+        """Return the end that a terminal needs before a marker, and the grammar of the rest.
 
-        A terminal takes all the text it can, so what is text in the marker must be in it.
+        Terminals are greedy, so the marker's text part must belong to the terminal.
         """
         first, *others = self.parts(marker)
         if self.token(first) is not None:
@@ -128,7 +128,7 @@ class Lark:
         return self.text(first), sequence(*map(self._piece, others))
 
     def until(self, marker: str, *others: str) -> str:
-        """Return the grammar of any text up to and with a marker, that has none of some others."""
+        """Return the grammar of text up to and including a marker, without some other markers."""
         plain = self._plain([marker, *others])
         head, rest = self.head(marker)
         last = self.rule("TEXT", f"({plain}) {head}" if head else plain)
@@ -137,13 +137,13 @@ class Lark:
         return sequence(before, last, rest)
 
     def without(self, *markers: str, first: str = "") -> str:
-        """Return the grammar of any text, perhaps none, that has none of some markers.
+        """Return the grammar of any text, perhaps empty, without some markers.
 
-        It has none in any spelling: what reads outputs sees text, not tokens.
+        No spelling of them is allowed, as output parsers see text, not tokens.
 
         Args:
             markers: The markers.
-            first: A character with which the text does not begin, white space left out.
+            first: A character that the text must not begin with, after white space.
         """
         plain = start = self.rule("TEXT", self._plain(markers))
         if first:
@@ -153,12 +153,12 @@ class Lark:
         return sequence(start, f"(<[{others}]> {plain})*") if others else start
 
     def _plain(self, markers: Iterable[str]) -> str:
-        """Return a terminal of text without markers and without tokens that are no text."""
-        # A negation may match what is no text, hence the other half.
+        """Return a terminal for text without markers or tokens that are not text."""
+        # A negation alone may match tokens that are not text.
         return f"{ANY_TEXT} & ~/(?s:.*)({'|'.join(map(escaped, markers))})(?s:.*)/"
 
     def _other_tokens(self, markers: Iterable[str]) -> str:
-        """Return the ranges of tokens that no terminal of text matches, markers excluded."""
+        """Return the ranges of tokens, except markers, that no text terminal matches."""
         excluded = self._eos | {self.token(part) for one in markers for part in self.parts(one)}
         ids = sorted(
             i
@@ -174,18 +174,18 @@ class Lark:
         return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
 
     def render(self, start: str) -> str:
-        """Return the grammar with this first rule."""
+        """Return the grammar with this start rule."""
         rules = (f"{name}{kind}: {body}" for name, (kind, body) in self._rules.items())
         return "\n".join(["%llguidance {}", f"start: {start}", *rules, *self._sources, ""])
 
 
 def sequence(*parts: str) -> str:
-    """Return the grammar of some parts, one after the other."""
+    """Return the grammar of a sequence of parts."""
     return " ".join(filter(None, parts))
 
 
 def either(*parts: str) -> str:
-    """Return the grammar of one of some parts."""
+    """Return the grammar of one of several parts."""
     return parts[0] if len(parts) == 1 else f"({' | '.join(parts)})"
 
 
@@ -196,7 +196,7 @@ _WORDS = re.compile(
 
 
 def rename(grammar: str, old: str, new: str) -> str:
-    """Return a grammar in which a rule has another name; texts in it stay."""
+    """Rename a rule in a grammar, except in its strings."""
     parts, at = [], 0
     while (match := _WORDS.search(grammar, at)) is not None:
         parts.append(grammar[at : match.start()])
@@ -212,7 +212,7 @@ def rename(grammar: str, old: str, new: str) -> str:
 
 
 def in_terminal(expression: str) -> str:
-    """Return a regular expression as terminals spell it: with slashes and line ends escaped."""
+    """Escape slashes and line breaks in a regular expression for a terminal."""
     spelt = {"/": r"\/", "\n": r"\n"}
     return re.sub(
         r"\\.|/|\n", lambda match: spelt.get(match[0], match[0]), expression, flags=re.DOTALL
@@ -220,7 +220,7 @@ def in_terminal(expression: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Return a regular expression that matches a text."""
+    """Return a regular expression that matches a text literally."""
     return "".join(
         f"\\{c}" if c.isascii() and not c.isalnum() and c not in "<> _" else c for c in text
     )

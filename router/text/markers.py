@@ -1,12 +1,12 @@
-"""Fixed texts in a growing text: where the first one is, and what may become one."""
+"""Finds markers in growing text, and text that may become one."""
 
 from collections.abc import Sequence
 
 
 def first_match(text: str, markers: Sequence[str]) -> tuple[int, str] | None:
-    """Return start and text of the first marker in `text`, if one is there.
+    """Return offset and text of the first marker in `text`, if any.
 
-    Of those that start together it is the shortest.
+    Among markers at the same offset, return the shortest.
     """
     matches = [(start, len(m), m) for m in markers if (start := text.find(m)) >= 0]
     if not matches:

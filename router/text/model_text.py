@@ -1,4 +1,4 @@
-"""How a model writes, by its tokenizer: its template and its markers."""
+"""A model's chat template and markers, from its tokenizer."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,12 +18,11 @@ class ModelText:
     """A model's chat template and added tokens.
 
     Attributes:
-        template: The chat template; with tools where the model has one for that. May be empty.
-        has_tools: Whether the template has a place for tools.
-        tokens: Ids of the added tokens by how they are spelt.
-        special: Tokens that decoding leaves out.
-        response_template: The description of the model's outputs in transformers' format, if it has
-            one.
+        template: Chat template, the one for tools if the model has several; may be empty.
+        has_tools: Whether the template supports tools.
+        tokens: Ids of the added tokens, by spelling.
+        special: Spellings of tokens that decoding omits.
+        response_template: Description of the model's outputs in transformers' format, if any.
     """
 
     template: str = ""
@@ -33,18 +32,18 @@ class ModelText:
     response_template: dict[str, Any] | None = None
 
     def mentions(self, *texts: str) -> bool:
-        """Return whether the template or an added token has one of some texts."""
+        """Return whether the template or an added token contains one of some texts."""
         return any(text in self.template or text in self.tokens for text in texts)
 
     def ids(self, texts: frozenset[str]) -> frozenset[int]:
-        """Return the ids of the special tokens among some texts, or within one of them."""
+        """Return the ids of special tokens that are equal to or part of some texts."""
         known = texts & self.special
         parts = {one for one in self.special if any(one in text for text in texts - known)}
         return frozenset(self.tokens[one] for one in known | parts)
 
 
 def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
-    """Return a tokenizer's facts about its model."""
+    """Read a tokenizer's template and tokens."""
     templates = tokenizer.chat_template or ""
     if isinstance(templates, dict):
         templates = templates.get("tool_use") or templates.get("default") or ""
@@ -59,7 +58,7 @@ def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
 
 
 def _response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | None:
-    """Return a tokenizer's description of outputs, if it has one that works."""
+    """Return a tokenizer's response template, if it has a working one."""
     template: dict[str, Any] | None = getattr(tokenizer, "response_template", None)
     if template is None:
         return None
@@ -72,11 +71,11 @@ def _response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | N
 
 
 def _variables(template: str) -> set[str]:
-    """Return the variables that a template takes; none of one that is broken."""
-    environment = jinja2.Environment(  # noqa: S701 - it is parsed, never rendered
+    """Return a template's variables; empty for an invalid template."""
+    environment = jinja2.Environment(  # noqa: S701 - parsed, never rendered
         extensions=["jinja2.ext.loopcontrols"]
     )
-    # transformers has a tag of its own, which marks what the assistant says.
+    # transformers adds a tag, which marks the assistant's text.
     template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
     template = template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
     try:

@@ -1,9 +1,8 @@
-"""Whether a text can be a prompt, before all of it is tokens.
+"""Rejects too long texts before all of their tokens are computed.
 
-To turn a text into tokens takes two seconds a MiB, and a hundred times its memory. So a
-text that cannot fit the context is refused by its length alone, where it is known how
-many bytes a token stands for at most; else its tokens are counted piece by piece, and
-no further than to where they are too many.
+Tokenizing takes two seconds per MiB and a hundred times the text's memory. If a token's maximum
+bytes are known, a text that cannot fit the context is rejected by length alone; otherwise its
+tokens are counted piece by piece, until there are too many.
 """
 
 import json
@@ -13,22 +12,22 @@ from typing import Any
 from tokenizers import pre_tokenizers
 
 PIECE = 16 << 10
-"""Characters whose tokens are counted at once."""
+"""Characters per piece."""
 CHARACTERS_PER_TOKEN = 4
-"""Texts with no more for each token that they may have are not counted before."""
+"""Characters per allowed token up to which texts are not counted first."""
 PIECE_TOKENS = 64
-"""Tokens that a piece may have more because it was cut off there."""
+"""Maximum extra tokens of a piece because of the cut."""
 MARGIN = 0.25
-"""What the pieces' tokens may be more than the whole text's: words are never cut if possible."""
+"""Maximum share of extra tokens of all pieces, which are cut at spaces if possible."""
 LOSSLESS = {"ByteLevel", "Digits"}
-"""Pre-tokenizers that keep every character of a text."""
+"""Pre-tokenizers that keep all characters."""
 
 
 def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers has no types
-    """Return the maximum bytes of a text that one token of a `tokenizers.Tokenizer` stands for.
+    """Return the maximum bytes of text per token of a `tokenizers.Tokenizer`.
 
-    None where there is no such number: a tokenizer that normalizes a text or drops spaces
-    can make few tokens of a text of any length.
+    Return None if there is no maximum: a tokenizer that normalizes text or drops spaces can turn
+    text of any length into few tokens.
     """
     state = json.loads(backend.to_str())
     model, added = state["model"], state["added_tokens"]
@@ -55,7 +54,7 @@ def may_fit(text: str, max_tokens: int, count: Callable[[str], int]) -> bool:
     Args:
         text: A text of any length.
         max_tokens: Maximum tokens.
-        count: Returns the tokens of a piece of a text.
+        count: Returns the number of tokens of a piece.
     """
     if len(text) <= CHARACTERS_PER_TOKEN * max_tokens:
         return True
@@ -68,7 +67,7 @@ def may_fit(text: str, max_tokens: int, count: Callable[[str], int]) -> bool:
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Cut a text before spaces, where there are any."""
+    """Split a text before spaces, if it has any."""
     start = 0
     while start < len(text):
         end = start + PIECE

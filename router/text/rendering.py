@@ -1,4 +1,4 @@
-"""Chats as a model's template writes them."""
+"""Renders chats with a model's chat template."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,12 +14,12 @@ from octavo.v1 import generation_pb2
 
 
 class ChatRenderer:
-    """Renders chats by a model's template.
+    """Renders chats with a model's chat template.
 
     Args:
         tokenizer: The model's tokenizer.
-        model: Its template.
-        variables: Variables of the template, for chats that do not set them.
+        model: The template and markers.
+        variables: Default variables of the template, which chats may override.
     """
 
     def __init__(
@@ -33,11 +33,11 @@ class ChatRenderer:
         self._variables = variables
 
     def render(self, chat: generation_pb2.ChatPrompt, change: Change = str) -> str:
-        """Return a chat laid out by the model's template, by default with the answer begun.
+        """Render a chat; by default, the prompt ends with the start of the answer.
 
         Args:
             chat: The chat.
-            change: Changes each text of the caller before the template sees it.
+            change: Function applied to each of the caller's texts before the template runs.
 
         Raises:
             rpc.RpcError: FAILED_PRECONDITION if the model has no template,
@@ -54,9 +54,9 @@ class ChatRenderer:
         return self._fill(chat, change, opens=opens)
 
     def _opened(self, chat: generation_pb2.ChatPrompt, change: Change) -> str:
-        """Return a chat up to where the text of its last message begins.
+        """Return a chat's rendering up to the text of its last message.
 
-        A template may trim that text, which is to be continued as it is; so it gets another.
+        The template renders another text, as it may trim the one to continue.
         """
         last = chat.messages[-1]
         if last.tool_calls:
@@ -75,27 +75,25 @@ class ChatRenderer:
                 raise _endless(f"writes its text {len(others)} times")
             return before
 
-        # White space apart, which templates trim, the text must be where it is put.
+        # Except for white space, which templates trim, the text must be in the expected place.
         if _solid(before_end(text + end, str)) != _solid(before_end(end, str) + text):
-            raise _endless(
-                "writes its text in another way, or elsewhere; reasoning has a field of its own"
-            )
+            raise _endless("changes or moves its text; put reasoning into its own field")
         return before_end(end, change)
 
     def _fill(self, chat: generation_pb2.ChatPrompt, change: Change, *, opens: bool) -> str:
         variables = {**self._variables, **template_variables(chat, change)}
 
         def fill(form: ChatForm) -> str:
-            taken = template_input(chat, self._model, change, form)
+            inputs = template_input(chat, self._model, change, form)
             text: str = self._tokenizer.apply_chat_template(
-                taken.messages,
-                tools=taken.tools,
-                chat_template=taken.template,
+                inputs.messages,
+                tools=inputs.tools,
+                chat_template=inputs.template,
                 tokenize=False,
                 add_generation_prompt=opens,
                 **variables,
             )
-            # Half a surrogate pair, which only JSON's escapes can spell, stays an escape.
+            # An unpaired surrogate, possible in JSON escapes only, stays escaped.
             return text.encode("utf-8", "backslashreplace").decode()
 
         first: Exception | None = None
@@ -110,7 +108,7 @@ class ChatRenderer:
 
 
 def _ending(chat: generation_pb2.ChatPrompt, text: str) -> generation_pb2.ChatPrompt:
-    """Return a chat whose last message has another text."""
+    """Return a chat with another text in its last message."""
     other = generation_pb2.ChatPrompt()
     other.CopyFrom(chat)
     other.messages[-1].ClearField("parts")

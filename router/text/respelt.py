@@ -1,7 +1,7 @@
-"""A tokenizer whose control tokens are spelt as nobody can guess.
+"""A tokenizer whose control tokens have secret spellings.
 
-It encodes texts as the model's own does, which it shares all parts with; but no text of a caller
-spells one of its control tokens.
+It encodes text like the model's tokenizer, whose parts it shares, but no caller's text can spell
+its control tokens.
 """
 
 import json
@@ -17,11 +17,11 @@ class Respelt:
 
     Args:
         backend: The model's `tokenizers.Tokenizer`.
-        added: Its added tokens by their spellings.
-        control: Added tokens that are control tokens.
+        added: Added tokens, by spelling.
+        control: Spellings of the control tokens.
 
     Attributes:
-        spellings: The secret spelling of each control token, by its spelling in the model.
+        spellings: Secret spelling of each control token, by its spelling in the model.
     """
 
     def __init__(
@@ -41,24 +41,24 @@ class Respelt:
             self._make(backend, _without(backend, self.spellings), added)
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text with secret spellings, by the ids that they have here."""
-        # Unlike `encode`, it lets other threads run.
+        """Return the tokens of a text with secret spellings, by this tokenizer's ids."""
+        # Unlike `encode`, this releases the GIL.
         (encoding,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
         ids: list[int] = encoding.ids
         return ids
 
     def own_ids(self, ids: Iterable[int]) -> list[int]:
-        """Return tokens by the ids that they have in the model's tokenizer."""
+        """Convert ids to those of the model's tokenizer."""
         return [self._ids.get(i, i) for i in ids]
 
     def made_of_text(self, ids: Sequence[int], control: Collection[str]) -> str | None:
-        """Return one of some control tokens that ordinary text became, if any did."""
+        """Return a control token that ordinary text became, if any."""
         spelt = set(ids).difference(self._ids)
         return next(
             (
                 text
                 for text in sorted(control)
-                # What is not in the vocabulary becomes the unknown token, whatever it is.
+                # Text outside the vocabulary always becomes the unknown token.
                 if self._in_vocabulary.get(text) in spelt and text != self._unknown
             ),
             None,
@@ -92,7 +92,7 @@ def _respell(token: Any, spelling: str) -> tokenizers.AddedToken:  # noqa: ANN40
 
 
 def _without(backend: Any, spellings: Mapping[str, str]) -> Any:  # noqa: ANN401
-    """Return a tokenizer's model that makes control tokens of their secret spellings alone."""
+    """Return the tokenizer model with control tokens under their secret spellings only."""
     state = json.loads(backend.to_str())
     model = state["model"]
     vocabulary = model["vocab"]

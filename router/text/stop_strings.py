@@ -1,4 +1,4 @@
-"""Stop strings: where a growing text ends, without showing a part of what ends it."""
+"""Stop strings: find the end of a growing text, and never show a part of one."""
 
 from collections.abc import Sequence
 
@@ -6,20 +6,19 @@ from octavo.router.text.markers import first_match, possible_start
 
 
 class StopStrings:
-    """Watches the text of one output for the first of its stop strings.
+    """Searches the text of one output for its first stop string.
 
-    Text that may be the beginning of a stop string is held back until it is
-    known not to be. Of several that one `feed` completes, the one that starts
-    first wins, and of those that start together the shortest, which was
-    complete before the others.
+    Text that may begin a stop string is held back until that is decided. If one `feed` completes
+    several stop strings, the one that starts first wins; among equal starts, the shortest, which
+    was complete first.
 
     Args:
-        strings: The stop strings; none is empty.
-        include: Whether the string found is part of the text.
+        strings: Stop strings, all non-empty.
+        include: Whether the text includes the stop string.
 
     Attributes:
-        found: The string that ended the text; None: none has.
-        hidden: Characters of the text fed that are not shown, or not yet.
+        found: Stop string that ended the text, if any.
+        hidden: Number of characters that are held back or hidden.
     """
 
     __slots__ = ("_held", "_include", "_strings", "found", "hidden")
@@ -32,12 +31,12 @@ class StopStrings:
         self.hidden = 0
 
     def feed(self, text: str, *, armed: bool = True) -> str:
-        """Take more text and return what can be shown of all that came.
+        """Add text; return the text that can be shown now.
 
         Args:
-            text: The text behind what was fed before.
-            armed: If False, strings that end in `text` are passed over. Those
-                that only begin in it count, if they end in armed text.
+            text: The text that follows the last call's.
+            armed: Whether strings that end in `text` count. If False, those that only begin in it
+                still count if they end in armed text.
         """
         if not self._strings:
             return text
@@ -53,6 +52,6 @@ class StopStrings:
         return text[:end]
 
     def flush(self) -> str:
-        """Return the text that was held back: the output ended for another reason."""
+        """Return the held text: the output ended for another reason."""
         held, self._held, self.hidden = self._held, "", 0
         return held

@@ -1,4 +1,4 @@
-"""Tokenizers: text and chats into tokens, tokens into text."""
+"""Tokenizers: encode texts and chats, decode tokens."""
 
 import asyncio
 import json
@@ -32,23 +32,22 @@ _Result = TypeVar("_Result")
 _ELSEWHERE = "name another tokenizer with the router's --tokenizer"
 """What always helps."""
 THREADS = 2
-"""Tokenization beside the event loop; more would only take time from it."""
+"""Number of tokenizer threads; more would slow the event loop."""
 LONG = 256 << 10
-"""Characters, or tokens, of work that not all threads do at once."""
+"""Characters or tokens above which work never occupies all threads."""
 MAX_WAITING = 64 << 20
-"""Characters, or tokens, of one tenant that may wait."""
+"""Maximum waiting characters or tokens of one tenant."""
 
 
 class Tokenizer:
     """One model's tokenizer.
 
-    Fast tokenizers are used through their Rust object: transformers' own calls
-    set its padding and truncation anew each time, which no second thread may
-    be in the way of.
+    Fast tokenizers are called through their Rust object: transformers' calls set its padding and
+    truncation each time, which is not thread-safe.
 
     Args:
-        tokenizer: The tokenizer of transformers.
-        template: The server's settings of its chat template.
+        tokenizer: The transformers tokenizer.
+        template: The server's settings of the chat template.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Tokenizer:
         self._max_token_bytes = self._backend and prompt_length.max_token_bytes(self._backend)
 
     def check_length(self, text: str, max_tokens: int) -> None:
-        """Refuse a text whose length alone shows that its tokens are too many.
+        """Reject a text whose length alone proves that it has too many tokens.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT.
@@ -88,9 +87,9 @@ class Tokenizer:
         """Return the tokens of a request's text or chat.
 
         Args:
-            request: One with a prompt that is not in tokens.
-            max_tokens: Maximum tokens; None: any number.
-            allow_special_tokens: Whether a chat's own texts may spell special tokens.
+            request: A request whose prompt is a text or chat.
+            max_tokens: Maximum tokens; None: unlimited.
+            allow_special_tokens: Whether a chat's texts may spell special tokens.
 
         Raises:
             rpc.RpcError: See `ChatRenderer.render` and `ControlTokens.encode`;
@@ -98,7 +97,7 @@ class Tokenizer:
                 all are counted.
         """
         is_chat = request.WhichOneof("prompt") == "chat"
-        adds = not is_chat  # a chat's template writes the special tokens itself
+        adds = not is_chat  # chat templates write special tokens themselves
         if isinstance(request, generation_pb2.TokenizeRequest) and request.HasField(
             "add_special_tokens"
         ):
@@ -122,7 +121,7 @@ class Tokenizer:
         return self._between_special_tokens(ids) if adds else ids
 
     def _between_special_tokens(self, token_ids: list[int]) -> list[int]:
-        """Return a text's tokens between those that the tokenizer adds to any text."""
+        """Return a text's tokens, and the special tokens that the tokenizer adds to any text."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         start = whole.index(bare[0])
         return [*whole[:start], *token_ids, *whole[start + len(bare) :]]
@@ -135,11 +134,11 @@ class Tokenizer:
             raise limits.prompt_too_long(max_tokens)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the tokens of `text`, with those that the tokenizer adds by default."""
+        """Return a text's tokens, and the special tokens that the tokenizer adds by default."""
         if self._backend is None:
             ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
-            # Unlike `encode`, it lets other threads run, the event loop's among them.
+            # Unlike `encode`, this releases the GIL for other threads.
             (encoding,) = self._backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
@@ -147,14 +146,14 @@ class Tokenizer:
         return ids
 
     def render(self, chat: generation_pb2.ChatPrompt) -> str:
-        """Return a chat as the model's template writes it; errors as `ChatRenderer.render`."""
+        """Render a chat; raise the errors of `ChatRenderer.render`."""
         return self._renderer.render(chat)
 
     def decode(self, token_ids: Sequence[int], *, keep_special_tokens: bool = False) -> str:
         """Return the text of `token_ids`."""
         skip = not keep_special_tokens
         if self._backend is not None:
-            # Unlike `decode`, it lets other threads run.
+            # Unlike `decode`, this releases the GIL.
             text: str = self._backend.decode_batch([token_ids], skip_special_tokens=skip)[0]
         else:
             text = self._tokenizer.decode(
@@ -178,7 +177,7 @@ class Tokenizer:
 
 
 def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no types
-    """Return the pieces of a `tokenizers.Tokenizer`."""
+    """Return the vocabulary of a `tokenizers.Tokenizer`."""
     added = backend.get_added_tokens_decoder()
     size = 1 + max(max(backend.get_vocab(with_added_tokens=True).values(), default=-1), *added, -1)
     return Pieces(
@@ -190,13 +189,13 @@ def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no 
 
 
 class TokenizerError(ModelError):
-    """A tokenizer cannot be loaded. The message says what was found and what to do."""
+    """A tokenizer cannot be loaded; the message names the cause and a remedy."""
 
 
 class Tokenizers:
-    """Loads tokenizers, each once, and runs them in threads beside the event loop.
+    """Loads each tokenizer once, and runs tokenizers in threads outside the event loop.
 
-    Tenants take turns, so that none waits for more than what others have begun.
+    Tenants take turns, so that one tenant's queue does not delay others.
     """
 
     def __init__(
@@ -205,15 +204,15 @@ class Tokenizers:
         allow_special_tokens: bool = False,
         template: ServerTemplate = MODELS_OWN,
     ) -> None:
-        """Load none yet.
+        """Create an empty set of tokenizers.
 
         Args:
-            allow_special_tokens: Whether texts of chats may spell control tokens.
+            allow_special_tokens: Whether chat texts may spell control tokens.
             template: The server's settings of chat templates.
         """
         self._allow_special_tokens = allow_special_tokens
         self._template = template
-        # One more than there are turns: a tokenizer is loaded while others are used.
+        # One more thread than turns, to load a tokenizer while others work.
         self._threads = ThreadPool(THREADS + 1, "tokenizer")
         self._turns = Turns(THREADS, LONG, MAX_WAITING)
         self._loaded: dict[str, Tokenizer] = {}
@@ -223,7 +222,7 @@ class Tokenizers:
         """Return the tokenizer at `source`: a hub name, a directory or "demo".
 
         Raises:
-            TokenizerError: There is none that works; the message says what was found.
+            TokenizerError: No working tokenizer is there; the message says why.
         """
         async with self._lock:
             if source not in self._loaded:
@@ -245,14 +244,14 @@ class Tokenizers:
 
         Args:
             tokenizer: The model's tokenizer.
-            request: One with a prompt that is not in tokens.
+            request: A request whose prompt is a text or chat.
             tenant: The request's tenant.
-            max_tokens: Maximum tokens; a text that has clearly more is not looked at to
-                its end. None: any number.
+            max_tokens: Maximum tokens; a clearly longer text is not tokenized to its end. None:
+                unlimited.
 
         Raises:
-            rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED: the
-                tenant may not have texts spell control tokens.
+            rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED if the
+                tenant's texts may not spell control tokens.
         """
         allowed = self._allows_special_tokens(request.chat, tenant)
         size = len(request.text)
@@ -268,14 +267,14 @@ class Tokenizers:
         )
 
     def _allows_special_tokens(self, chat: generation_pb2.ChatPrompt, tenant: Tenant) -> bool:
-        asked = chat.allow_special_tokens if chat.HasField("allow_special_tokens") else None
-        if asked and not (self._allow_special_tokens or tenant.allow_special_tokens):
+        requested = chat.allow_special_tokens if chat.HasField("allow_special_tokens") else None
+        if requested and not (self._allow_special_tokens or tenant.allow_special_tokens):
             raise rpc.denied(
                 "chat.allow_special_tokens is not allowed: it needs the router's"
                 " --allow-special-tokens, or a tenant with allow_special_tokens = true",
                 "chat.allow_special_tokens",
             )
-        return self._allow_special_tokens if asked is None else asked
+        return self._allow_special_tokens if requested is None else requested
 
     async def decode(
         self,
@@ -293,12 +292,12 @@ class Tokenizers:
         )
 
     def close(self) -> None:
-        """End the threads, without waiting for running work."""
+        """Stop the threads without waiting for running work."""
         self._threads.close()
 
     async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:
         await self._turns.take(tenant, size)
-        # The turn ends when the thread has done the work: maybe long after the caller has gone.
+        # The turn ends with the thread's work, even if the caller was cancelled before.
         job = background.start(self._threads.run(work), "tokenize")
         job.add_done_callback(lambda done: self._end(size, done))
         return await asyncio.shield(job)
@@ -306,7 +305,7 @@ class Tokenizers:
     def _end(self, size: int, job: asyncio.Task[Any]) -> None:
         self._turns.give_back(size)
         if not job.cancelled():
-            job.exception()  # looked at here, as the caller may have gone
+            job.exception()  # retrieve it, as the caller may be gone
 
 
 def _load(source: str, template: ServerTemplate = MODELS_OWN) -> Tokenizer:
@@ -316,10 +315,10 @@ def _load(source: str, template: ServerTemplate = MODELS_OWN) -> Tokenizer:
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse a tokenizer that transformers has made without the files of its vocabulary.
+    """Reject a tokenizer that transformers created without its vocabulary files.
 
     Raises:
-        ModelError: It has special tokens alone, and would make no tokens of any text.
+        ModelError: It has only special tokens, and would encode any text as nothing.
     """
     special = set(tokenizer.all_special_tokens) | tokenizer.get_added_vocab().keys()
     if not tokenizer.get_vocab().keys() - special:
@@ -327,7 +326,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _explain(source: str, error: Exception) -> str:
-    """Say why a tokenizer cannot be loaded, and which files there are."""
+    """Return why a tokenizer cannot be loaded, and which files exist."""
     if isinstance(error, ModelError):
         return f"the tokenizer {source!r} cannot be loaded: {error}; or {_ELSEWHERE}"
     why = f"{type(error).__name__}: {first_line(error)}"

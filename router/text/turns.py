@@ -1,4 +1,4 @@
-"""Fair scheduling of tokenization between tenants, a few jobs at once."""
+"""Fair scheduling of tokenization among tenants, a few jobs at a time."""
 
 import asyncio
 
@@ -6,20 +6,19 @@ from octavo.common import rpc
 from octavo.router.tenants.tenant import Tenant
 
 RETRY_SECONDS = 1.0
-"""Seconds to wait for a tenant with too much waiting work."""
+"""Retry delay in seconds for a tenant with too much waiting work."""
 
 
 class Turns:
-    """Gives the next place to the tenant that was served the least, by size and weight.
+    """Gives the next free slot to the least served tenant, by size and weight.
 
-    A tenant that comes back has had no less than those who wait: what it did not use is
-    not kept. One place is never given to long work, so that what is short never waits
-    for it.
+    An idle tenant gains no credit: on return, it counts as served like the waiting ones. One slot
+    never runs long jobs, so that short ones do not wait for them.
 
     Args:
-        places: Pieces of work that are done at once; at least two.
-        long_size: Work that is larger is long.
-        max_waiting: Maximum size of a tenant's work that waits.
+        places: Number of concurrent jobs, at least two.
+        long_size: Size above which a job is long.
+        max_waiting: Maximum total size of a tenant's waiting jobs.
     """
 
     def __init__(self, places: int, long_size: int, max_waiting: int) -> None:
@@ -27,20 +26,20 @@ class Turns:
         self._long_free = places - 1
         self._long_size = long_size
         self._max_waiting = max_waiting
-        # What ends the waiting of each piece of work, with its size and its tenant's weight.
+        # The waiting jobs: each one's future, size and tenant's weight.
         self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, float]]] = {}
-        self._had: dict[str, float] = {}  # of tenants with something waiting, and the last
-        self._level = 0.0  # what the tenant of the last turn had before it
+        self._had: dict[str, float] = {}  # service per active tenant
+        self._level = 0.0  # service of the last turn's tenant before it
 
     async def take(self, tenant: Tenant, size: int) -> None:
-        """Wait for a turn; the caller must give it back.
+        """Wait for a turn; the caller must return it with `give_back`.
 
         Args:
-            tenant: The tenant that the work is for.
-            size: Its cost, in a unit that all have in common.
+            tenant: Tenant of the job.
+            size: Cost of the job, in the same unit for all jobs.
 
         Raises:
-            rpc.RpcError: RESOURCE_EXHAUSTED if too much of the tenant's waits already.
+            rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has too much waiting work.
         """
         begun = asyncio.get_running_loop().create_future()
         self._add(tenant, size, begun)
@@ -55,7 +54,7 @@ class Turns:
             raise
 
     def give_back(self, size: int) -> None:
-        """End a turn for work of this size."""
+        """End the turn of a job of this size."""
         self._free += 1
         self._long_free += size > self._long_size
         self._begin()
@@ -80,7 +79,7 @@ class Turns:
         return removed
 
     def _begin(self) -> None:
-        """Begin work while there are free places: of each tenant's first, the least served's."""
+        """Start jobs while slots are free: the least served tenant's first one."""
         while self._free:
             firsts = {name: first for name in self._waiting if (first := self._first(name))}
             if not firsts:
@@ -95,13 +94,13 @@ class Turns:
             firsts[name].set_result(None)
 
     def _first(self, name: str) -> asyncio.Future[None] | None:
-        """Return a tenant's first work that may begin where a place is free."""
+        """Return a tenant's first job that may start in a free slot."""
         waiting = self._waiting[name].items()
         short = (begun for begun, (size, _) in waiting if size <= self._long_size)
         return next(iter(self._waiting[name])) if self._long_free else next(short, None)
 
     def _forget(self) -> None:
-        """Forget tenants that are not behind and have no waiting work."""
+        """Forget tenants without waiting jobs that are not ahead of the others."""
         self._had = {
             name: had
             for name, had in self._had.items()

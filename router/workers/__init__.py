@@ -1,1 +1,1 @@
-"""A router with several worker processes, which operators and clients see as one."""
+"""A router with several worker processes, which operators and clients see as one router."""

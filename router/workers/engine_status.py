@@ -1,4 +1,4 @@
-"""An engine's status as all workers of a router see it."""
+"""Merges an engine's status from all workers of a router."""
 
 from collections.abc import Iterable, Sequence
 from operator import itemgetter
@@ -11,13 +11,13 @@ _ORDER = (
     admin_pb2.ENGINE_STATE_DRAINING,
     admin_pb2.ENGINE_STATE_SERVING,
 )
-"""Order of states: an engine's state is the first that any worker has."""
+"""Order of states: the first one that any worker reports is the engine's state."""
 
 
 def merged_status(statuses: Iterable[admin_pb2.EngineStatus]) -> admin_pb2.EngineStatus:
-    """Return the status of one engine, from those that workers have of it.
+    """Merge one engine's status from several workers.
 
-    Sequences are summed. An engine is connected when it is connected to every worker.
+    Sequences are added. An engine counts as connected if all workers are connected to it.
     """
     known = list(statuses)
     fullest = max(known, key=lambda status: (status.HasField("load"), bool(status.model)))
@@ -32,7 +32,7 @@ def merged_status(statuses: Iterable[admin_pb2.EngineStatus]) -> admin_pb2.Engin
 def merged_lists(
     lists: Iterable[Iterable[admin_pb2.EngineStatus]],
 ) -> list[admin_pb2.EngineStatus]:
-    """Return the status of every engine that a worker has, by address."""
+    """Return the merged status of every engine, by address."""
     by_address: dict[str, list[admin_pb2.EngineStatus]] = {}
     for statuses in lists:
         for status in statuses:
@@ -41,7 +41,7 @@ def merged_lists(
 
 
 def merged_stats(stats: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return the stats for GET /status of a router, from those of its workers."""
+    """Merge the workers' stats for GET /status."""
     engines: dict[str, dict[str, Any]] = {}
     for each in stats:
         for engine in each["engines"]:

@@ -1,4 +1,4 @@
-"""Collect metrics in an event loop, on behalf of the threads that serve the metrics page."""
+"""Collects metrics in an event loop, for threads that serve the metrics page."""
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterable, Iterator
@@ -10,14 +10,14 @@ from prometheus_client.registry import Collector
 from octavo.common.background import wait_for_loop
 
 SECONDS = 4.0
-"""Timeout in seconds of a collection from all workers; longer than that of one worker."""
+"""Timeout in seconds to collect from all workers; longer than the timeout of one."""
 
 
 class LoopCollector(Collector):
     """Collect metrics in an event loop, on behalf of the threads that serve the metrics page.
 
     Args:
-        collect: Returns the metrics; runs in the event loop that makes this object.
+        collect: Returns the metrics; runs in the event loop in which this object was created.
     """
 
     def __init__(self, collect: Callable[[], Coroutine[Any, Any, Iterable[Metric]]]) -> None:
@@ -25,9 +25,9 @@ class LoopCollector(Collector):
         self._loop = asyncio.get_running_loop()
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics; not in the event loop's own thread.
+        """Yield the metrics; call it outside the event loop's thread.
 
         Raises:
-            TimeoutError: The event loop does not run, or is too busy.
+            TimeoutError: The event loop is stopped or too busy.
         """
         yield from wait_for_loop(self._loop, self._collect(), SECONDS)

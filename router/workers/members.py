@@ -1,4 +1,4 @@
-"""The workers that a router's parent process can call."""
+"""The workers that the parent process can call."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from octavo.v1 import admin_pb2_grpc
 
 @dataclass(slots=True, eq=False)
 class Member:
-    """A worker, from when it can be called until its process has ended.
+    """A worker that can be called, until its process ends.
 
     Attributes:
-        number: Its number.
-        channel: The channel to it.
-        admin: Its AdminService.
+        number: Number of the worker.
+        channel: Channel to the worker.
+        admin: Stub of the worker's AdminService.
     """
 
     number: int
@@ -26,12 +26,12 @@ class Member:
     admin: "admin_pb2_grpc.AdminServiceAsyncStub" = field(init=False)
 
     def __post_init__(self) -> None:
-        stub: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # asynchronous, by its channel
+        stub: Any = admin_pb2_grpc.AdminServiceStub(self.channel)  # async stub on the channel
         self.admin = stub
 
 
 class Members:
-    """The workers that are connected to the engines, by number."""
+    """The callable workers, by number."""
 
     def __init__(self) -> None:
         self._members: dict[int, Member] = {}
@@ -52,7 +52,7 @@ class Members:
         return member
 
     async def remove(self, number: int) -> None:
-        """Remove a worker, if it was added."""
+        """Remove a worker, if present."""
         member = self._members.pop(number, None)
         if member is not None:
             await member.channel.close()

@@ -1,7 +1,7 @@
-"""Merge the metrics of a router's processes into those of one router.
+"""Merge the metrics of a router's processes.
 
-Counters and histograms are summed. `MERGED` says how the values of each gauge are merged. Gauges
-that it does not name, and metrics of a process itself, such as its memory, get the label `worker`.
+Counters and histograms are summed. `MERGED` defines how to merge each gauge. Other gauges, and
+metrics of a process such as its memory, get the label `worker`.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -11,16 +11,16 @@ from prometheus_client import Metric
 from prometheus_client.samples import Sample
 
 PARENT = "parent"
-"""The label `worker` of the parent process; those of workers are numbers."""
+"""Value of the label `worker` for the parent process; workers have numbers."""
 ADDED = frozenset({"counter", "histogram"})
-"""Types of metrics that only grow, and are summed."""
+"""Types of metrics that only grow, and are added."""
 OF_A_PROCESS = ("process_", "octavo_tasks")
-"""Prefixes of the metrics that describe a process, not the router."""
+"""Prefixes of metrics about a process, not about the router."""
 CREATED = "_created"
-"""Suffix of the samples that hold the time when a counter began."""
+"""Suffix of samples with a counter's creation time."""
 
 Merge = Callable[[list[float], int], float]
-"""Merges the values of several processes into one, given the number of workers."""
+"""Merges a gauge's values from several processes, given the number of workers."""
 _Labels = tuple[tuple[str, str], ...]
 
 
@@ -41,7 +41,7 @@ def _earliest(values: list[float], workers: int) -> float:  # noqa: ARG001
 
 
 MERGED: dict[str, Merge] = {
-    "octavo_router": _first,  # the version
+    "octavo_router": _first,  # only engine versions that all workers can use
     "octavo_router_engines_up": _least,  # engines that every worker can use
     "octavo_router_requests_in_flight": _of_all,
     "octavo_router_requests_queued": _of_all,
@@ -50,7 +50,7 @@ MERGED: dict[str, Merge] = {
 
 
 def to_json(metrics: Iterable[Metric]) -> list[Any]:
-    """Return metrics as JSON has them."""
+    """Return metrics in a form that JSON can encode."""
     return [
         [
             *(metric.name, metric.documentation, metric.type, metric.unit),
@@ -61,7 +61,7 @@ def to_json(metrics: Iterable[Metric]) -> list[Any]:
 
 
 def from_json(data: Iterable[Any]) -> list[Metric]:
-    """Return the metrics that `to_json` returned."""
+    """Return the metrics that `to_json` encoded."""
     metrics = []
     for name, documentation, kind, unit, samples in data:
         metric = Metric(name, documentation, kind, unit)
@@ -71,11 +71,11 @@ def from_json(data: Iterable[Any]) -> list[Metric]:
 
 
 def merged(pages: Mapping[str, Iterable[Metric]], ended: Iterable[Metric] = ()) -> list[Metric]:
-    """Return the metrics of a router.
+    """Return the merged metrics of a router.
 
     Args:
-        pages: The metrics of each process, by its label; the parent's is `PARENT`.
-        ended: Counts of workers that have ended, see `counted`.
+        pages: Metrics of each process, by label; the parent's label is `PARENT`.
+        ended: Counts of ended workers, from `counted`.
     """
     workers = sum(label != PARENT for label in pages)
     families: dict[str, _Family] = {}
@@ -86,7 +86,7 @@ def merged(pages: Mapping[str, Iterable[Metric]], ended: Iterable[Metric] = ()) 
 
 
 def counted(*pages: Iterable[Metric]) -> list[Metric]:
-    """Return the summed counters and histograms of processes: they are kept when a process ends."""
+    """Sum counters and histograms, to keep them when a process ends."""
     kept = {
         str(number): [m for m in page if m.type in ADDED and not m.name.startswith(OF_A_PROCESS)]
         for number, page in enumerate(pages)
@@ -95,7 +95,7 @@ def counted(*pages: Iterable[Metric]) -> list[Metric]:
 
 
 class _Family:
-    """One metric of all processes."""
+    """One metric, merged from all processes."""
 
     def __init__(self, metric: Metric) -> None:
         self._like = metric
@@ -105,14 +105,14 @@ class _Family:
         self._values: dict[tuple[str, _Labels], list[float]] = {}
 
     def add(self, metric: Metric, label: str) -> None:
-        """Add what the process of a label has."""
+        """Add a process's values."""
         for sample in metric.samples:
             labels = sample.labels if self._merge else {**sample.labels, "worker": label}
             key = sample.name, tuple(labels.items())
             self._values.setdefault(key, []).append(sample.value)
 
     def metric(self, workers: int) -> Metric:
-        """Return the metric of the router."""
+        """Return the merged metric."""
         like = self._like
         made = Metric(like.name, like.documentation, like.type, like.unit)
         for (name, labels), values in self._values.items():

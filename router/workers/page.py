@@ -1,4 +1,4 @@
-"""The metrics of a router with several workers."""
+"""The metrics page of a router with several workers."""
 
 import asyncio
 from collections.abc import Iterable
@@ -16,14 +16,14 @@ from octavo.router.workers.metric_sums import PARENT, counted, from_json, merged
 log = structlog.get_logger(__name__)
 
 SCRAPE_SECONDS = 2.0
-"""Timeout in seconds of a request for a worker's metrics."""
+"""Timeout in seconds to get a worker's metrics."""
 
 
 class WorkerMetrics:
     """Metrics that only a router with several workers has.
 
     Args:
-        registry: The registry to add them to.
+        registry: Registry for the metrics.
     """
 
     def __init__(self, registry: CollectorRegistry) -> None:
@@ -32,24 +32,24 @@ class WorkerMetrics:
         )
         self.restarts = Counter(
             "octavo_router_worker_restarts",
-            "Worker processes that ended by themselves, and were started again.",
+            "Worker processes that ended unexpectedly and were restarted.",
             registry=registry,
         )
 
 
 class Page:
-    """The metrics of all processes of a router, as one.
+    """The merged metrics of all processes of a router.
 
-    When a worker ends, the counts that were collected from it stay: if sums fell, Prometheus would
-    take that for counters that begin again, and count the rest a second time.
+    When a worker ends, its last counts are kept: if sums fell, Prometheus would assume a counter
+    reset and count the rest twice.
 
     Args:
         members: The workers.
 
     Attributes:
-        own: The parent process' metrics.
-        metrics: The parent's metrics about workers.
-        registry: All metrics.
+        own: Metrics of the parent process.
+        metrics: Metrics about the workers.
+        registry: Registry of all metrics.
     """
 
     def __init__(self, members: Members) -> None:
@@ -60,20 +60,20 @@ class Page:
         self._members = members
         self._last: dict[int, list[Metric]] = {}
         self._ended: list[Metric] = []
-        # One collection at a time, so that an older answer of a worker never replaces a newer one.
+        # Collect one at a time, so that a worker's older answer never replaces a newer one.
         self._collecting = asyncio.Lock()
         observe_process(self.own)
 
     async def collect(self) -> list[Metric]:
-        """Ask all workers and return the metrics; of one that does not answer, what it counted."""
+        """Return all workers' metrics; for one that does not answer, its last counts."""
         async with self._collecting:
-            asked = list(self._members)
-            answers = await asyncio.gather(*map(_scrape, asked), return_exceptions=True)
+            members = list(self._members)
+            answers = await asyncio.gather(*map(_scrape, members), return_exceptions=True)
             pages: dict[str, Iterable[Metric]] = {PARENT: list(self.own.collect())}
             silent = []
-            for member, answer in zip(asked, answers, strict=True):
+            for member, answer in zip(members, answers, strict=True):
                 if member not in self._members:
-                    continue  # it has ended meanwhile
+                    continue  # ended meanwhile
                 if isinstance(answer, BaseException):
                     log.warning(
                         "a worker sent no metrics", worker=member.number, reason=str(answer)
@@ -84,7 +84,7 @@ class Page:
             return merged(pages, counted(self._ended, *silent))
 
     def end(self, number: int) -> None:
-        """Keep what a worker has counted: it has ended."""
+        """Keep the counts of an ended worker."""
         self._ended = counted(self._ended, self._last.pop(number, []))
 
 

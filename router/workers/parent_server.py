@@ -1,4 +1,4 @@
-"""The servers in the parent process of a router's workers: merged metrics and AdminService."""
+"""The servers of the workers' parent process: merged metrics and AdminService."""
 
 import asyncio
 from contextlib import ExitStack
@@ -27,7 +27,7 @@ log = structlog.get_logger(__name__)
 
 
 class ParentServer:
-    """The parent process' servers, for operators and for the workers.
+    """The parent process's servers, for operators and workers.
 
     Args:
         settings: The router's settings.
@@ -52,13 +52,13 @@ class ParentServer:
         self._private: grpc.aio.Server | None = None
         self._admin: grpc.aio.Server | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._open = ExitStack()  # what is left to close: the metrics' server
+        self._open = ExitStack()  # closes the metrics server
 
     async def start(self) -> None:
-        """Listen.
+        """Start listening.
 
         Raises:
-            OSError: The metrics port or that of AdminService is taken.
+            OSError: The port of the metrics or of AdminService is in use.
             TlsError: Certificates or keys cannot be used.
         """
         settings = self._settings
@@ -81,15 +81,15 @@ class ParentServer:
         self._tasks.append(keep_running(self._authenticator.watch, "tenants"))
 
     def warn(self, address: str) -> None:
-        """Warn of missing authentication or encryption beyond this machine."""
+        """Warn about public ports without authentication or encryption."""
         for event, hint in exposure(self._settings):
             log.warning(event, address=address, hint=hint)
 
     async def join(self, slot: WorkerSlot) -> None:
-        """Connect a worker to the engines, which can be called at its socket.
+        """Connect a worker, which listens at its socket, to the engines.
 
         Raises:
-            grpc.aio.AioRpcError: It does not answer.
+            grpc.aio.AioRpcError: The worker does not answer.
         """
         await self._service.join(slot)
 
@@ -98,11 +98,11 @@ class ParentServer:
         self._page.metrics.workers.inc()
 
     async def leave(self, number: int, *, served: bool) -> None:
-        """Forget a worker whose process has ended, and keep what it counted.
+        """Remove an ended worker, and keep its counts.
 
         Args:
-            number: The worker's number.
-            served: Whether `serves` counted it.
+            number: Number of the worker.
+            served: Whether the worker was counted by `serves`.
         """
         await self._members.remove(number)
         self._page.end(number)
@@ -110,14 +110,14 @@ class ParentServer:
             self._page.metrics.workers.dec()
 
     def restarts(self) -> None:
-        """Count a worker that is started again."""
+        """Count a restarted worker."""
         self._page.metrics.restarts.inc()
 
     async def ended(self) -> NoReturn:
-        """Wait until a server has stopped by itself.
+        """Wait until a server stops unexpectedly.
 
         Raises:
-            BackgroundError: It names the server.
+            BackgroundError: The stopped server, by name.
         """
         servers = {"the workers' server": self._private, "AdminService": self._admin}
         await first_to_end(
@@ -134,7 +134,7 @@ class ParentServer:
         for member in self._members:
             await self._members.remove(member.number)
 
-    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - it is empty
+    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - empty
         return to_json(await self._page.collect())
 
     async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002

@@ -1,4 +1,4 @@
-"""AdminService of a router with several workers: it applies each change to all of them."""
+"""AdminService of a router with several workers: applies each change to all of them."""
 
 import asyncio
 import time
@@ -22,15 +22,15 @@ log = structlog.get_logger(__name__)
 R = TypeVar("R")
 
 CALL_SECONDS = 5.0
-"""Timeout in seconds of a call that needs no engine."""
+"""Timeout in seconds of a call that does not involve engines."""
 ADAPTER_SECONDS = 5.0
-"""Timeout in seconds until all workers know from the engines which adapters they have."""
+"""Timeout in seconds until engines have reported their adapters to all workers."""
 LOOK_SECONDS = 0.02
-"""Seconds between two checks whether all workers know."""
+"""Seconds between two checks of the workers' adapters."""
 
 
 class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
-    """Passes each call to the workers, and keeps what a restarted one has to know.
+    """Forward each call to the workers, and record changes for restarted ones.
 
     Args:
         members: The workers.
@@ -39,14 +39,14 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     def __init__(self, members: Members) -> None:
         self._members = members
         self._changes = EngineChanges()
-        # One change after the other, or workers could have them in different orders.
+        # One change at a time, so that all workers apply changes in the same order.
         self._changing = asyncio.Lock()
 
     async def join(self, slot: WorkerSlot) -> None:
-        """Connect a worker to the engines that there are now; it is called from then on.
+        """Connect a worker to the current engines, and call it from then on.
 
         Raises:
-            grpc.aio.AioRpcError: It does not answer.
+            grpc.aio.AioRpcError: The worker does not answer.
         """
         async with self._changing:
             await self._drop_outdated_changes()
@@ -63,7 +63,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def AddEngine(
         self, request: admin_pb2.AddEngineRequest, context: rpc.Context
     ) -> admin_pb2.AddEngineResponse:
-        """Add an engine, or let a drained one take requests again."""
+        """Add an engine, or make a drained one accept requests again."""
         async with self._changing:
             responses = await self._all(
                 lambda m: m.admin.AddEngine(request, timeout=CALL_SECONDS),
@@ -76,7 +76,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def DrainEngine(
         self, request: admin_pb2.DrainEngineRequest, context: rpc.Context
     ) -> admin_pb2.DrainEngineResponse:
-        """Give an engine no new requests."""
+        """Drain an engine: it gets no new requests."""
         async with self._changing:
             responses = await self._all(
                 lambda m: m.admin.DrainEngine(request, timeout=CALL_SECONDS),
@@ -99,7 +99,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         log.info("engine removed", engine=request.address)
         return admin_pb2.RemoveEngineResponse()
 
-    # Engines hold the adapters: one worker asks them to load one, and they tell the other workers.
+    # Adapters are in the engines: one worker has an engine load one, which informs all workers.
 
     async def LoadAdapter(
         self, request: admin_pb2.LoadAdapterRequest, context: rpc.Context
@@ -124,13 +124,13 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     async def ListAdapters(
         self, request: admin_pb2.ListAdaptersRequest, context: rpc.Context
     ) -> admin_pb2.ListAdaptersResponse:
-        """List the adapters that connected engines have."""
+        """List the adapters of connected engines."""
         return await self._one(_list_adapters)
 
     async def _until_known(self, name: str, addresses: set[str]) -> None:
-        """Wait until all workers know which engines have an adapter: requests may follow at once.
+        """Wait until all workers know an adapter's engines, as requests may follow at once.
 
-        One that does not hear of it in time hears of it later; it refuses the requests until then.
+        After the timeout, a late worker refuses these requests until the engines inform it.
         """
         give_up = time.monotonic() + ADAPTER_SECONDS
         while time.monotonic() < give_up:
@@ -142,13 +142,13 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
             if all(each == addresses for each in known):
                 return
             await asyncio.sleep(LOOK_SECONDS)
-        log.warning("not every worker knows of an adapter's change yet", adapter=name)
+        log.warning("some workers do not know an adapter's change yet", adapter=name)
 
     async def _one(self, call: Callable[[Member], Awaitable[R]]) -> R:
         """Call the worker with the lowest number and return its response.
 
         Raises:
-            rpc.RpcError: What the worker answered; UNAVAILABLE if there is none.
+            rpc.RpcError: The worker's error; UNAVAILABLE if there are no workers.
         """
         for member in self._members:
             try:
@@ -164,17 +164,17 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         done: grpc.StatusCode | None = None,
         changed: Callable[[], None] | None = None,
     ) -> Sequence[R]:
-        """Call all workers at once and return the responses, of which there is one at least.
+        """Call all workers concurrently, and return at least one response.
 
-        A worker that ended meanwhile is left out: it is started again, and gets the changes then.
+        Ended workers are skipped: they get the changes when restarted.
 
         Args:
-            call: Calls one.
-            done: The error of those that need no change, if others do.
-            changed: Called if any of them is changed now, even if others fail.
+            call: Calls one worker.
+            done: Status to ignore, of workers that already have the change, if others change.
+            changed: Called if any worker changed, even if others failed.
 
         Raises:
-            rpc.RpcError: The first error; UNAVAILABLE if there is no worker.
+            rpc.RpcError: The first error; UNAVAILABLE if there are no workers.
         """
         results = await asyncio.gather(*map(call, self._members), return_exceptions=True)
         responses = [result for result in results if not isinstance(result, BaseException)]
@@ -192,13 +192,13 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
         return responses
 
     async def _drop_outdated_changes(self) -> None:
-        """Drop recorded drains and removals of engines that DNS has listed again since."""
+        """Drop recorded drains and removals of engines that DNS has listed again."""
         try:
             lists = await self._all(
                 lambda m: m.admin.ListEngines(admin_pb2.ListEnginesRequest(), timeout=CALL_SECONDS)
             )
         except rpc.RpcError:
-            return  # nobody knows better
+            return  # keep the recorded changes
         engines = merged_lists(each.engines for each in lists)
         self._changes.removed -= {engine.address for engine in engines}
         self._changes.drained -= _addresses(engines, admin_pb2.ENGINE_STATE_SERVING)

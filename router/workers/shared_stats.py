@@ -1,4 +1,4 @@
-"""The stats that a worker shows over HTTP: those of the whole router, from its parent."""
+"""Stats that a worker serves over HTTP: the whole router's, from the parent process."""
 
 from collections.abc import Set as AbstractSet
 from pathlib import Path
@@ -18,7 +18,7 @@ class SharedStats:
     """The stats of a router with several workers.
 
     Args:
-        parent: Path of the Unix socket of the workers' parent.
+        parent: Path of the parent's Unix socket.
 
     Attributes:
         registry: The router's metrics.
@@ -30,7 +30,7 @@ class SharedStats:
         self._channel = wire.channel(parent)
 
     async def status(self, models: AbstractSet[str]) -> dict[str, Any]:
-        """Return the stats of the engines of `models` that are connected, and of the router."""
+        """Return the stats of the router and of the connected engines of `models`."""
         return for_clients(await self._call("Status"), models)
 
     async def close(self) -> None:
@@ -40,7 +40,7 @@ class SharedStats:
     async def _metrics(self) -> list[Metric]:
         return from_json(await self._call("Metrics"))
 
-    async def _call(self, method: str) -> Any:  # noqa: ANN401 - what JSON has
+    async def _call(self, method: str) -> Any:  # noqa: ANN401 - any JSON
         try:
             return await wire.call(self._channel, method, None, SECONDS)
         except grpc.aio.AioRpcError as error:

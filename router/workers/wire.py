@@ -1,7 +1,7 @@
 """Calls between a router's parent process and its workers: JSON over gRPC, on Unix sockets.
 
-Both sides are of one version and one machine, so these calls are no contract. AdminService between
-them is the public one.
+Both sides have the same version and machine, so these calls may change freely; only AdminService is
+public.
 """
 
 import json
@@ -18,7 +18,7 @@ from octavo.common.rpc import create_server
 
 SERVICE = "octavo.router.workers"
 MAX_MESSAGE_BYTES = 64 << 20
-"""Much more than the metrics of a thousand tenants take."""
+"""Maximum message size, many times the metrics of a thousand tenants."""
 
 Method = Callable[[Any], Awaitable[Any]]
 
@@ -28,12 +28,12 @@ async def make_server(
     methods: Mapping[str, Method],
     services: Mapping[str, Callable[[grpc.aio.Server], None]],
 ) -> grpc.aio.Server:
-    """Make a server on a Unix socket; not yet started.
+    """Create a server on a Unix socket; not started yet.
 
     Args:
-        socket: Its path, in a directory of this user alone.
-        methods: The methods for `call`, by name.
-        services: Others, as `create_server` has them.
+        socket: Path of the socket, in a directory of this user only.
+        methods: Methods for `call`, by name.
+        services: Other services, in `create_server`'s form.
     """
 
     def add(server: grpc.aio.Server) -> None:
@@ -54,7 +54,7 @@ def channel(socket: Path) -> grpc.aio.Channel:
     """Return a channel to a server on a Unix socket."""
     options = [
         ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-        ("grpc.use_local_subchannel_pool", 1),  # share no other worker's backoff
+        ("grpc.use_local_subchannel_pool", 1),  # no shared backoff with other workers
     ]
     return grpc.aio.insecure_channel(f"unix:{socket}", options=options)
 
@@ -63,7 +63,7 @@ async def call(channel: grpc.aio.Channel, method: str, request: object, timeout:
     """Call one of a server's `methods` and return its result.
 
     Raises:
-        grpc.aio.AioRpcError: It failed, or did not answer within `timeout` seconds.
+        grpc.aio.AioRpcError: The call failed, or timed out after `timeout` seconds.
     """
     made = channel.unary_unary(f"/{SERVICE}/{method}", _encode, json.loads)
     return await made(request, timeout=timeout)

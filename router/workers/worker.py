@@ -1,4 +1,4 @@
-"""One worker of a router: a whole router that shares its ports, and answers to its parent."""
+"""One worker of a router: a complete router on shared ports, controlled by its parent."""
 
 import asyncio
 from collections.abc import Callable
@@ -21,12 +21,12 @@ from octavo.router.workers.worker_slot import WorkerSlot
 from octavo.v1 import admin_pb2_grpc
 
 ENGINE_SECONDS = 5.0
-"""Seconds that a worker waits for an engine before it listens. Without an engine it would refuse
-clients that other workers can serve."""
+"""Maximum seconds to wait for an engine before listening: without an engine, the worker would
+refuse clients that other workers can serve."""
 
 
 class Control:
-    """Serve a worker's parent: it connects the engines, reads stats and calls AdminService.
+    """Serves a worker's parent: connects to engines, returns stats, and runs AdminService.
 
     Args:
         router: The worker's router.
@@ -51,16 +51,16 @@ class Control:
         await self._server.start()
 
     async def stop(self) -> None:
-        """End it, at once."""
+        """Stop at once."""
         if self._server is not None:
             await self._server.stop(None)
 
     async def _connect(self, changes: dict[str, Any]) -> None:
-        """Connect to the engines: the parent sends what was changed in them, once."""
+        """Connect to the engines, with the parent's changes; called once."""
         self._router.connect(EngineChanges.from_json(changes))
         self.connected.set()
 
-    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - it is empty
+    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - empty
         return to_json(self._router.registry.collect())
 
     async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002
@@ -74,17 +74,17 @@ async def serve(
     on_reachable: Callable[[], None],
     on_ready: Callable[[str], None],
 ) -> None:
-    """Run a worker until SIGTERM or SIGINT, then drain it; a second signal ends it at once.
+    """Run a worker until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
     Args:
-        settings: The worker's settings, see `settings_of_worker`.
+        settings: The worker's settings, from `settings_of_worker`.
         slot: The worker's slot.
-        on_reachable: Called when its parent may call it.
-        on_ready: Called with HOST:PORT when it listens for clients.
+        on_reachable: Called when the parent can call the worker.
+        on_ready: Called with HOST:PORT when the worker listens for clients.
 
     Raises:
-        BackgroundError: A part that it cannot do without has stopped.
-        OSError: It cannot listen there.
+        BackgroundError: An essential part of the router stopped.
+        OSError: An address is in use, or not local to this machine.
         SettingsError: The tenants' file cannot be used.
         TlsError: Certificates or keys cannot be used.
         TokenizerError: The tokenizer cannot be loaded.

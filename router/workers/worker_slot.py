@@ -1,4 +1,4 @@
-"""A worker of a router: its place among the others, and its share of the router's limits."""
+"""A worker's slot: its number, its sockets, and its share of the router's limits."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,7 @@ from pathlib import Path
 from octavo.router.settings import RouterSettings
 
 DIVIDED = ("max_queue_size", "max_queue_tokens", "max_connections")
-"""Limits of the whole router: each worker has its share of them."""
+"""Limits of the whole router, divided among the workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,10 +14,10 @@ class WorkerSlot:
     """A worker's place.
 
     Attributes:
-        number: Number from 0; a worker that is started again keeps it.
-        socket: Path of the Unix socket on which it serves its parent.
-        parent: Path of the Unix socket on which its parent serves it.
-        restarted: Whether it takes the place of one that ended.
+        number: Number from 0; a restarted worker keeps it.
+        socket: Path of the Unix socket on which the worker serves its parent.
+        parent: Path of the Unix socket on which the parent serves the worker.
+        restarted: Whether the worker replaces an ended one.
     """
 
     number: int
@@ -27,14 +27,14 @@ class WorkerSlot:
 
 
 def settings_of_worker(settings: RouterSettings, port: int) -> RouterSettings:
-    """Return the settings of each worker of a router.
+    """Return the settings of each worker.
 
-    Limits of the router are divided and rounded up; 0, which disables, stays. The parent serves
-    metrics and AdminService.
+    Limits are divided among workers and rounded up; 0 stays 0. The parent serves metrics and
+    AdminService.
 
     Args:
         settings: The router's settings.
-        port: The port that its parent has reserved.
+        port: Port that the parent has reserved.
     """
     shares = {name: -(-getattr(settings, name) // settings.workers) for name in DIVIDED}
     return settings.model_copy(update={**shares, "port": port, "metrics_port": 0, "admin_port": 0})

@@ -84,7 +84,7 @@ def test_each_node_has_an_engine_and_all_end_when_one_dies(two_nodes):
 
     engines[1].send_signal(signal.SIGKILL)
     assert server.process.wait(30) == 1
-    assert f"engine 2 of 2 (node 1, CPUs {CPUS[1]}) ended by itself" in server.logs()
+    assert f"engine 2 of 2 (node 1, CPUs {CPUS[1]}) ended unexpectedly" in server.logs()
     assert not engines[0].is_running()
 
 

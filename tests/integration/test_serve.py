@@ -68,13 +68,13 @@ def test_ends_when_the_engine_dies(tiny, launch):
     server = launch("serve", *tiny, program=False).wait_ready()
     engine_of(server).send_signal(signal.SIGKILL)
     assert server.process.wait(30) == 1
-    assert "the engine ended by itself (killed by SIGKILL" in server.logs()
+    assert "the engine ended unexpectedly (killed by SIGKILL" in server.logs()
 
 
 def test_says_why_it_cannot_start(launch):
     server = launch("serve", "--model", "./no-such-model")
     assert server.process.wait(60) == 1
-    assert "'./no-such-model' is no directory here" in server.logs()
+    assert "'./no-such-model' is not a local directory" in server.logs()
     assert "Traceback" not in server.logs()
 
 

@@ -189,6 +189,8 @@ def test_a_hub_that_cannot_be_reached_is_told_once(launch, monkeypatch, tmp_path
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{free_port()}")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hub"))
     server = launch(command, flag, "owner/model")
-    assert_refused(server, "'owner/model' is no directory here", "HF_HUB_OFFLINE=1", "HTTPS_PROXY")
+    assert_refused(
+        server, "'owner/model' is not a local directory", "HF_HUB_OFFLINE=1", "HTTPS_PROXY"
+    )
     assert server.logs().count("cannot be reached") == 1
     assert "Retrying" not in server.logs()

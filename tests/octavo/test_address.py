@@ -40,14 +40,14 @@ def test_addresses(given, target, tls):
 @pytest.mark.parametrize(
     ("given", "why"),
     [
-        ("", "no host and port"),
-        ("host:", "no host and port"),
-        ("host:http", "no host and port"),
+        ("", "not a host and port"),
+        ("host:", "not a host and port"),
+        ("host:http", "not a host and port"),
         ("host:0", "ports are 1 to 65535"),
         ("host:65536", "ports are 1 to 65535"),
         ("http://host:8000/v1", "it has a path, /v1"),
-        ("user@host:1", "no host and port"),
-        ("a b", "no host and port"),
+        ("user@host:1", "not a host and port"),
+        ("a b", "not a host and port"),
         ("tcp://host:1", "tcp:// is not supported"),
     ],
 )

@@ -197,7 +197,7 @@ def test_some_are_refused_under_load(bench, server, monkeypatch):
     [
         ((text("a"),), True, "STREAM_BROKEN", ""),
         ((text("a"), event(choices=[], usage=USAGE)), False, "STREAM_BROKEN", "without [DONE]"),
-        ((text("a"), b"data: {oh\n\n", DONE), False, "STREAM_BROKEN", "no JSON object"),
+        ((text("a"), b"data: {oh\n\n", DONE), False, "STREAM_BROKEN", "not a JSON object"),
         ((text("a"), event(error={"message": "engine died"}), DONE), False, "STREAM_ERROR", "died"),
         ((text("a"), DONE), False, "NO_USAGE", "no usage"),
     ],
@@ -254,7 +254,7 @@ def test_nobody_there():
     [
         (401, {"detail": "who are you"}, (), "401 UNAUTHORIZED: who are you; set the API key"),
         (404, {}, (), "404 NOT_FOUND"),
-        (200, {"models": []}, (), "no list of models"),
+        (200, {"models": []}, (), "not a list of models"),
         (200, {"data": []}, (), "no model is served yet"),
         (200, {"data": [{"id": "m"}]}, ("--model", "n"), "no model 'n'; served: m"),
     ],

@@ -98,7 +98,7 @@ def test_without_a_network_one_message_says_what_to_do(check, monkeypatch, tmp_p
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     result = CliRunner().invoke(app, ["check", "owner/none-such"])
     assert result.exit_code == 1
-    assert result.stderr.startswith("error: 'owner/none-such' is no directory here")
+    assert result.stderr.startswith("error: 'owner/none-such' is not a local directory")
     assert "cannot be reached" in result.stderr
 
 
@@ -112,5 +112,5 @@ def test_sizes(text, size):
 
 @pytest.mark.parametrize("text", ["", "much", "1 PB", "1..2GiB", "-1"])
 def test_what_is_no_size(text):
-    with pytest.raises(typer.BadParameter, match="is no size"):
+    with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_bytes(text)

@@ -86,7 +86,7 @@ def test_each_engine_has_a_metrics_port(taken):
     none = RouterSettings(metrics_port=0)
     assert {each.metrics_port for each in settings_of_engines(none, engine, 2)} == {0}
     last = RouterSettings(metrics_port=65534)
-    with pytest.raises(typer.BadParameter, match="each engine's metrics need a port after it"):
+    with pytest.raises(typer.BadParameter, match="each engine's metrics need the next port"):
         settings_of_engines(last, engine, 2)
 
 

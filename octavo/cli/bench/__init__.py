@@ -1,6 +1,6 @@
 """`octavo bench`: measure a server's throughput and latency from a client.
 
-Nothing that commands imports needs numpy, so that `octavo` starts fast.
+`commands` imports no numpy, so that `octavo` starts fast.
 """
 
 from octavo.cli.bench.commands import bench

@@ -253,7 +253,7 @@ def _workload(
     """Return the workload that the flags set; `prompt` and `output` are (mean, spread).
 
     Raises:
-        typer.BadParameter: Flags exclude each other.
+        typer.BadParameter: Two flags exclude each other.
     """
     if dataset is None:
         shapes = choose_lengths(lengths or Shape.FIXED, prompt, output)
@@ -286,8 +286,8 @@ def _measure(
     """Check the flags and the installed extras, then measure.
 
     Raises:
-        typer.BadParameter: Server flags without --serve, --url with what is for gRPC, or an output
-            that cannot be written.
+        typer.BadParameter: Server flags without --serve, gRPC flags with --url, or an output that
+            cannot be written.
     """
     if target.url is not None:
         _check_url(target.url, server, target)
@@ -304,17 +304,17 @@ def _measure(
 
 
 def _check_url(url: str, server: Server, target: Target) -> None:
-    """Refuse a malformed URL, and options that mean nothing beside one.
+    """Reject a malformed URL, and options that do not apply to one.
 
     Raises:
-        typer.BadParameter: The URL is none, or another option excludes it.
+        typer.BadParameter: The URL is malformed, or another option excludes it.
     """
     try:
         openai_base_url(url)
     except ValueError as error:
         raise typer.BadParameter(f"--url {error}") from None
     if target.serve is not None:
-        raise typer.BadParameter("--url and --serve exclude each other: which server to measure?")
+        raise typer.BadParameter("--url and --serve exclude each other")
     if server.tls is not None:
         raise typer.BadParameter(
             "--tls, --ca, --client-cert, --client-key and --tls-name are for gRPC; --url uses TLS "

@@ -1,4 +1,4 @@
-"""What the load generator sends requests to: Octavo over gRPC, or any server with OpenAI's API."""
+"""The measured server: Octavo over gRPC, or any server with OpenAI's API."""
 
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
@@ -24,8 +24,8 @@ class RequestError(Exception):
     """A request failed.
 
     Attributes:
-        code: Name of the failure; requests that failed are counted by it.
-        message: Message of the server or of the connection.
+        code: Name of the failure, by which failed requests are counted.
+        message: Message of the server or the connection.
     """
 
     def __init__(self, code: str, message: str) -> None:
@@ -38,7 +38,7 @@ class Endpoint(Protocol):
     """A connection to a server."""
 
     async def find_model(self, name: str | None) -> ServedModel:
-        """Return the model of that name, the first one for None.
+        """Return the model of that name, or the first one for None.
 
         Raises:
             octavo.client.Error, typer.Exit: The server has no such model or does not answer.
@@ -47,18 +47,18 @@ class Endpoint(Protocol):
     def stream(
         self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
     ) -> AsyncIterator[TokenMessage | Usage]:
-        """Send a request; yield its messages with tokens, then how many tokens it had.
+        """Send a request; yield its messages with tokens, then the usage.
 
         Args:
-            request: The prompt, and how many tokens to generate.
+            request: The prompt, and the number of tokens to generate.
             model: Name of the model.
-            salt: Requests with different salts share nothing in a prefix cache.
+            salt: Prefix-cache salt: requests with different salts share no cached blocks.
             timeout: Deadline in seconds.
 
         Raises:
-            RequestError: It failed.
+            RequestError: The request failed.
         """
 
 
 Connection = AbstractAsyncContextManager[Endpoint]
-"""An endpoint that is open while it is entered."""
+"""A context that opens an endpoint, and closes it at the end."""

@@ -24,7 +24,7 @@ from octavo.common.sampling_parameters import NEUTRAL
 LOOKUP_SECONDS = 30.0
 
 OPTIONS: GenerateOptions = {**NEUTRAL, "temperature": 0}
-"""Greedy, and whatever a model's own defaults are: results of models can be compared."""
+"""Greedy sampling that overrides models' defaults, to make results comparable."""
 
 
 @asynccontextmanager
@@ -77,7 +77,7 @@ class GrpcEndpoint:
         """Send a request; yield its messages with tokens, then each output's usage.
 
         Raises:
-            RequestError: It failed; the code is the gRPC status.
+            RequestError: The request failed; the code is the gRPC status.
         """
         options: GenerateOptions = {
             **OPTIONS,

@@ -64,7 +64,7 @@ def measure(
         plans: One per run: the rate or the concurrency.
         server: The server to measure, unless one is started.
         target: The model, and the server to start if any.
-        objectives: Latency limits for goodput.
+        objectives: Latency objectives for goodput.
         outputs: The files to write.
 
     Raises:
@@ -113,7 +113,7 @@ def _running(server: Server, target: Target) -> Iterator[Server]:
 
 
 def _connect(server: Server, target: Target) -> Connection:
-    """Return the connection to a server, over gRPC or, if the target has a URL, over HTTP."""
+    """Return the connection to a server: HTTP if the target has a URL, else gRPC."""
     if target.url is None:
         return grpc_endpoint.connect(server)
     from octavo.cli.bench import openai_endpoint  # noqa: PLC0415 - not needed for gRPC
@@ -225,7 +225,7 @@ def _check_concurrency(plans: Sequence[Plan], count: int) -> None:
     """Check that no concurrency exceeds the number of requests.
 
     Raises:
-        typer.BadParameter: One does.
+        typer.BadParameter: A concurrency exceeds it.
     """
     for plan in plans:
         if isinstance(plan, Closed) and (plan.concurrency or 1) > count:
@@ -258,7 +258,7 @@ def _write(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file and print its path.
 
     Raises:
-        typer.Exit: It cannot be written.
+        typer.Exit: The file cannot be written.
     """
     try:
         write(path)

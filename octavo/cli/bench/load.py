@@ -22,10 +22,10 @@ class Load:
         model: The model's name.
         salt: Prefix-cache salt, so that runs share no cached blocks.
         timeout: Deadline per request in seconds.
-        on_end: Called when a request ends.
+        on_end: Called at the end of each request.
 
     Attributes:
-        records: One per ended request, in order of ending.
+        records: Records of ended requests, in order of ending.
         sent: Requests sent so far.
     """
 

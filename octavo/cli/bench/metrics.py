@@ -1,8 +1,8 @@
 """Metrics of a run: throughput, latency, goodput.
 
-METRICS in commands defines them; they are those of vLLM's serving benchmark, and
-goodput is as in DistServe: requests per second within all objectives. Times are in
-seconds since the run's start unless stated; distributions are in milliseconds.
+METRICS in commands defines them, as in vLLM's serving benchmark; goodput is DistServe's: requests
+per second within all objectives. Times are in seconds since the run's start unless stated;
+distributions are in milliseconds.
 """
 
 from collections import Counter
@@ -23,15 +23,15 @@ class Record:
 
     Attributes:
         index: Position in the workload.
-        due: Scheduled sending time; latencies count from it.
+        due: Scheduled sending time, from which latencies count.
         sent: Actual sending time.
         ended: End of the stream.
         message_times: Arrival of each message with tokens.
         message_tokens: Number of tokens in each of these messages; empty if unknown.
-        prompt_tokens: Counted by the server, as are the next two.
+        prompt_tokens: Number of prompt tokens; the server counts this and the next two.
         cached_tokens: Prompt tokens found in the prefix cache.
         output_tokens: Tokens of all outputs.
-        code: Name of the gRPC status, or of the failure over HTTP; see `openai_endpoint`.
+        code: Name of the gRPC status or HTTP failure; see `openai_endpoint`.
         error: The server's message; empty for success.
     """
 
@@ -66,12 +66,12 @@ class Record:
 
     @property
     def normalized(self) -> float | None:
-        """Seconds per output token, the wait for the first included; None without tokens."""
+        """Seconds per output token, including the wait for the first; None without tokens."""
         return self.e2e / self.output_tokens if self.output_tokens else None
 
     @property
     def read_tokens(self) -> int:
-        """Tokens that were read, also of a failed request if the server counts them."""
+        """Tokens received, also by a failed request if the server counts them."""
         return sum(self.message_tokens) or self.output_tokens
 
     @property
@@ -104,11 +104,11 @@ class RunFigures:
 
     Attributes:
         seconds: Seconds from the first sending to the last end.
-        requests: Successful requests; all fields but `errors` are about them.
+        requests: Successful requests, which all fields but `errors` describe.
         unfinished: Requests interrupted by ctrl-C.
         errors: Failed requests by code.
-        tokens_per_message: Mean; above 1 if the router joined tokens.
-        goodput: Requests per second within the objectives; None without any.
+        tokens_per_message: Mean tokens per message; above 1 if the router joined tokens.
+        goodput: Requests per second within the objectives; None without objectives.
         lag: Delay of sending after the due time.
         client_cpu_share: Share of one core used by the load generator.
         client_cpu_us_per_token: The load generator's CPU time per token read, in microseconds.
@@ -152,7 +152,7 @@ def compute_figures(
         seconds: Duration of the run.
         cpu_seconds: CPU time of this process in the run.
         unfinished: Number of sent requests without a record.
-        objectives: Latency limits for goodput.
+        objectives: Latency objectives for goodput.
     """
     done = [record for record in records if record.code == OK]
     per_second = 1 / seconds if seconds else 0.0
@@ -188,7 +188,7 @@ def compute_figures(
 
 
 def distribution(seconds: npt.ArrayLike) -> Distribution | None:
-    """Return the distribution of times in seconds; None if there are none."""
+    """Return the distribution of times in seconds; None if empty."""
     times = np.asarray(seconds, dtype=np.float64) * 1e3
     if not times.size:
         return None

@@ -19,7 +19,7 @@ CONNECT_SECONDS = 30.0
 LOOKUP_SECONDS = 30.0
 
 VOCABULARY = 30_000
-"""Random prompts have token ids below it: the API has no size of the vocabulary."""
+"""Upper limit of token ids in random prompts, as the API does not tell the vocabulary size."""
 
 OPTIONS: Mapping[str, Any] = {
     "temperature": 0,
@@ -29,7 +29,7 @@ OPTIONS: Mapping[str, Any] = {
     "stream": True,
     "stream_options": {"include_usage": True},
 }
-"""Greedy, whatever a model's own defaults are; only parameters that OpenAI's API has."""
+"""Greedy sampling that overrides models' defaults, with OpenAI's parameters only."""
 
 CONNECTION_FAILED = "CONNECTION_FAILED"
 DEADLINE_EXCEEDED = "DEADLINE_EXCEEDED"
@@ -45,8 +45,8 @@ _TEXTS = ("content", "reasoning_content", "reasoning")
 async def connect(url: str, api_key: str | None) -> AsyncIterator["OpenAIEndpoint"]:
     """Yield the endpoint of a server's URL; close its connections at the end.
 
-    Proxies and passwords that the environment sets are not used: the former would be
-    measured, and the latter would replace the key.
+    The environment's proxies and passwords are ignored: proxies would be measured, and passwords
+    would replace the key.
     """
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
     client = httpx2.AsyncClient(
@@ -62,10 +62,10 @@ async def connect(url: str, api_key: str | None) -> AsyncIterator["OpenAIEndpoin
 class OpenAIEndpoint:
     """A server with OpenAI's API. See `Endpoint`.
 
-    A prompt of tokens or text goes to `/completions`, one of messages to `/chat/completions`.
+    Token and text prompts are sent to `/completions`, messages to `/chat/completions`.
 
     Args:
-        client: Sends the requests.
+        client: HTTP client.
         url: URL before these paths.
     """
 
@@ -76,10 +76,11 @@ class OpenAIEndpoint:
     async def find_model(self, name: str | None) -> ServedModel:
         """Return the named model, else the first of `/models`.
 
-        A server without `/models` is asked for the named model unseen.
+        If the server has no `/models`, a named model is used unchecked.
 
         Raises:
-            typer.Exit: No server answers, it refuses to list its models, or has no such model.
+            typer.Exit: No server answers, it refuses to list its models, or it does not have the
+                model.
         """
         try:
             response = await self._client.get(f"{self._url}/models", timeout=LOOKUP_SECONDS)
@@ -99,7 +100,7 @@ class OpenAIEndpoint:
             raise fail(f"{self._url}/models: {refused.code}: {refused.message}{hint}")
         models = _listed(response)
         if models is None:
-            raise fail(f"{self._url}/models is no list of models as OpenAI's API has it")
+            raise fail(f"{self._url}/models is not a list of models in OpenAI's form")
         for model in models:
             if name in (None, model.name):
                 return model
@@ -109,20 +110,20 @@ class OpenAIEndpoint:
     async def stream(
         self, request: BenchRequest, *, model: str, salt: str, timeout: float | None
     ) -> AsyncIterator[TokenMessage | Usage]:
-        """Send a request; yield each message with text, then the usage that the server counted.
+        """Send a request; yield each message with text, then the server's usage.
 
         Args:
-            request: The prompt, and how many tokens to generate.
+            request: The prompt, and the number of tokens to generate.
             model: Name of the model.
-            salt: Seed of the first token of a prompt of tokens, so that prompts with different
-                salts share no prefix; a prompt of text or messages stays as it is.
+            salt: Seed of the first token of a token prompt, so that prompts with different salts
+                share no prefix; other prompts are unchanged.
             timeout: Deadline in seconds.
 
         Raises:
-            RequestError: It failed. The code is the HTTP status and its name, or one of
-                CONNECTION_FAILED, DEADLINE_EXCEEDED, STREAM_ERROR (the server sent an error within
-                the stream), STREAM_BROKEN (the stream has no end, or is none), or NO_USAGE (the
-                server did not count tokens).
+            RequestError: The request failed. The code is the HTTP status and its name, or one of
+                CONNECTION_FAILED, DEADLINE_EXCEEDED, STREAM_ERROR (the server sent an error in the
+                stream), STREAM_BROKEN (the stream is truncated or invalid), or NO_USAGE (the server
+                did not count tokens).
         """
         path, body = _body(request, model, salt)
         try:
@@ -133,7 +134,7 @@ class OpenAIEndpoint:
             raise RequestError(DEADLINE_EXCEEDED, f"no answer within {timeout:g} s") from None
 
     async def _events(self, path: str, body: dict[str, Any]) -> AsyncIterator[TokenMessage | Usage]:
-        """Yield what comes of one request."""
+        """Yield one request's messages and usage."""
         opened, ended, usage = False, False, None
         try:
             async with self._client.stream("POST", f"{self._url}/{path}", json=body) as response:
@@ -162,10 +163,10 @@ class OpenAIEndpoint:
 
 
 def _body(request: BenchRequest, model: str, salt: str) -> tuple[str, dict[str, Any]]:
-    """Return the path and the JSON of a request."""
+    """Return the path and the JSON body of a request."""
     body = {**OPTIONS, "model": model, "max_tokens": request.max_tokens}
     if request.ignore_eos:
-        body["ignore_eos"] = True  # not of OpenAI's API; --stop-at-eos leaves it out
+        body["ignore_eos"] = True  # not in OpenAI's API; --stop-at-eos omits it
     prompt = request.prompt
     if isinstance(prompt, str):
         return "completions", {**body, "prompt": prompt}
@@ -181,24 +182,24 @@ def _body(request: BenchRequest, model: str, salt: str) -> tuple[str, dict[str, 
 
 
 def _parse(data: str) -> dict[str, Any]:
-    """Return the object of an event.
+    """Decode an event's JSON object.
 
     Raises:
-        RequestError: It is none, or an error.
+        RequestError: The event is an error, or not a JSON object.
     """
     try:
         chunk = json.loads(data)
     except ValueError:
         chunk = None
     if not isinstance(chunk, dict):
-        raise RequestError(STREAM_BROKEN, f"an event is no JSON object: {data[:100]!r}")
+        raise RequestError(STREAM_BROKEN, f"an event is not a JSON object: {data[:100]!r}")
     if chunk.get("error"):
         raise RequestError(STREAM_ERROR, _message(chunk) or data[:300])
     return chunk
 
 
 def _has_text(chunk: Mapping[str, Any]) -> bool:
-    """Return whether a chunk of either API has generated text."""
+    """Return whether a chunk of either API contains generated text."""
     for choice in chunk.get("choices") or ():
         if choice.get("text"):
             return True
@@ -209,7 +210,7 @@ def _has_text(chunk: Mapping[str, Any]) -> bool:
 
 
 def _usage(chunk: Mapping[str, Any]) -> Usage | None:
-    """Return the tokens that a chunk counts, if it does."""
+    """Return the usage in a chunk, if any."""
     usage = chunk.get("usage")
     if not usage or "completion_tokens" not in usage:
         return None
@@ -222,7 +223,7 @@ def _usage(chunk: Mapping[str, Any]) -> Usage | None:
 
 
 def _listed(response: httpx2.Response) -> list[ServedModel] | None:
-    """Return the models that a response lists; None if it lists none in the API's form."""
+    """Return the models in a response; None if it does not have the API's form."""
     try:
         cards = response.json()["data"]
         return [
@@ -234,7 +235,7 @@ def _listed(response: httpx2.Response) -> list[ServedModel] | None:
 
 
 def _refusal(response: httpx2.Response) -> RequestError:
-    """Return the failure of a status other than 2xx; the body has been read."""
+    """Return the error for a status other than 2xx; the body was read."""
     try:
         name = HTTPStatus(response.status_code).name
     except ValueError:
@@ -250,7 +251,7 @@ def _refusal(response: httpx2.Response) -> RequestError:
 
 
 def _message(body: object) -> str | None:
-    """Return the message of an error's JSON as OpenAI, vLLM or FastAPI write it, if it is such."""
+    """Return the message of an error in OpenAI's, vLLM's or FastAPI's JSON, if it is one."""
     if not isinstance(body, dict):
         return None
     error = body.get("error", body)
@@ -260,5 +261,5 @@ def _message(body: object) -> str | None:
 
 
 def _text(error: Exception) -> str:
-    """Return an error's message, its kind if it has none."""
+    """Return an error's message, or its type if it has none."""
     return str(error) or type(error).__name__

@@ -20,7 +20,7 @@ def save(report: Report, path: Path) -> None:
     """Plot the report to a file; its suffix sets the format.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     figure = Figure(figsize=(11, 7), layout="constrained")
     figure.suptitle(f"octavo bench {report.command}, {report.model}")
@@ -92,7 +92,7 @@ def _requests(axes: Axes, runs: Sequence[Run], places: Sequence[float]) -> None:
     """Plot served requests and goodput."""
     axes.plot(places, [run.figures.requests_per_s for run in runs], "o-", label="served")
     goodput = [run.figures.goodput for run in runs if run.figures.goodput is not None]
-    if goodput:  # all runs of a report have it or none
+    if goodput:  # all runs of a report have goodput, or none
         axes.plot(places, goodput, "s--", label="goodput")
     axes.set(title="Requests", ylabel="requests/s")
     axes.set_ylim(bottom=0)

@@ -11,7 +11,7 @@ from octavo.cli.bench.settings import Closed, Objectives, Open, Plan, Target, Wo
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One measurement: one rate, or one concurrency."""
+    """One measurement, at one rate or concurrency."""
 
     plan: Plan
     figures: RunFigures
@@ -42,9 +42,9 @@ class Report:
         model: The model's name.
         workload: The requests.
         target: The server.
-        objectives: Latency limits for goodput.
+        objectives: Latency objectives for goodput.
         runs: Runs in order of execution.
-        interrupted: Whether ctrl-C ended it; the last run is then incomplete.
+        interrupted: Whether ctrl-C ended the runs; the last one is then incomplete.
     """
 
     version: str

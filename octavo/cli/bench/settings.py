@@ -1,4 +1,4 @@
-"""Settings of an `octavo bench` invocation, made from its flags."""
+"""Settings of `octavo bench`, from its flags."""
 
 import importlib.util
 import math
@@ -30,7 +30,7 @@ class Lengths:
 
     Attributes:
         shape: FIXED, NORMAL or LOGNORMAL.
-        mean: Before rounding and clipping to the model's context.
+        mean: Mean length, before rounding and clipping to the model's context.
         spread: Standard deviation, in tokens; 0 if fixed.
     """
 
@@ -39,13 +39,13 @@ class Lengths:
     spread: float
 
 
-# The data sets' means from the PagedAttention paper (section 6.1). The paper gives no
-# standard deviations; these are assumed.
+# The data sets' means in the PagedAttention paper (section 6.1); the paper states no standard
+# deviations, so these are assumed.
 DATA_SETS = {
     Shape.SHAREGPT: (Lengths(Shape.LOGNORMAL, 161, 400), Lengths(Shape.LOGNORMAL, 338, 440)),
     Shape.ALPACA: (Lengths(Shape.LOGNORMAL, 19, 8), Lengths(Shape.LOGNORMAL, 58, 64)),
 }
-"""Prompt and output lengths of the shapes that are named for a data set."""
+"""Prompt and output lengths of the shapes named after a data set."""
 
 
 def choose_lengths(
@@ -56,7 +56,7 @@ def choose_lengths(
     """Return the distributions of prompt and output lengths from (mean, spread) flags.
 
     Raises:
-        typer.BadParameter: A fixed length was given a spread.
+        typer.BadParameter: A spread is given for a fixed length.
     """
     chosen = []
     presets = DATA_SETS.get(shape, (None, None))
@@ -81,7 +81,7 @@ class Synthetic:
     """Requests of random tokens.
 
     Attributes:
-        prefix: Tokens of a prefix that all prompts share.
+        prefix: Length in tokens of a prefix that all prompts share.
     """
 
     prompt: Lengths
@@ -94,7 +94,7 @@ class Dataset:
     """Requests from a JSON-lines file.
 
     Attributes:
-        max_tokens: Default for lines without it.
+        max_tokens: Default for lines without max_tokens.
     """
 
     path: Path
@@ -108,7 +108,7 @@ class Workload:
     Attributes:
         count: Number of requests; None: DEFAULT_REQUESTS, or all lines of a file.
         seed: Seed of prompts, lengths and arrival times.
-        ignore_eos: Generate the full output length.
+        ignore_eos: Whether to generate the full output length.
     """
 
     source: Synthetic | Dataset
@@ -168,12 +168,12 @@ def openai_base_url(url: str) -> str:
     """Return the URL before `/completions`: "http://host:8000" becomes "http://host:8000/v1".
 
     Raises:
-        ValueError: It is no http or https URL of a host.
+        ValueError: The text is not an http or https URL of a host.
     """
     parts = urlsplit(url)
     if parts.scheme not in {"http", "https"} or not parts.hostname:
         raise ValueError(f"{url!r} must be http://HOST:PORT or https://HOST:PORT")
-    _ = parts.port  # raises ValueError if it is none
+    _ = parts.port  # raises ValueError if invalid
     if parts.query or parts.fragment or parts.username is not None:
         raise ValueError(f"{url!r} must have no user, query or fragment; set the key by --api-key")
     return url.rstrip("/") + ("" if parts.path.strip("/") else "/v1")
@@ -189,7 +189,7 @@ class Objectives:
 
 
 def parse_objectives(texts: Sequence[str]) -> Objectives | None:
-    """Return the objectives of texts like "ttft:500"; None if there are none.
+    """Parse objectives such as "ttft:500"; return None if there are none.
 
     Raises:
         typer.BadParameter: A text is not NAME:MS, or repeats a name.

@@ -18,7 +18,7 @@ class SeveralValues(Command):
 
 
 def repeat_names(arguments: Sequence[str], names: set[str]) -> list[str]:
-    """Return `--rate 1 2` as `--rate 1 --rate 2`, up to a `--`, for the options in `names`."""
+    """Rewrite `--rate 1 2` to `--rate 1 --rate 2` for the options in `names`, up to a `--`."""
     repeated: list[str] = []
     name, has_value = "", False
     for position, argument in enumerate(arguments):

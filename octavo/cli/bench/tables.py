@@ -12,7 +12,7 @@ from octavo.cli.bench.settings import Closed, Open, Plan
 from octavo.cli.output import number_table
 
 CPU_SHARE_TO_TELL = 0.2
-"""Share of a core above which the load generator may slow a server on this machine."""
+"""CPU share above which the load generator may slow a server on this machine."""
 
 LATENCIES = ("ttft", "tpot", "itl", "e2e", "normalized")
 ACRONYMS = {"ttft", "tpot", "itl"}

@@ -1,4 +1,4 @@
-"""The requests of a run and their arrival times."""
+"""Requests of a run and their arrival times."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -25,7 +25,7 @@ from octavo.client import Message, Prompt
 Ints = npt.NDArray[np.int64]
 Floats = npt.NDArray[np.float64]
 
-# Seeds of the generators, so that they draw different numbers.
+# Seeds of the generators, which differ so that their numbers are independent.
 _LENGTHS, _TOKENS, _ARRIVALS = range(3)
 
 FIRST_TOKEN = 256
@@ -43,11 +43,11 @@ class BenchRequest:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model as its server describes it.
+    """A model, as its server describes it.
 
     Attributes:
         max_model_len: Maximum tokens of prompt and output together; None if unknown.
-        vocab_size: Random prompts have token ids below it.
+        vocab_size: Upper limit of token ids in random prompts.
     """
 
     name: str
@@ -56,7 +56,7 @@ class ServedModel:
 
 
 def make_requests(workload: Workload, model: ServedModel) -> list[BenchRequest]:
-    """Return the requests, which depend on workload and model only.
+    """Return the requests, which depend only on the workload and the model.
 
     Raises:
         typer.BadParameter: Fixed lengths exceed the model's context, or the dataset
@@ -68,7 +68,7 @@ def make_requests(workload: Workload, model: ServedModel) -> list[BenchRequest]:
 
 
 def draw_lengths(lengths: Lengths, rng: np.random.Generator, count: int, most: int | Ints) -> Ints:
-    """Draw `count` lengths in tokens from 1 to `most`, which is [count] or a number."""
+    """Sample `count` lengths in tokens from 1 to `most`, which is [count] or a number."""
     match lengths.shape:
         case Shape.NORMAL:
             drawn = rng.normal(lengths.mean, lengths.spread, count)
@@ -113,7 +113,7 @@ def _random_requests(
 
 
 def _check_fits(source: Synthetic, model: ServedModel, most: int) -> None:
-    """Refuse fixed lengths that are too long; random lengths are clipped instead."""
+    """Reject fixed lengths that are too long; random lengths are clipped instead."""
     needed = 2
     if source.prompt.shape is Shape.FIXED:
         needed = round(source.prompt.mean) + round(source.output.mean)

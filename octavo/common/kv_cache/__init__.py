@@ -1,1 +1,1 @@
-"""What routers and engines agree on about the KV cache: keys of prefixes, and groups of layers."""
+"""KV-cache definitions that routers and engines share: prefix keys and layer groups."""

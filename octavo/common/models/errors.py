@@ -1,12 +1,12 @@
-"""Errors of models that cannot be found or served."""
+"""Errors for models that are not found or cannot be served."""
 
 
 class ModelError(Exception):
-    """A model cannot be found or served. The message says what was looked for and why."""
+    """A model is not found or cannot be served; the message says what was tried and why."""
 
 
 class UnsupportedModelError(ModelError):
-    """Octavo cannot serve the model, or not with these settings."""
+    """Octavo cannot serve the model at all, or not with these settings."""
 
 
 def first_line(error: Exception) -> str:

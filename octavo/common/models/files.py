@@ -14,8 +14,8 @@ def read_json(file: Path) -> dict[str, Any]:
     """Return a JSON file's object.
 
     Raises:
-        ModelError: It is a Git LFS pointer, or has no such object.
-        OSError: It cannot be opened.
+        ModelError: The file is a Git LFS pointer, or contains no JSON object.
+        OSError: The file cannot be opened.
     """
     check_no_pointer(file)
     try:

@@ -1,7 +1,7 @@
-"""Reading of GGUF files: their parts, their fields, and their tokenizers.
+"""Reads GGUF files: parts, fields and tokenizers.
 
-The engine makes models of them (`octavo.engine.models.gguf`), which takes PyTorch. A router makes
-tokenizers, which does not.
+The engine converts models (`octavo.engine.models.gguf`), which needs PyTorch. A router converts
+only tokenizers, which does not.
 """
 
 import hashlib
@@ -16,9 +16,9 @@ from octavo.common.models.gguf_tokenizer import GgufTokenizer
 
 MAGIC = b"GGUF"
 PACKED, TOKENIZER = "-packed", "-tokenizer"
-"""What follows the names of the form with blocks, and of the tokenizer alone, in the cache."""
+"""Suffixes in the cache: of a model that keeps its blocks, and of a tokenizer alone."""
 REVISION = 5
-"""Increased when the conversion changes, to invalidate older caches."""
+"""Version of the conversion; increase it to invalidate cached models."""
 SAMPLES = 64
 SAMPLE_BYTES = 1 << 16
 
@@ -27,38 +27,38 @@ TYPES = {
     *("Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "TQ1_0", "TQ2_0", "MXFP4"),
     *("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ4_NL", "IQ4_XS"),
 }
-"""The types of tensors that are read."""
+"""Supported types of tensors."""
 PART = re.compile(r"(?P<stem>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 PART_NAME = "{}-{:05d}-of-{:05d}.gguf"
 LENGTH_BYTES = 8
-"""What stands before each string."""
+"""Length of the size before each string, in bytes."""
 ARRAY_HEAD = 12
-"""The bytes of an array's type and length."""
+"""Bytes of an array's type and length."""
 UNKNOWN_TYPE = re.compile(r"(\d+)\)? is not a valid GGMLQuantizationType")
 
 
 def check(path: Path) -> None:
-    """Check, without reading it, that a file is GGUF and that its other parts are there.
+    """Check, without reading all, that a file is GGUF and that its other parts exist.
 
     Raises:
-        ModelError: It is not, or one is absent.
+        ModelError: The file is not GGUF, or a part is missing.
         OSError: The file cannot be opened.
     """
     with path.open("rb") as file:
         if file.read(len(MAGIC)) != MAGIC:
             raise ModelError(
-                f"{path} is no GGUF file; --model takes one, or a directory with a config.json"
+                f"{path} is not a GGUF file; --model needs one, or a directory with a config.json"
             )
     parts_of(path)
 
 
 def prepare_tokenizer(path: Path) -> Path:
-    """Return a directory with a GGUF file's tokenizer; make one first if the cache has none.
+    """Return a directory with a GGUF file's tokenizer; create it if it is not cached.
 
-    This takes no PyTorch, so a router makes it while its engine converts the model.
+    This needs no PyTorch, so the router does it while the engine converts the model.
 
     Raises:
-        ModelError: The file is not GGUF, is damaged, or its tokenizer is not known for certain.
+        ModelError: The file is not GGUF, is damaged, or has an unknown tokenizer.
         OSError: The file cannot be opened.
     """
     check(path)
@@ -69,11 +69,11 @@ def prepare_tokenizer(path: Path) -> Path:
 
 
 def tokenizer_of(path: Path, name: str) -> Path:
-    """Return the directory of a file's tokenizer alone.
+    """Return the cache directory of a file's tokenizer alone.
 
     Args:
         path: The file.
-        name: Its identity.
+        name: Name from the file's identity.
     """
 
     def make(target: Path, stage: model_cache.Stage) -> None:
@@ -86,16 +86,16 @@ def tokenizer_of(path: Path, name: str) -> Path:
 
 
 def check_same(path: Path, name: str) -> None:
-    """Refuse a file that has another identity than before."""
+    """Reject a file whose identity has changed."""
     if identity(path) != name:
         raise ModelError(f"{path} was written to while it was converted")
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files that a model is split into, as llama.cpp names them; one in most cases.
+    """Return the parts of a model, by llama.cpp's names; usually a single file.
 
     Raises:
-        ModelError: One of them is absent.
+        ModelError: A part is missing.
     """
     named = PART.fullmatch(path.name)
     if named is None:
@@ -104,15 +104,17 @@ def parts_of(path: Path) -> list[Path]:
     names = [PART_NAME.format(named["stem"], number, count) for number in range(1, count + 1)]
     parts = [path.with_name(name) for name in names]
     if absent := [part.name for part in parts if not part.is_file()]:
-        raise ModelError(f"{path} is one of {count} parts, of which {absent[0]} is not beside it")
+        raise ModelError(
+            f"{path} is one of {count} parts, but {absent[0]} is not in the same directory"
+        )
     return parts
 
 
 def identity(path: Path) -> str:
-    """Return a model's name in the cache: its first file's stem and a digest.
+    """Return a model's cache name: its first file's stem and a digest.
 
-    The digest covers sizes, modification times and 64 samples of the content (container images
-    often give all files one time). A digest of the whole content would take seconds per GB at each
+    The digest covers sizes, modification times and 64 samples of the content (as container images
+    often give all files the same time). A digest of all content would cost seconds per GB at each
     start.
     """
     paths = parts_of(path)
@@ -131,7 +133,7 @@ def save_tokenizer(source: Path, tokenizer: GgufTokenizer, target: Path) -> None
     """Write a file's tokenizer to the directory `target`.
 
     Raises:
-        ModelError: The file's fields make none, or none that is known for certain.
+        ModelError: The fields describe no tokenizer, or an unknown one.
     """
     try:
         tokenizer.save(target)
@@ -142,7 +144,7 @@ def save_tokenizer(source: Path, tokenizer: GgufTokenizer, target: Path) -> None
 def read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
     """Read a file's fields and tensor positions; check that it is a complete language model.
 
-    Its `parts` are the files, and `part_of` the number of the one that has a tensor, by name.
+    `parts` of the result are the files, and `part_of` maps tensor names to the file's number.
     """
     import gguf  # noqa: PLC0415 - rarely needed
 
@@ -152,8 +154,8 @@ def read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
     count = field_of(reader, "split.count") or 1
     if count != len(parts):
         raise ModelError(
-            f"{path} is one of {count} parts: give the first one, under the name that llama.cpp"
-            " gives it, with the others beside it"
+            f"{path} is one of {count} parts: pass the first one, with llama.cpp's name and the "
+            "others in the same directory"
         )
     reader.parts = parts
     reader.part_of = {
@@ -164,7 +166,7 @@ def read(path: Path) -> Any:  # noqa: ANN401 - gguf has no types
     for other in others:
         reader.tensors.extend(other.tensors)
     if field_of(reader, gguf.Keys.Tokenizer.MODEL) is None:
-        raise ModelError(f"{path} holds no tokenizer, so it is no language model of its own")
+        raise ModelError(f"{path} has no tokenizer, so it is not a complete language model")
     return reader
 
 
@@ -175,7 +177,7 @@ def _read_part(path: Path) -> Any:  # noqa: ANN401
     except Exception as error:
         if (unknown := UNKNOWN_TYPE.search(str(error))) is not None:
             raise ModelError(
-                f"{path} has tensors of type {unknown[1]}, which is none that Octavo knows: use a"
+                f"{path} has tensors of type {unknown[1]}, which Octavo does not know: use a"
                 f" file of {', '.join(sorted(TYPES))}"
             ) from error
         raise ModelError(
@@ -191,10 +193,10 @@ def _read_part(path: Path) -> Any:  # noqa: ANN401
 
 
 def _reader_class() -> Any:  # noqa: ANN401
-    """Return gguf's reader, which reads a vocabulary fast.
+    """Return gguf's reader with a faster way to read the vocabulary.
 
-    gguf's own makes several slices of a `memmap` for each token, which are slow to make, and takes
-    a second for 49,000 tokens.
+    gguf's own creates several slow `memmap` slices per token, which takes a second for 49,000
+    tokens.
     """
     import gguf  # noqa: PLC0415 - rarely needed
     import numpy as np  # noqa: PLC0415
@@ -228,15 +230,15 @@ def _reader_class() -> Any:  # noqa: ANN401
 
 
 def _strings(found: Any, start: int, count: int) -> tuple[list[Any], int]:  # noqa: ANN401
-    """Return the lengths and bytes of strings in turn, and where they end.
+    """Return the lengths and bytes of consecutive strings, and the end offset.
 
     Args:
-        found: A file's bytes, a NumPy array.
-        start: Where the first string begins.
-        count: The number of strings.
+        found: Bytes of the file, a NumPy array.
+        start: Offset of the first string.
+        count: Number of strings.
 
     Raises:
-        ValueError: The file ends before.
+        ValueError: The file ends before the strings do.
     """
     parts: list[Any] = []
     numbers = memoryview(found)
@@ -251,6 +253,6 @@ def _strings(found: Any, start: int, count: int) -> tuple[list[Any], int]:  # no
 
 
 def field_of(reader: Any, key: str) -> Any:  # noqa: ANN401
-    """Return a field's value, or None if the file does not have it."""
+    """Return a field's value; None if it is missing."""
     field = reader.get_field(key)
     return None if field is None else field.contents()

@@ -1,7 +1,7 @@
-"""The weights of a model that are read from its GGUF file as they are, and where they are in it.
+"""Locations of a model's weights that are read from its GGUF file unchanged.
 
-Matrices stay in the file's own blocks or floats, of which `FILE` in the model's directory says the
-place; all other weights are in the directory's safetensors files.
+Matrices stay in the GGUF file as blocks or floats, at the places that `FILE` in the model's
+directory lists; other weights are in the directory's safetensors files.
 """
 
 import json
@@ -14,11 +14,11 @@ from octavo.common.models.errors import ModelError
 from octavo.common.models.weight_files import TensorLocation
 
 BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
-"""GGUF's types that have kernels."""
+"""GGUF types for which kernels exist."""
 FLOAT_TYPES = ("F32", "F16", "BF16")
-"""Its types of floats; safetensors calls them the same."""
+"""GGUF's float types, which have the same names in safetensors."""
 BLOCKS, ORDER = ".blocks", ".order"
-"""What follows a layer's name in the names of its bytes, and of its rows' numbers."""
+"""Suffixes of a layer's tensor names: its raw blocks, and the order of its rows."""
 WEIGHT = ".weight"
 METHOD = "gguf"
 FILE = "gguf.json"
@@ -26,38 +26,38 @@ FILE = "gguf.json"
 
 @dataclass(frozen=True, slots=True)
 class TensorLocations:
-    """Where the tensors of a model are in its files.
+    """Locations of a model's tensors in its files.
 
     Attributes:
-        files: The files' paths and sizes.
-        tensors: The number of its file, and the place in it, of each tensor by name.
+        files: Paths and sizes of the files.
+        tensors: Number of the file and location in it, by tensor name.
     """
 
     files: tuple[tuple[str, int], ...]
     tensors: Mapping[str, tuple[int, TensorLocation]]
 
     def types(self) -> dict[str, str]:
-        """Return the type of each tensor, as `tensor_types` does."""
+        """Return the type of each tensor, like `tensor_types`."""
         return {name: place.dtype for name, (_, place) in self.tensors.items()}
 
     def write(self, directory: Path) -> None:
-        """Write them to a model's directory."""
+        """Write the locations to a model's directory."""
         tensors = {name: [file, asdict(place)] for name, (file, place) in self.tensors.items()}
         content = {"files": self.files, "tensors": tensors}
         (directory / FILE).write_text(json.dumps(content) + "\n")
 
     @classmethod
     def read(cls, directory: Path) -> "TensorLocations":
-        """Read the locations in a model's directory; most directories have none.
+        """Read the locations in a model's directory; None for most directories.
 
-        Only a directory in the cache is read: one from elsewhere could name any file.
+        Only directories in the cache are read: others could refer to any file.
 
         Raises:
-            ModelError: A file is gone, or has another size.
+            ModelError: A file is missing, or its size has changed.
         """
         if not (directory / FILE).is_file():
             return cls((), {})
-        from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - of the extras
+        from octavo.common.models.cache import cache_dir  # noqa: PLC0415 - in an extra
 
         if directory.resolve().parent != cache_dir().resolve():
             return cls((), {})
@@ -65,7 +65,7 @@ class TensorLocations:
         files = tuple((str(path), int(size)) for path, size in content["files"])
         for path, size in files:
             if not Path(path).is_file() or Path(path).stat().st_size != size:
-                raise ModelError(f"{path}, of which {directory} is made, is gone or has changed")
+                raise ModelError(f"{path}, the source of {directory}, is missing or has changed")
         tensors = {
             name: (
                 int(file),
@@ -77,11 +77,11 @@ class TensorLocations:
 
 
 def relocate(directory: Path, paths: Sequence[Path]) -> None:
-    """Write down where a model's files are now, if they were moved; their contents are the same.
+    """Update the paths of a model's files that were moved; their contents are unchanged.
 
     Args:
         directory: The model's directory.
-        paths: The files' paths, in order.
+        paths: Paths of the files, in order.
     """
     where = directory / FILE
     if not where.is_file():

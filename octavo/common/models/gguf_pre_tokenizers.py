@@ -1,11 +1,10 @@
-"""How a GGUF file's byte-level tokenizer divides a text into words: `tokenizer.ggml.pre`.
+"""Pre-tokenizers of GGUF files: how `tokenizer.ggml.pre` splits text into words.
 
-A file holds only a name. llama.cpp's src/llama-vocab.cpp says what each name stands for. Some of
-its regexes are adapted to its own engine; here are those of the families' own tokenizer.json, where
-they are known.
+A file contains only a name, which llama.cpp's src/llama-vocab.cpp defines. As some of its regexes
+are adapted to its own engine, those of the families' tokenizer.json are used where known.
 """
 
-# ruff: noqa: RUF001 - signs of many scripts are what regexes are about
+# ruff: noqa: RUF001 - the regexes contain signs of many scripts
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -16,9 +15,9 @@ if TYPE_CHECKING:
     from tokenizers import normalizers, pre_tokenizers
 
 DIGITS = r"\p{N}"
-"""A step that makes each digit a word; `tokenizers` has it as a class of its own."""
+"""Step that splits off each digit; a class of its own in `tokenizers`."""
 GPT2 = "gpt-2"
-"""A step with GPT-2's regex; `tokenizers` has it within the step that spells bytes."""
+"""Step with GPT-2's regex; part of the byte-level step in `tokenizers`."""
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -76,14 +75,14 @@ _JAIS2 = (
 
 @dataclass(frozen=True)
 class PreTokenizer:
-    """How texts become words, and other properties that a name stands for.
+    """The pre-tokenizer of a name: how it splits text, and related properties.
 
     Attributes:
-        steps: Regexes, `DIGITS` or `GPT2`. Each divides what the one before it has left: what it
-            matches and what lies between are words.
-        composes: Whether texts are brought to Unicode's form NFC.
-        ignore_merges: Whether a word that is a token is that token, whatever the merges make of it.
-        adds_bos: Whether texts begin with the BOS token in a file that does not say.
+        steps: Regexes, `DIGITS` or `GPT2`. Each splits the results of the previous one: its matches
+            and the text between them become words.
+        composes: Whether to normalize texts to Unicode's form NFC.
+        ignore_merges: Whether a word that is itself a token is not split by merges.
+        adds_bos: Whether texts begin with BOS if the file does not say.
     """
 
     steps: tuple[str, ...]
@@ -92,7 +91,7 @@ class PreTokenizer:
     adds_bos: bool = False
 
     def build(self) -> "pre_tokenizers.PreTokenizer":
-        """Return the steps, with the one that spells bytes at the end."""
+        """Return the steps, with the byte-level step last."""
         from tokenizers import Regex, pre_tokenizers  # noqa: PLC0415 - only for GGUF files
 
         steps: list[pre_tokenizers.PreTokenizer] = []
@@ -108,7 +107,7 @@ class PreTokenizer:
         return steps[0] if len(steps) == 1 else pre_tokenizers.Sequence(steps)
 
     def normalizer(self) -> "normalizers.Normalizer | None":
-        """Return the normalizer of texts, before they are divided."""
+        """Return the normalizer of texts before splitting."""
         from tokenizers import normalizers  # noqa: PLC0415 - only for GGUF files
 
         return normalizers.NFC() if self.composes else None
@@ -190,7 +189,7 @@ _GROUPS: tuple[tuple[str, PreTokenizer], ...] = (
 )
 
 PRE_TOKENIZERS = {name: made for names, made in _GROUPS for name in names.split()}
-"""The pre-tokenizers that are known, by the names that files give them."""
+"""Known pre-tokenizers, by their names in files."""
 
 REMEDY = (
     "convert the original checkpoint with a current llama.cpp, or name the pre-tokenizer of the"
@@ -202,13 +201,13 @@ def named(name: str | None) -> PreTokenizer:
     """Return the pre-tokenizer of a name.
 
     Raises:
-        UnsupportedModelError: The file has no name, or one that is not known for certain.
+        UnsupportedModelError: The name is missing or unknown.
     """
     if name is None or name == "default":
-        # llama.cpp takes a default here, and warns that it is wrong for most models.
+        # llama.cpp uses a default here, and warns that it is wrong for most models.
         raise UnsupportedModelError(
-            f"its tokenizer.ggml.pre {'is missing' if name is None else 'says default'}, so nobody"
-            f" knows how its tokenizer divides texts: {REMEDY}"
+            f"its tokenizer.ggml.pre {'is missing' if name is None else 'says default'}, so the "
+            f"way its tokenizer splits texts is unknown: {REMEDY}"
         )
     if name not in PRE_TOKENIZERS:
         raise UnsupportedModelError(

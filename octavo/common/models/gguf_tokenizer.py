@@ -1,9 +1,8 @@
-"""The tokenizer of a GGUF file, made of the file's own fields.
+"""Builds the tokenizer of a GGUF file from its fields.
 
-transformers makes one, too, but leaves out what the names of pre-tokenizers say, respells control
-tokens, and reads one end token. What the fields mean is defined by llama.cpp's src/llama-vocab.cpp
-and by its converter; where llama.cpp differs from the tokenizer.json that a file was converted
-from, that one counts.
+transformers can build one, but ignores the pre-tokenizer's name, respells control tokens, and reads
+a single end token. llama.cpp's src/llama-vocab.cpp and its converter define the fields; where
+llama.cpp differs from the original tokenizer.json, this follows the latter.
 """
 
 import json
@@ -20,11 +19,11 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 BYTE_LEVEL, SENTENCE_PIECE, GEMMA4 = "gpt2", "llama", "gemma4"
-"""The values of `tokenizer.ggml.model` that are read."""
+"""Supported values of `tokenizer.ggml.model`."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
-"""The types of tokens."""
+"""Types of tokens."""
 SPACE = "▁"
-"""How sentencepiece spells a space."""
+"""Sentencepiece's spelling of a space."""
 DEFAULT_IDS = {"bos": 1, "eos": 2, "unknown": 0}
 """Ids of special tokens in sentencepiece tokenizers whose files do not name them."""
 
@@ -34,29 +33,29 @@ ENDS = {
     *("<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>"),
     *("<｜end▁of▁sentence｜>", "[e~["),  # noqa: RUF001 - as DeepSeek spells it
 }
-"""Tokens that end an output, in whatever file has them."""
+"""Tokens that end an output in any model that has them."""
 FILL_ENDS = (
     ("fim_pad", ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]")),
     ("fim_rep", ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>")),
     ("fim_sep", ("<|file_sep|>",)),
 )
-"""Fields and names of tokens that end a file or a repository, and so an output, too."""
+"""Fields and names of tokens that end a file or repository, and therefore an output."""
 AMBIGUOUS = {"</s>", "<EOT>", "<eos>", "[EOS]", "[EOT]", "<PAD>", "[PAD]"}
-"""Names that are ordinary text unless a file says that they are control tokens: in Qwen's and
-Gemma's, `</s>` is HTML."""
+"""Names that are text unless the file marks them as control tokens: in Qwen's and Gemma's
+vocabularies, `</s>` is HTML."""
 KEEP_SPACES = {"<unk>", "<s>", "<|endoftext|>"}
-"""Control tokens of Phi-3 after which spaces stay; they are left out after its others."""
+"""Control tokens of Phi-3 that keep following spaces; its others strip them."""
 
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """A file's tokenizer.
+    """The tokenizer of a file.
 
     Attributes:
         fields: Fields that begin with `tokenizer.` or `tokenizer.ggml.`, without that prefix.
         architecture: The model's architecture.
         name: The model's name.
-        context: The model's maximum context in tokens, if the file has it.
+        context: Maximum context of the model in tokens, if the file has it.
     """
 
     fields: dict[str, Any] = field(repr=False)
@@ -66,7 +65,7 @@ class GgufTokenizer:
 
     @classmethod
     def read(cls, reader: Any) -> "GgufTokenizer":  # noqa: ANN401 - gguf has no types
-        """Return the tokenizer of a `gguf.GGUFReader`'s file."""
+        """Read the tokenizer of a `gguf.GGUFReader`'s file."""
 
         def value(name: str) -> Any:  # noqa: ANN401
             held = reader.get_field(name)
@@ -85,7 +84,7 @@ class GgufTokenizer:
         """Write tokenizer.json and tokenizer_config.json to the directory `target`.
 
         Raises:
-            ModelError: The fields make no tokenizer, or none that is known for certain.
+            ModelError: The fields describe no tokenizer, or an unknown one.
         """
         built = self.build()
         target.mkdir(parents=True, exist_ok=True)
@@ -101,10 +100,10 @@ class GgufTokenizer:
         (target / "tokenizer_config.json").write_text(content, encoding="utf-8")
 
     def build(self) -> "Tokenizer":
-        """Return the tokenizer.
+        """Build the tokenizer.
 
         Raises:
-            ModelError: The fields make none, or none that is known for certain.
+            ModelError: The fields describe no tokenizer, or an unknown one.
         """
         from tokenizers import AddedToken  # noqa: PLC0415 - only for GGUF files
 
@@ -115,8 +114,8 @@ class GgufTokenizer:
         }
         if self.model not in make:
             raise UnsupportedModelError(
-                f"Octavo does not read tokenizers of the kind {self.model}"
-                f" (tokenizer.ggml.model); it reads {', '.join(make)}"
+                f"Octavo does not support tokenizers of the kind {self.model} "
+                f"(tokenizer.ggml.model); it supports {', '.join(make)}"
             )
         try:
             made = make[self.model]()
@@ -141,7 +140,7 @@ class GgufTokenizer:
 
     @cached_property
     def ends(self) -> list[int]:
-        """The tokens that end an output, in order: the file's own, and those known by name."""
+        """Tokens that end an output: the file's own, then those known by name."""
         ids = [self.ids.get(role) for role in ("eos", "eot", "eom")]
         ids += [self.ids.get(role, self._find(names)) for role, names in FILL_ENDS]
         ends = {token for token in ids if token is not None} | self._named_ends
@@ -149,30 +148,30 @@ class GgufTokenizer:
         harmony = {"<|call|>", "<|return|>"} <= texts
         solar = "<|flush|>" in texts and bool({"<|call|>", "<|calls|>"} & texts)
         left_out = {
-            "<|end|>": harmony or solar,  # between the messages of one turn
+            "<|end|>": harmony or solar,  # between messages of one turn
             "</s>": "<|tool_response>" in texts,
         }
         return sorted(token for token in ends if not left_out.get(self.tokens[token]))
 
     @cached_property
     def model(self) -> str:
-        """The kind of tokenizer."""
+        """Kind of tokenizer."""
         return str(self.fields["model"])
 
     @cached_property
     def tokens(self) -> list[str]:
-        """The tokens as the file spells them, by id."""
+        """Tokens in the file's spelling, by id."""
         if not (tokens := self.fields.get("tokens")):
             raise ModelError("it has no tokens (tokenizer.ggml.tokens)")
         return list(tokens)
 
     @cached_property
     def ids(self) -> dict[str, int]:
-        """The tokens that the file names, by what they are: `bos`, `eos`, `unknown`, `eot`..."""
+        """Tokens that the file names, by role: `bos`, `eos`, `unknown`, `eot`..."""
         ids = dict(DEFAULT_IDS) if self.model == SENTENCE_PIECE else {}
         suffix = "_token_id"
         for name, token in self.fields.items():
-            # llama.cpp leaves out ids beyond the vocabulary, too.
+            # llama.cpp also drops ids beyond the vocabulary.
             if name.endswith(suffix) and 0 <= token < len(self.tokens):
                 ids[name.removesuffix(suffix)] = token
         return {role: token for role, token in ids.items() if token < len(self.tokens)}
@@ -191,7 +190,7 @@ class GgufTokenizer:
 
     @cached_property
     def _control(self) -> set[int]:
-        """The tokens that are no text; a file without types says it only of some, by their ids."""
+        """Control tokens; a file without types marks only some, by id."""
         control = {token for token, kind in enumerate(self._types) if kind in (UNKNOWN, CONTROL)}
         control |= {self.ids[role] for role in ("bos", "eos", "eot", "eom") if role in self.ids}
         if "token_type" not in self.fields:
@@ -200,7 +199,7 @@ class GgufTokenizer:
 
     @cached_property
     def _plain(self) -> set[int]:
-        """The tokens that are matched before all others, but are text."""
+        """Tokens that are matched before all others, but are text."""
         user = {token for token, kind in enumerate(self._types) if kind == USER_DEFINED}
         return user - self._control
 
@@ -214,21 +213,21 @@ class GgufTokenizer:
         return next((token for token in tokens if self._is_control(token)), None)
 
     def _is_control(self, token: int) -> bool:
-        """Tell whether a token with a control token's name is one."""
+        """Return whether a token with a control token's name is one."""
         return self.tokens[token] not in AMBIGUOUS or self._types[token] == CONTROL
 
     def _spelling(self, token: int) -> str:
-        """Return a token as the tokenizer spells it."""
+        """Return a token in the tokenizer's spelling."""
         text = self.tokens[token]
         if self.model != BYTE_LEVEL and self._types[token] == USER_DEFINED:
-            # llama.cpp's converter respells them, because llama.cpp matches them in the text.
+            # llama.cpp's converter respells them, because llama.cpp matches them in text.
             respelt = text.replace(" ", SPACE)
             return text if respelt in self._by_text else respelt
         return text
 
     @cached_property
     def _vocabulary(self) -> dict[str, int]:
-        """The tokens that there are; the others fill up the model's embeddings."""
+        """Existing tokens; the others only pad the model's embeddings."""
         return {
             self._spelling(token): token
             for token, text in enumerate(self.tokens)
@@ -245,9 +244,9 @@ class GgufTokenizer:
         return pairs
 
     def _merges_by_score(self) -> list[tuple[str, str]]:
-        """Return the pairs of tokens that make a token, those of the highest score first.
+        """Return the pairs of tokens that merge into a token, highest scores first.
 
-        Of one token's pairs those with the longest left part are first, as in tokenizer.json.
+        Among pairs of the same token, longer left parts are first, as in tokenizer.json.
         """
         scores = self.fields.get("scores")
         if scores is None or len(scores) < len(self.tokens):
@@ -260,8 +259,8 @@ class GgufTokenizer:
         normal = {scores[token] for token, kind in enumerate(self._types) if kind == NORMAL}
         if len(normal) == 1 and len(pieces) > len(scores) // 2:
             raise UnsupportedModelError(
-                "all its tokens have one score, so nobody knows in which order they merge: convert"
-                " the original checkpoint, with its tokenizer.model, with a current llama.cpp"
+                "all its tokens have one score, so their merge order is unknown: convert the "
+                "original checkpoint, with its tokenizer.model, with a current llama.cpp"
             )
         merges = [
             (score, piece[:at], piece[at:])
@@ -292,8 +291,8 @@ class GgufTokenizer:
     def _sentence_piece(self) -> "Tokenizer":
         if self.fields.get("remove_extra_whitespaces"):
             raise UnsupportedModelError(
-                "its tokenizer removes spaces (tokenizer.ggml.remove_extra_whitespaces), which"
-                " Octavo reads in no tokenizer of this kind"
+                "its tokenizer removes spaces (tokenizer.ggml.remove_extra_whitespaces), which "
+                "Octavo does not support for this kind"
             )
         prefix = self.fields.get("add_space_prefix", True)
         return self._of_pieces(self._merges_by_score(), prefix=bool(prefix))
@@ -302,11 +301,11 @@ class GgufTokenizer:
         return self._of_pieces(self._merges(), prefix=False)
 
     def _of_pieces(self, merges: list[tuple[str, str]], *, prefix: bool) -> "Tokenizer":
-        """Return a tokenizer of whole texts, with bytes for characters that are no tokens.
+        """Build a tokenizer of whole texts, with byte tokens for unknown characters.
 
         Args:
-            merges: Pairs of tokens, the first to merge first.
-            prefix: Whether a space goes before each text, and after control tokens.
+            merges: Pairs of tokens, in order of merging.
+            prefix: Whether to add a space before each text and after control tokens.
         """
         from tokenizers import Tokenizer, decoders, models, normalizers  # noqa: PLC0415
 
@@ -335,24 +334,24 @@ class GgufTokenizer:
         return made
 
     def _strips(self, text: str) -> bool:
-        """Tell whether spaces after a control token are left out: in Phi-3 they are."""
+        """Return whether spaces after a control token are stripped, as in Phi-3."""
         phi3 = self.architecture == "phi3" or re.search(r"phi[- ]?3", self.name.lower())
         return self.model == SENTENCE_PIECE and bool(phi3) and text not in KEEP_SPACES
 
     def _add_bos_and_eos(self, made: "Tokenizer") -> None:
-        """Let texts begin with BOS and end with EOS, by the file or by llama.cpp's rule."""
+        """Add BOS and EOS tokens to texts, by the file or else by llama.cpp's rule."""
         from tokenizers import processors  # noqa: PLC0415 - only for GGUF files
 
         adds_bos = self.model != BYTE_LEVEL or named(self.fields.get("pre")).adds_bos
         adds = {
-            # llama.cpp overrides what Gemma 4's files say, which is wrong in some.
+            # llama.cpp ignores this field of Gemma 4's files, as some have it wrong.
             "bos": self.model == GEMMA4 or self.fields.get("add_bos_token", adds_bos),
             "eos": self.fields.get("add_eos_token", False),
         }
         for role in ("bos", "eos"):
             if adds[role] and role not in self.ids:
                 raise UnsupportedModelError(
-                    f"its texts take a {role.upper()} token, but it does not say which"
+                    f"it adds a {role.upper()} token to texts, but does not define it"
                     f" (tokenizer.ggml.{role}_token_id)"
                 )
         pieces = [
@@ -371,9 +370,9 @@ class GgufTokenizer:
         )
 
     def _named_tokens(self) -> dict[str, str]:
-        """Return the tokens that transformers has names for."""
+        """Return the tokens that have names in transformers."""
         roles = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-        # A name makes a token a control token, which one that is text must not become.
+        # Naming makes a token a control token, which text tokens must not become.
         return {
             f"{name}_token": self.tokens[self.ids[role]]
             for role, name in roles.items()

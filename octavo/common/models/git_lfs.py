@@ -1,18 +1,18 @@
-"""Find Git LFS pointers: what a clone without Git LFS has in place of large files."""
+"""Detects Git LFS pointers: the stand-ins for large files in a clone without Git LFS."""
 
 from pathlib import Path
 
 from octavo.common.models.errors import ModelError
 
 POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a pointer begins."""
+"""Beginning of a pointer."""
 
 
 def check_no_pointer(file: Path) -> None:
-    """Refuse a Git LFS pointer.
+    """Reject a Git LFS pointer.
 
     Raises:
-        ModelError: The file is one; the message says what to do.
+        ModelError: The file is a pointer; the message says what to do.
         OSError: The file cannot be read.
     """
     with file.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""Download models and tokenizers from the Hugging Face hub, with one message if that fails."""
+"""Downloads models and tokenizers from the Hugging Face hub, with clear error messages."""
 
 import errno
 import shutil
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo
 
 LOOK_UP_SECONDS = 10.0
-"""Seconds that the hub has to answer the first question."""
+"""Timeout in seconds of the first request to the hub."""
 SMALL_FILES = ("*.json", "*.jinja", *TOKENIZER_FILES)
-"""What a model has beside its weights."""
+"""File patterns of a model's files other than weights."""
 GB = 1e9
 FORBIDDEN = (401, 403)
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -31,23 +31,24 @@ log = structlog.get_logger(__name__)
 
 
 class _HubUnreachableError(Exception):
-    """The hub cannot be asked; the message says why."""
+    """The hub cannot be reached; the message says why."""
 
 
 def split_revision(name: str) -> tuple[str, str | None]:
-    """Return a model's name on the hub, and what follows its @: a branch, a tag or a commit."""
+    """Split a model's name into the name on the hub, and the revision after @."""
     repository, _, revision = name.partition("@")
     return repository, revision or None
 
 
 def fetch_model(name: str) -> Path:
-    """Return the directory of a hub's model; download first what is not in the cache.
+    """Return the directory of a hub model; download missing files first.
 
-    The small files come first, so that a model that cannot be served is refused before its weights
-    are downloaded.
+    Small files are downloaded first, to reject models that cannot be served before downloading
+    weights.
 
     Raises:
-        ModelError: It cannot be had, or Octavo does not serve it; the message says what to do.
+        ModelError: The model is unavailable, or Octavo cannot serve it; the message says what to
+            do.
     """
     info = _look_up(name)
     if isinstance(info, Path):
@@ -57,10 +58,10 @@ def fetch_model(name: str) -> Path:
 
 
 def fetch_config(name: str) -> Path:
-    """Return the directory of a hub's model, in which only its configs need be.
+    """Return the directory of a hub model, perhaps with configs only.
 
     Raises:
-        ModelError: `fetch_model` would raise it for these files or the weights' names.
+        ModelError: `fetch_model` would reject these files or the weights' names.
     """
     info = _look_up(name)
     if isinstance(info, Path):
@@ -71,10 +72,10 @@ def fetch_config(name: str) -> Path:
 
 
 def _fetch_checked(name: str, info: "ModelInfo", patterns: Iterable[str]) -> Path:
-    """Download a model's small files of these names, and check its config.
+    """Download a model's small files by name, and check its config.
 
     Raises:
-        ModelError: They cannot be had, or Octavo does not serve the model.
+        ModelError: The files are unavailable, or Octavo cannot serve the model.
     """
     directory = _download(name, info, _matching(info, patterns))
     if not (directory / CONFIG).is_file():
@@ -85,10 +86,10 @@ def _fetch_checked(name: str, info: "ModelInfo", patterns: Iterable[str]) -> Pat
 
 
 def fetch_tokenizer(name: str) -> Path:
-    """Return the directory of a hub's tokenizer; download first what is not in the cache.
+    """Return the directory of a hub tokenizer; download missing files first.
 
     Raises:
-        ModelError: It cannot be had; the message says what to do.
+        ModelError: The tokenizer is unavailable; the message says what to do.
     """
     info = _look_up(name)
     if isinstance(info, Path):
@@ -97,10 +98,10 @@ def fetch_tokenizer(name: str) -> Path:
 
 
 def _look_up(name: str) -> "ModelInfo | Path":
-    """Return the hub's description of a model, or its cached directory if the hub cannot be asked.
+    """Return the hub's information on a model, or its cached directory if the hub is unreachable.
 
     Raises:
-        ModelError: The hub cannot be asked, or refuses, and the cache does not have the model.
+        ModelError: The hub is unreachable or refuses, and the model is not cached.
     """
     try:
         return _ask(name)
@@ -110,16 +111,16 @@ def _look_up(name: str) -> "ModelInfo | Path":
         refusal, why = _unreachable(name, str(error)), str(error)
     if (cached := _cached(name)) is None:
         raise refusal from None
-    log.warning("the cached files of the model are used", model=name, reason=why)
+    log.warning("using the model's cached files", model=name, reason=why)
     return cached
 
 
 def _ask(name: str) -> "ModelInfo":
-    """Ask the hub for a model.
+    """Request a model's information from the hub.
 
     Raises:
-        ModelError: There is no such model, or no access to it.
-        _HubUnreachableError: The hub cannot be reached, or answers nonsense.
+        ModelError: The model does not exist, or access is denied.
+        _HubUnreachableError: The hub is unreachable, or its answer is invalid.
     """
     from huggingface_hub import HfApi, errors  # noqa: PLC0415 - slow to import
 
@@ -135,13 +136,14 @@ def _ask(name: str) -> "ModelInfo":
         ) from error
     except errors.GatedRepoError as error:
         raise ModelError(
-            f"the model {name!r} of the hub ({_endpoint()}) is gated: ask for access on its page,"
+            f"the model {name!r} of the hub ({_endpoint()}) is gated: request access on its page,"
             " and set HF_TOKEN to a token of your account"
         ) from error
     except errors.RepositoryNotFoundError as error:
         raise ModelError(
-            f"the hub ({_endpoint()}) has no model {name!r}, or it is private; it is no directory"
-            f" here either ({Path(name).absolute()}): correct the name, or set HF_TOKEN to a token"
+            f"the hub ({_endpoint()}) has no model {name!r}, or it is private; it is not a local "
+            f"directory either ({Path(name).absolute()}): correct the name, or set HF_TOKEN to a "
+            "token"
             " that may read it"
         ) from error
     except errors.HfHubHTTPError as error:
@@ -154,7 +156,7 @@ def _ask(name: str) -> "ModelInfo":
         raise _HubUnreachableError(f"HTTP status {status}") from error
     except errors.OfflineModeIsEnabled as error:
         raise _HubUnreachableError("HF_HUB_OFFLINE is set") from error
-    except Exception as error:  # the HTTP library's own types, or an answer that is not the hub's
+    except Exception as error:  # the HTTP library's errors, or an answer that is not the hub's
         raise _HubUnreachableError(first_line(error)) from error
 
 
@@ -162,15 +164,15 @@ def _unreachable(name: str, why: str) -> ModelError:
     from huggingface_hub import constants  # noqa: PLC0415
 
     return ModelError(
-        f"{name!r} is no directory here ({Path(name).absolute()}), is not in the cache"
-        f" ({constants.HF_HUB_CACHE}), and the hub ({_endpoint()}) cannot be reached ({why}): give"
-        " a local directory or GGUF file; or set HTTPS_PROXY if the network needs a proxy, or"
+        f"{name!r} is not a local directory ({Path(name).absolute()}), is not in the cache"
+        f" ({constants.HF_HUB_CACHE}), and the hub ({_endpoint()}) cannot be reached ({why}): pass "
+        "a local directory or GGUF file; or set HTTPS_PROXY if the network needs a proxy, or"
         " HF_ENDPOINT for a mirror; or copy a filled cache here and set HF_HUB_OFFLINE=1"
     )
 
 
 def _cached(name: str) -> Path | None:
-    """Return the model's directory in the cache, if it has one."""
+    """Return the model's directory in the cache, if it is there."""
     from huggingface_hub import snapshot_download  # noqa: PLC0415
 
     try:
@@ -184,7 +186,7 @@ def _cached(name: str) -> Path | None:
 
 
 def _names(info: "ModelInfo") -> list[str]:
-    """Return the files at the top of a repository; folders hold other formats."""
+    """Return the files at the top level of a repository; folders hold other formats."""
     names = [file.rfilename for file in info.siblings or ()]
     return [name for name in names if "/" not in name]
 
@@ -194,27 +196,27 @@ def _matching(info: "ModelInfo", patterns: Iterable[str]) -> list[str]:
 
 
 def _weights(name: str, info: "ModelInfo", directory: Path) -> list[str]:
-    """Return the names of the weights' files.
+    """Return the names of the weight files.
 
     Raises:
-        ModelError: There are none that can be served.
+        ModelError: There are no weight files that can be served.
     """
     _check_weights(name, info)
     return [WHOLE] if WHOLE in _names(info) else names_in_index(directory / INDEX)
 
 
 def _check_weights(name: str, info: "ModelInfo") -> None:
-    """Refuse a model if the names of its files show no weights that Octavo can serve."""
+    """Reject a model if its file names show no weights that Octavo can serve."""
     names = _names(info)
     if WHOLE not in names and INDEX not in names:
         raise ModelError(f"the model {name!r} of the hub {no_weights(names)}")
 
 
 def _download(name: str, info: "ModelInfo", files: list[str]) -> Path:
-    """Return the directory of a model in the cache, with these files in it.
+    """Return the cache directory of a model, containing these files.
 
     Raises:
-        ModelError: The files cannot be had, or the disk has no room for them.
+        ModelError: The files are unavailable, or the disk has no room for them.
     """
     from huggingface_hub import constants, snapshot_download  # noqa: PLC0415
 
@@ -228,7 +230,7 @@ def _download(name: str, info: "ModelInfo", files: list[str]) -> Path:
 
 @contextmanager
 def _as_model_error(name: str, cache: str) -> Iterator[None]:
-    """Raise what a download raises as a ModelError."""
+    """Convert download errors to ModelError."""
     try:
         yield
     except OSError as error:
@@ -247,10 +249,10 @@ def _interrupted(name: str, error: Exception) -> str:
 
 
 def _check_room(name: str, info: "ModelInfo", files: list[str], cache: Path) -> None:
-    """Refuse a download that is larger than the free space.
+    """Reject a download that is larger than the free space.
 
     Raises:
-        ModelError: The message has both sizes.
+        ModelError: The download is too large; the message has both sizes.
     """
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
@@ -268,7 +270,7 @@ def _check_room(name: str, info: "ModelInfo", files: list[str], cache: Path) -> 
 
 
 def _free(directory: Path) -> int:
-    """Return the free bytes of the disk that a directory is on, or will be."""
+    """Return the free bytes on the disk of a directory, which may not exist yet."""
     there = next(path for path in (directory, *directory.parents) if path.exists())
     return shutil.disk_usage(there).free
 

@@ -1,4 +1,4 @@
-"""Read a checkpoint's statement of how its weights are quantized."""
+"""Reads how a checkpoint's weights are quantized."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,21 +15,21 @@ METHODS = {
     "mxfp4": "MXFP4",
     "gguf": "GGUF",
 }
-"""The methods that Octavo reads, by their names in configs. The engine has a module for each, in
+"""Supported methods, by their names in configs. The engine has a module for each, in
 `octavo.engine.models.quantization.checkpoints`."""
 KEYS = ("quantization_config", "compression_config")
-"""Keys of a config with the weights' quantization."""
+"""Config keys that describe the weights' quantization."""
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": None}
-"""Files of older tools with the quantization, by the method if they need not name it."""
+"""Files of older tools that describe the quantization, with the method unless the file names it."""
 
 
 class Statement(NamedTuple):
-    """A checkpoint's statement of its quantization.
+    """A checkpoint's description of its quantization.
 
     Attributes:
-        where: The key or file that it is in.
-        method: Its name, in lower case.
-        settings: Its settings in the config.
+        where: The key or file that describes it.
+        method: Name of the method, in lower case.
+        settings: Settings of the method in the config.
     """
 
     where: str
@@ -38,16 +38,16 @@ class Statement(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The method's name as people write it."""
+        """Name of the method in its usual spelling."""
         return METHODS.get(self.method, self.method)
 
 
 def find_statement(directory: Path) -> Statement | None:
-    """Return a model directory's statement of its quantization; None if there is none.
+    """Return a model directory's quantization; None if it is not quantized.
 
     Raises:
-        UnsupportedModelError: It states two methods.
-        ModelError: A file cannot be read.
+        UnsupportedModelError: The directory states two methods.
+        ModelError: A file is invalid.
         OSError: A file cannot be opened.
     """
     statements = list(_statements(directory, read_json(directory / CONFIG)))
@@ -65,7 +65,7 @@ def find_statement(directory: Path) -> Statement | None:
 
 
 def _statements(directory: Path, config: Mapping[str, Any]) -> list[Statement]:
-    """Return all statements; those of the config first."""
+    """Return all descriptions, the config's first."""
     statements = []
     within = {f"{key}.": part for key, part in config.items() if isinstance(part, dict)}
     parts: dict[str, Mapping[str, Any]] = {"": config, **within}
@@ -85,7 +85,7 @@ def _statements(directory: Path, config: Mapping[str, Any]) -> list[Statement]:
 
 
 def _statement(where: str, settings: Mapping[str, Any], method: str | None) -> Statement:
-    algorithm = settings.get("quant_algo")  # ModelOpt's, whose FP8 is another format
+    algorithm = settings.get("quant_algo")  # ModelOpt's; its FP8 is another format
     stated_method = (
         settings.get("quant_method") or (algorithm and f"modelopt {algorithm}") or method
     )

@@ -1,4 +1,4 @@
-"""Resolution of `--model` and `--tokenizer` to a directory."""
+"""Resolves `--model` and `--tokenizer` to a directory."""
 
 import re
 from pathlib import Path
@@ -10,28 +10,27 @@ from octavo.common.models.files import CONFIG
 
 DEMO = "demo"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.][\w./-]*)?")
-"""A model's name on the hub, and perhaps a revision."""
+"""A model's name on the hub, with an optional revision."""
 
 
 def resolve_checkpoint(model: str) -> str:
-    """Return the absolute path of a model's directory, unless it is a GGUF file's.
+    """Return the absolute path of a model's directory, or of its GGUF file.
 
     Args:
-        model: A local directory or a hub name, perhaps with @REVISION; a local path wins over a hub
-            name. Models of the hub are downloaded.
+        model: A local path or a hub name, optionally with @REVISION; a local path takes precedence.
+            Hub models are downloaded.
 
     Raises:
-        ModelError: The path holds no model, the name is invalid, or the hub does not have the model
-            or cannot be reached.
+        ModelError: The path holds no model, the name is invalid, or the hub lacks the model or is
+            unreachable.
     """
     return str(_local_model(model) or hub.fetch_model(model))
 
 
 def resolve_config(model: str) -> str:
-    """Return the absolute path of a directory with a model's config, and perhaps its weights.
+    """Return the absolute path of a directory with a model's config, perhaps without weights.
 
-    Of a model of the hub, only the config is downloaded. The argument is that of
-    `resolve_checkpoint`.
+    For a hub model, only the config is downloaded. The argument is as in `resolve_checkpoint`.
 
     Raises:
         ModelError: See `resolve_checkpoint`.
@@ -40,24 +39,24 @@ def resolve_config(model: str) -> str:
 
 
 def resolve_tokenizer(source: str) -> str:
-    """Return the absolute path of a tokenizer's directory, which needs not hold a model.
+    """Return the absolute path of a tokenizer's directory, which need not contain a model.
 
     Raises:
-        ModelError: There is none, or it cannot be fetched or made.
+        ModelError: There is no tokenizer, or it cannot be downloaded or created.
         OSError: A file cannot be opened.
     """
     if (file := gguf_file(source)) is not None:
-        from octavo.common.models import gguf  # noqa: PLC0415 - brings in much that is rarely needed
+        from octavo.common.models import gguf  # noqa: PLC0415 - has rarely needed imports
 
         return str(gguf.prepare_tokenizer(file))
     return str(_directory(source) or hub.fetch_tokenizer(source))
 
 
 def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file that a name stands for; None if it stands for something else.
+    """Return the GGUF file that a name refers to, or None.
 
     Raises:
-        ModelError: It is the demo's, which cannot be fetched.
+        ModelError: The demo model cannot be downloaded.
     """
     if name == DEMO:
         from octavo.common.models import demo  # noqa: PLC0415 - imports subprocess and zipfile only for the demo
@@ -68,10 +67,10 @@ def gguf_file(name: str) -> Path | None:
 
 
 def _local_model(model: str) -> Path | None:
-    """Return the directory of a model on this machine; None for a hub name.
+    """Return the directory of a local model; None for a hub name.
 
     Raises:
-        ModelError: It is neither a path nor a hub name, or holds no config.
+        ModelError: The name is neither a path nor a hub name, or the directory has no config.
     """
     directory = _directory(model)
     if directory is not None and not (directory / CONFIG).is_file():
@@ -80,10 +79,10 @@ def _local_model(model: str) -> Path | None:
 
 
 def _directory(name: str) -> Path | None:
-    """Return the directory that a name stands for; None for a hub name.
+    """Return the directory that a name refers to; None for a hub name.
 
     Raises:
-        ModelError: It is neither a path nor a hub name.
+        ModelError: The name is neither a path nor a hub name.
     """
     if not name:
         raise ModelError("the model's name is empty")
@@ -99,7 +98,7 @@ def _directory(name: str) -> Path | None:
         )
     if name.startswith(("/", "./", "../", "~")) or not HUB_NAME.fullmatch(name):
         raise ModelError(
-            f"{name!r} is no directory here ({path.absolute()}) and no hub name "
+            f"{name!r} is not a local directory ({path.absolute()}) and not a hub name "
             "(owner/name); the demo model is called 'demo'"
         )
     return None

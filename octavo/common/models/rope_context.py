@@ -1,25 +1,25 @@
-"""The context up to which a model's rotary frequencies are those of its first training."""
+"""Finds the context length beyond which a model changes its rotary frequencies."""
 
 from collections.abc import Mapping
 from typing import Any
 
 LONG_ROPE = ("longrope", "su")
-"""Names of LongRoPE (https://arxiv.org/abs/2402.13753) in configs, the older one last."""
+"""Config names of LongRoPE (https://arxiv.org/abs/2402.13753), the older one last."""
 FIRST_CONTEXT = "original_max_position_embeddings"
 CONTEXT = "max_position_embeddings"
 
 
 def first_context(config: Mapping[str, Any]) -> int | None:
-    """Return the tokens beyond which a model has other frequencies for *all* positions.
+    """Return the number of tokens beyond which frequencies change for *all* positions.
 
-    transformers chooses by the longest sequence of each forward pass, so a short sequence's tokens
-    depend on whether a long one may come.
+    transformers decides by the longest sequence of each forward pass, so a short sequence's tokens
+    would depend on the others in the batch.
 
     Args:
         config: The content of a `config.json`.
 
     Returns:
-        None if its frequencies do not depend on the length.
+        Number of tokens; None if the frequencies do not depend on the length.
     """
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

@@ -1,15 +1,15 @@
-"""Load a model's tokenizer, so that its tokens are those of its tokenizer.json.
+"""Loads a model's tokenizer so that its tokens match its tokenizer.json.
 
-transformers makes many tokenizers anew by their class and leaves out what tokenizer.json says of
+transformers rebuilds many tokenizers from their class, and ignores tokenizer.json's rules for
 splitting, normalizing and decoding. Here the file decides:
 
-- Text is encoded and decoded as the `tokenizers` library does with the file. That includes the
-  tokens that are added around a text (`add_bos_token` and `add_eos_token` of
-  tokenizer_config.json have no say), which tokens there are, and which of them are special.
-- transformers reads the rest: the chat templates, and what the special tokens are called, such as
-  `bos_token`. A special token that the file does not have is left out.
+- Text is encoded and decoded by the `tokenizers` library with this file. The file also defines the
+  tokens, which of them are special, and those added around a text (`add_bos_token` and
+  `add_eos_token` of tokenizer_config.json are ignored).
+- transformers reads the rest: the chat templates, and the roles of special tokens, such as
+  `bos_token`. Special tokens that the file lacks are dropped.
 
-Without a tokenizer.json the tokenizer is the one that transformers makes.
+Without a tokenizer.json, transformers builds the tokenizer.
 """
 
 import json
@@ -29,14 +29,14 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 MAX_ADDED = 100
-"""Added tokens that are compared; some models have thousands, all alike."""
+"""Number of added tokens to compare; some models have thousands of similar ones."""
 
 
 def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer of a model's directory, with no padding and no truncation.
+    """Load the tokenizer of a model's directory, without padding and truncation.
 
     Raises:
-        ModelError: There is none, or transformers makes other tokens than tokenizer.json.
+        ModelError: There is no tokenizer, or transformers' tokens differ from tokenizer.json's.
         OSError: A file cannot be read.
         Exception: A file cannot be read by transformers or tokenizers.
     """
@@ -47,36 +47,36 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
 
 
 def _by_class(directory: Path) -> "PreTrainedTokenizerBase":
-    """Return the tokenizer that transformers makes."""
+    """Load the tokenizer with transformers."""
     # Imported here because most tokenizers do without it, and it is slow to import.
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # noqa: PLC0415
 
     loaded: PreTrainedTokenizerBase
     try:
         loaded = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except Exception as error:  # transformers raises what it likes
+    except Exception as error:  # transformers may raise anything
         if "trust_remote_code" in str(error) or not (directory / TOKENIZER_JSON).is_file():
             raise
-        # The class that the files name cannot be made of this tokenizer.json: none is needed.
+        # The files' class does not fit this tokenizer.json, and is not needed.
         loaded = PreTrainedTokenizerFast.from_pretrained(directory)
     return loaded
 
 
 def _as_in_file(loaded: Any, file: Path) -> "PreTrainedTokenizerBase":  # noqa: ANN401
-    """Give transformers' tokenizer the tokens of its file."""
+    """Set the file's tokens in transformers' tokenizer."""
     from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
 
     if isinstance(loaded, PreTrainedTokenizerFast):
         try:
             return _with_tokens(loaded, file)
-        except ModelError:  # MBart's class changes its tokens with each call
+        except ModelError:  # MBart's class changes its tokens at each call
             if type(loaded) is PreTrainedTokenizerFast:
                 raise
     return _with_tokens(PreTrainedTokenizerFast.from_pretrained(file.parent), file)
 
 
 def _with_tokens(loaded: Any, file: Path) -> "PreTrainedTokenizerBase":  # noqa: ANN401
-    """Give a tokenizer the tokens of a file, and check that it keeps them."""
+    """Set a file's tokens in a tokenizer, and check that it keeps them."""
     from tokenizers import Tokenizer  # noqa: PLC0415
 
     backend = Tokenizer.from_file(str(file))
@@ -101,7 +101,7 @@ def _with_tokens(loaded: Any, file: Path) -> "PreTrainedTokenizerBase":  # noqa:
 
 
 def _leave_out_unknown(loaded: Any, backend: Any, file: Path) -> None:  # noqa: ANN401
-    """Leave out special tokens that the file does not have: the model was not trained on them."""
+    """Drop special tokens that the file lacks: the model was not trained on them."""
     named = loaded.special_tokens_map
     unknown = {name: token for name, token in named.items() if backend.token_to_id(token) is None}
     for name in unknown:
@@ -110,24 +110,24 @@ def _leave_out_unknown(loaded: Any, backend: Any, file: Path) -> None:  # noqa: 
         token for token in loaded.extra_special_tokens if backend.token_to_id(token) is not None
     ]
     if unknown:
-        log.info("special tokens that tokenizer.json lacks are not used", file=str(file), **unknown)
+        log.info("ignoring special tokens that tokenizer.json lacks", file=str(file), **unknown)
 
 
 def _tell_added(loaded: Any, tokens: Sequence[int], file: Path) -> None:  # noqa: ANN401
-    """Log it if tokenizer_config.json asks for a BOS token that tokenizer.json does not add."""
+    """Log if tokenizer_config.json requests a BOS token that tokenizer.json does not add."""
     bos = loaded.special_tokens_map.get("bos_token")
     if loaded.init_kwargs.get("add_bos_token") and bos is not None:
         bos_id = loaded.convert_tokens_to_ids(bos)
         if bos_id not in tokens:
-            log.warning("add_bos_token is not used: tokenizer.json decides", file=str(file))
+            log.warning("ignoring add_bos_token: tokenizer.json decides", file=str(file))
 
 
 class Texts(NamedTuple):
-    """What a tokenizer makes of some texts.
+    """A tokenizer's results for sample texts.
 
     Attributes:
-        tokens: Each text's tokens.
-        decoded: The texts of those tokens.
+        tokens: Tokens of each text.
+        decoded: Text decoded from each text's tokens.
     """
 
     tokens: list[list[int]]
@@ -135,21 +135,21 @@ class Texts(NamedTuple):
 
 
 def check_same(file: Path, texts: Sequence[str], found: Texts, expected: Texts) -> None:
-    """Refuse a tokenizer that is not as its tokenizer.json.
+    """Reject a tokenizer whose results differ from those of its tokenizer.json.
 
     Args:
         file: The tokenizer.json.
-        texts: The texts that were encoded.
-        found: Their tokens by the tokenizer that will be used.
-        expected: Their tokens by the file.
+        texts: Sample texts.
+        found: Results of the tokenizer to be used.
+        expected: Results of the file.
 
     Raises:
-        ModelError: The first difference, with both lists of tokens or both texts.
+        ModelError: The results differ; the message shows the first difference.
     """
     for text, ours, its in zip(texts, found.tokens, expected.tokens, strict=True):
         if ours != its:
             raise ModelError(
-                f"{file} makes other tokens than the tokenizer that would be used:"
+                f"{file} encodes differently from the loaded tokenizer:"
                 f" {text!r} is {its}, not {ours}"
             )
     for tokens, decoded, right in zip(
@@ -157,7 +157,7 @@ def check_same(file: Path, texts: Sequence[str], found: Texts, expected: Texts) 
     ):
         if decoded != right:
             raise ModelError(
-                f"{file} makes other texts than the tokenizer that would be used:"
+                f"{file} decodes differently from the loaded tokenizer:"
                 f" {tokens} is {right!r}, not {decoded!r}"
             )
 
@@ -181,7 +181,7 @@ def _by_transformers(
 
 @cache
 def sample_texts() -> tuple[str, ...]:
-    """Return about 200 texts: languages, numbers, lists, spaces, code, emoji, control tokens."""
+    """Return about 200 sample texts: languages, numbers, lists, spaces, code, emoji, tokens."""
     return tuple(json.loads(Path(__file__).with_name("tokenizer_texts.json").read_text()))
 
 

@@ -1,4 +1,4 @@
-"""Look for a tokenizer's files in a directory, without the seconds that loading one takes."""
+"""Checks a directory for tokenizer files, without the seconds of loading."""
 
 import json
 from pathlib import Path
@@ -12,23 +12,23 @@ FILES = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "*.spm", "encoder.json"),
     *("tekken.json", "added_tokens.json", "special_tokens_map.json", "chat_template*"),
 )
-"""Names of a tokenizer's files, beside those of its Python code."""
+"""Names of a tokenizer's files, except its Python code."""
 VOCABULARIES = (
     *(TOKENIZER_JSON, "*.model", "*.tiktoken", "*.spm", "vocab.*", "*-vocab.json"),
     *("encoder.json", "tekken.json"),
 )
-"""Names of files one of which has the tokens."""
+"""Names of files with a vocabulary; a tokenizer has at least one."""
 OBJECTS = (TOKENIZER_JSON, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-"""Names of files that hold a JSON object."""
+"""Names of files that contain a JSON object."""
 WITHOUT_VOCABULARY = {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
-"""Classes whose tokens are bytes or characters."""
+"""Tokenizer classes whose tokens are bytes or characters."""
 
 
 def check_tokenizer_files(directory: Path) -> None:
-    """Refuse a directory that has no tokenizer, damaged files of one, or pointers in their place.
+    """Reject a directory without tokenizer files, or with damaged ones or Git LFS pointers.
 
     Raises:
-        ModelError: The message says what there is.
+        ModelError: The directory is rejected; the message says what is there.
         OSError: A file cannot be read.
     """
     for file in tokenizer_files(directory):
@@ -38,7 +38,7 @@ def check_tokenizer_files(directory: Path) -> None:
             read_json(directory / name)
     held = {file.name for pattern in VOCABULARIES for file in directory.glob(pattern)}
     if held == {"vocab.json"} and not (directory / "merges.txt").is_file():
-        raise ModelError(f"{directory} has half a tokenizer: vocab.json, but no merges.txt")
+        raise ModelError(f"{directory} has an incomplete tokenizer: vocab.json without merges.txt")
     if held:
         return
     if _class(directory) not in WITHOUT_VOCABULARY:
@@ -56,7 +56,7 @@ def tokenizer_files(directory: Path) -> list[Path]:
 
 
 def _class(directory: Path) -> str | None:
-    """Return the name of the tokenizer's class, if its files say it."""
+    """Return the name of the tokenizer's class, if the files contain it."""
     try:
         config = json.loads((directory / "tokenizer_config.json").read_bytes())
         name = config.get("tokenizer_class")

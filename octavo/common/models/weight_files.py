@@ -1,4 +1,4 @@
-"""Check a checkpoint's safetensors files by their names, sizes and headers; read no weights."""
+"""Checks a checkpoint's safetensors files by names, sizes and headers, without reading weights."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -20,11 +20,11 @@ PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 
 @dataclass(frozen=True, slots=True)
 class TensorLocation:
-    """Where a tensor is in a file.
+    """A tensor's location in a file.
 
     Attributes:
-        offset: The first byte.
-        dtype: The type, by safetensors' name.
+        offset: Offset of the first byte.
+        dtype: Type, in safetensors' spelling.
         shape: The shape.
     """
 
@@ -34,11 +34,11 @@ class TensorLocation:
 
 
 def tensor_types(directory: Path) -> dict[str, str]:
-    """Return the type of each tensor by its name, after a check of all weight files.
+    """Check all weight files; return the type of each tensor, by name.
 
     Raises:
-        ModelError: A file is absent, truncated, damaged, a pickle or a Git LFS pointer, or files
-            disagree on which has a tensor; the message names them and says what to do.
+        ModelError: A file is missing, truncated, damaged, a pickle or a Git LFS pointer, or files
+            disagree on the location of a tensor; the message names them and says what to do.
     """
     files = weight_files(directory)
     if not files:
@@ -51,22 +51,22 @@ def tensor_types(directory: Path) -> dict[str, str]:
 
 
 def _check_index(index: Path, held: Mapping[str, Mapping[str, str]]) -> None:
-    """Refuse shards without the tensors that their index lists: other copies may be stale.
+    """Reject shards with tensors that their index lists elsewhere: copies may be stale.
 
-    transformers reads all tensors of all shards, and the last one of a name wins.
+    transformers reads all tensors of all shards, and uses the last one of each name.
 
     Args:
         index: The index.
-        held: The tensors of each shard, by the shard's name.
+        held: Tensors of each shard, by the shard's name.
     """
     where = read_index(index)
     for shard, tensors in held.items():
         for name in tensors:
             if where.setdefault(name, shard) != shard:
                 raise ModelError(
-                    f"{index.parent} has {name} in {shard} as well as in {where[name]}, which"
-                    f" {index.name} names: the two may differ. Download the model again, or write"
-                    " it anew with save_pretrained()"
+                    f"{index.parent} has {name} both in {shard} and in {where[name]}, but "
+                    f"{index.name} lists only the latter: they may differ. Download the model "
+                    "again, or write it again with save_pretrained()"
                 )
     for name, shard in where.items():
         if name not in held[shard]:
@@ -77,7 +77,7 @@ def _check_index(index: Path, held: Mapping[str, Mapping[str, str]]) -> None:
 
 
 def no_weights(names: Iterable[str]) -> str:
-    """Return why files of these names are no weights that can be loaded, and what to do."""
+    """Return why files of these names contain no loadable weights, with a remedy."""
     held = sorted(names)
     if pickled := [name for name in held if name.endswith(PICKLED)]:
         return (
@@ -98,7 +98,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the safetensors files that transformers would load.
 
     Raises:
-        ModelError: One is absent, or there are both one whole file and several.
+        ModelError: A file is missing, or there is both a single file and shards.
     """
     whole, index = directory / WHOLE, directory / INDEX
     if not index.is_file():
@@ -106,7 +106,7 @@ def weight_files(directory: Path) -> list[Path]:
     names = names_in_index(index)
     if whole.is_file():
         shards = [name for name in names if name != WHOLE and (directory / name).is_file()]
-        if shards:  # else the index is what is left of an older download
+        if shards:  # else the index is left from an older download
             raise ModelError(
                 f"{directory} has its weights twice, in {WHOLE} and in {len(shards)} files of"
                 f" {INDEX}, such as {shards[0]}: remove {WHOLE}, or the others with their index"
@@ -121,7 +121,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def names_in_index(index: Path) -> list[str]:
-    """Return the names of the files that an index lists.
+    """Return the names of the files in an index.
 
     Raises:
         ModelError: See `read_index`.
@@ -130,11 +130,11 @@ def names_in_index(index: Path) -> list[str]:
 
 
 def read_index(index: Path) -> dict[str, str]:
-    """Return the name of the file that has each tensor, by the tensor's name.
+    """Return each tensor's file name, by tensor name.
 
     Raises:
-        ModelError: It is not an index of safetensors files in its own directory, or lists a tensor
-            twice.
+        ModelError: The file is not an index of safetensors files in its directory, or lists a
+            tensor twice.
     """
     check_no_pointer(index)
     try:
@@ -145,7 +145,7 @@ def read_index(index: Path) -> dict[str, str]:
     for file in files.values():
         if not file.endswith(".safetensors") or Path(file).name != file:
             raise ModelError(
-                f"{index} is not an index of safetensors files beside it: it has {file!r}"
+                f"{index} is not an index of safetensors files in its directory: it lists {file!r}"
             )
     if not files:
         raise ModelError(f"{index} is not an index of safetensors files: it lists none")
@@ -153,10 +153,10 @@ def read_index(index: Path) -> dict[str, str]:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object.
+    """Return a JSON object, rejecting duplicate names.
 
     Raises:
-        ValueError: A name is there twice.
+        ValueError: A name occurs twice.
     """
     entries = dict(pairs)
     if len(entries) < len(pairs):
@@ -166,16 +166,16 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def check_file(file: Path) -> dict[str, str]:
-    """Return a safetensors file's tensors with their types, by its header.
+    """Return the types of a safetensors file's tensors, from its header.
 
     Raises:
-        ModelError: Its size is not what its header states.
+        ModelError: The size of the file differs from its header's.
     """
     return {name: place.dtype for name, place in tensor_locations(file).items()}
 
 
 def tensor_locations(file: Path) -> dict[str, TensorLocation]:
-    """Return where a safetensors file's tensors are, by its header.
+    """Return the locations of a safetensors file's tensors, from its header.
 
     Raises:
         ModelError: See `check_file`.
@@ -206,7 +206,7 @@ def tensor_locations(file: Path) -> dict[str, TensorLocation]:
 
 
 def _entries(file: Path, header: bytes) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Return each tensor's type and shape, and where its data begins and ends after the header."""
+    """Return each tensor's type, shape, and data offsets after the header."""
     try:
         entries = json.loads(header, object_pairs_hook=_unique)
         entries.pop("__metadata__", None)

@@ -1,6 +1,6 @@
 """gRPC for the router and the engine: errors with details, handlers, servers.
 
-A handler raises `RpcError`; `RpcInterceptor` answers it with google.rpc details.
+Handlers raise `RpcError`, which `RpcInterceptor` turns into a status with google.rpc details.
 """
 
 from octavo.common.rpc.errors import (

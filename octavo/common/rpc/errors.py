@@ -13,7 +13,7 @@ from grpc_status import rpc_status
 DOMAIN = "octavo"
 """Domain of the reasons in google.rpc.ErrorInfo."""
 CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
-"""The reason of prompts that the model or its cache cannot hold."""
+"""Reason of errors about prompts that exceed the model's context or cache."""
 
 _CODES: dict[int, grpc.StatusCode] = {code.value[0]: code for code in grpc.StatusCode}
 
@@ -23,10 +23,10 @@ class RpcError(Exception):
 
     Attributes:
         code: The gRPC status.
-        message: Text for people: what was wrong, what is allowed, and what to do.
-        field: The path of the invalid field in the request.
-        retry_after: Seconds until a retry makes sense.
-        reason: Name by which programs tell this failure from others of the same status.
+        message: Text for people: the problem, the allowed values, and what to do.
+        field: Path of the invalid field in the request.
+        retry_after: Seconds until a retry may succeed.
+        reason: Name for programs, to distinguish failures with the same status.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RpcError(Exception):
 
     @classmethod
     def from_call(cls, error: grpc.aio.AioRpcError) -> "RpcError":
-        """Return the error of a call to another server, with its field and its time to retry."""
+        """Convert another server's error, with its field and retry delay."""
         field, retry_after = None, None
         for detail in _details(error):
             bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
@@ -85,10 +85,10 @@ class RpcError(Exception):
 
 
 def _details(error: grpc.aio.AioRpcError) -> list[AnyMessage]:
-    """Return the google.rpc details of a failed call; none if it has none, or broken ones."""
+    """Return a failed call's google.rpc details; none if missing or invalid."""
     try:
         status = rpc_status.from_call(cast("grpc.Call", error))
-    except ValueError:  # its status contradicts the call's
+    except ValueError:  # contradicts the call's status
         return []
     return [] if status is None else list(status.details)
 
@@ -100,27 +100,27 @@ def _pack(status: status_pb2.Status, detail: Message) -> None:
 
 
 def invalid(field: str, message: str, *, reason: str | None = None) -> RpcError:
-    """Return INVALID_ARGUMENT: `field` is invalid, whatever the state of the service."""
+    """Return INVALID_ARGUMENT: `field` is invalid, regardless of the service's state."""
     return RpcError(grpc.StatusCode.INVALID_ARGUMENT, message, field=field, reason=reason)
 
 
 def not_found(field: str, message: str) -> RpcError:
-    """Return NOT_FOUND: what `field` names does not exist."""
+    """Return NOT_FOUND: the object named in `field` does not exist."""
     return RpcError(grpc.StatusCode.NOT_FOUND, message, field=field)
 
 
 def precondition(field: str, message: str) -> RpcError:
-    """Return FAILED_PRECONDITION: the service is not set up for what `field` asks."""
+    """Return FAILED_PRECONDITION: the service is not configured for `field`."""
     return RpcError(grpc.StatusCode.FAILED_PRECONDITION, message, field=field)
 
 
 def unimplemented(field: str, message: str) -> RpcError:
-    """Return UNIMPLEMENTED: the service lacks the feature that `field` asks for."""
+    """Return UNIMPLEMENTED: the service does not support `field`."""
     return RpcError(grpc.StatusCode.UNIMPLEMENTED, message, field=field)
 
 
 def denied(message: str, field: str | None = None) -> RpcError:
-    """Return PERMISSION_DENIED: the caller is known, and may not do this."""
+    """Return PERMISSION_DENIED: the caller is known, but may not do this."""
     return RpcError(grpc.StatusCode.PERMISSION_DENIED, message, field=field)
 
 

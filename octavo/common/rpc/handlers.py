@@ -1,4 +1,4 @@
-"""Handlers of calls: authenticate, run, and answer every failure with a status."""
+"""Call handlers: authenticate, run, and return a status for every failure."""
 
 import asyncio
 import inspect
@@ -17,19 +17,19 @@ from octavo.common.rpc.errors import RpcError
 log = structlog.get_logger(__name__)
 
 UNEXPECTED = "an unexpected error; the server's log has the details"
-"""The message of an exception that is not an `RpcError`."""
+"""Message of errors other than `RpcError`."""
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
-"""The context of a call in its handler."""
+"""The context of a call."""
 
 
 async def abort(context: Context, error: RpcError) -> NoReturn:
     """End the call with `error` and its details.
 
     Raises:
-        grpc.aio.AbortError: GRPC ends the handler with it.
-        asyncio.CancelledError: The client has left, so the call is over.
+        grpc.aio.AbortError: Exception by which gRPC ends the handler.
+        asyncio.CancelledError: The client has disconnected.
     """
     with _cancelled_if_over():
         await context.abort_with_status(rpc_status.to_status(error.to_status()))
@@ -40,9 +40,9 @@ async def write(context: Context, response: Message) -> None:
     """Send a response of a stream.
 
     Raises:
-        asyncio.CancelledError: The client has left, so the call is over.
+        asyncio.CancelledError: The client has disconnected.
     """
-    try:  # not `_cancelled_if_over`: a context manager per token is too slow
+    try:  # not `_cancelled_if_over`: too slow per token
         await context.write(response)
     except grpc.aio.InternalError as error:
         raise asyncio.CancelledError from error
@@ -50,9 +50,9 @@ async def write(context: Context, response: Message) -> None:
 
 @contextmanager
 def _cancelled_if_over() -> Iterator[None]:
-    """Turn gRPC's InternalError of a call that is over into a cancellation.
+    """Turn gRPC's InternalError about an ended call into a cancellation.
 
-    gRPC raises it if the client has left and the handler writes before gRPC cancels its task.
+    gRPC raises it if the client has disconnected, but the handler writes before it is cancelled.
     """
     try:
         yield
@@ -64,7 +64,7 @@ Guard = Callable[[str, Context], None]
 
 
 class _Unparsable:
-    """Replaces a request whose bytes do not parse."""
+    """Stands for a request whose bytes cannot be parsed."""
 
     __slots__ = ("error",)
 
@@ -73,15 +73,15 @@ class _Unparsable:
 
 
 class RpcInterceptor(grpc.aio.ServerInterceptor):
-    """Answers every failure of a call with a status.
+    """Turns every failure of a call into a status.
 
-    gRPC itself answers INTERNAL to a message that does not parse, and UNKNOWN with the exception's
-    text if a handler raises. Here the first becomes INVALID_ARGUMENT, an `RpcError` becomes its own
-    status, and any other exception is logged and becomes INTERNAL without details.
+    gRPC itself returns INTERNAL for an invalid message, and UNKNOWN with the exception's text if a
+    handler raises. Here an invalid message becomes INVALID_ARGUMENT, an `RpcError` its own status,
+    and any other exception is logged and becomes INTERNAL without details.
 
     Args:
-        guard: Called before each handler with the method's path and the call's context; it may
-            raise `RpcError`.
+        guard: Called before each handler with the method's path and the call's context; may raise
+            `RpcError`.
     """
 
     def __init__(self, guard: Guard | None = None) -> None:
@@ -93,8 +93,8 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
             [grpc.HandlerCallDetails], "Awaitable[grpc.RpcMethodHandler[Any, Any] | None]"
         ],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:  # noqa: ANN401 - the stubs do not know that it may be None
-        """Wrap the handler that `continuation` finds, if it is an asyncio handler."""
+    ) -> Any:  # noqa: ANN401 - the stubs do not allow None
+        """Wrap an asyncio handler."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -116,7 +116,7 @@ def with_behaviour(
     function: Callable[..., Any],
     deserializer: Callable[[bytes], Any] | None,
 ) -> "grpc.RpcMethodHandler[Any, Any]":
-    """Return `handler` with another function and deserializer."""
+    """Return a copy of `handler` with another function and deserializer."""
     make = getattr(grpc, f"{_kind(handler)}_rpc_method_handler")
     made: grpc.RpcMethodHandler[Any, Any] = make(
         function, deserializer, handler.response_serializer
@@ -176,9 +176,9 @@ async def _parsed(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 
 async def _answer(context: Context, error: Exception, method: str) -> NoReturn:
-    if isinstance(error, grpc.aio.AbortError):  # the handler has answered already
+    if isinstance(error, grpc.aio.AbortError):  # the handler has already returned
         raise error
-    if isinstance(error, grpc.aio.InternalError):  # it could not: the call is over
+    if isinstance(error, grpc.aio.InternalError):  # the call has ended
         raise asyncio.CancelledError from error
     if not isinstance(error, RpcError):
         log.error("handler failed", method=method, exc_info=error)
@@ -188,16 +188,16 @@ async def _answer(context: Context, error: Exception, method: str) -> NoReturn:
 
 
 def _forget(error: RpcError) -> None:
-    """Remove an error's frames, and with them its references to the request.
+    """Clear an error's traceback, and with it its references to the request.
 
-    gRPC keeps the exception that ends a call in a cycle with the call, so a refused request would
-    stay in memory until the next garbage collection.
+    gRPC keeps a call's exception in a reference cycle, so a refused request would stay in memory
+    until the next garbage collection.
     """
     error.__traceback__ = error.__context__ = error.__cause__ = None
 
 
 def _safely(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Return a deserializer that returns `_Unparsable` where `deserialize` raises."""
+    """Return a deserializer that returns `_Unparsable` for invalid bytes."""
     if deserialize is None:
         return None
 

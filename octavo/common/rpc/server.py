@@ -13,14 +13,14 @@ from octavo.common.proxies import NO_PROXY
 from octavo.common.rpc.handlers import Guard, RpcInterceptor
 
 LIVENESS = "liveness"
-"""The health of this name is always SERVING. It is for liveness probes: a server without engines,
-or one that drains, must not be restarted."""
+"""Health service name that is always SERVING, for liveness probes: servers without engines, or
+while draining, must not be restarted."""
 TERMINATION_SECONDS = 3600.0
-"""Timeout of one wait for a server's end, in seconds; the wait is then repeated."""
+"""Timeout of one wait for a server's end, in seconds; the wait is repeated."""
 
 
 class HealthServicer(health.aio.HealthServicer):
-    """gRPC's health service, whose watches the server can end: a client's would last."""
+    """gRPC's health service, whose Watch calls the server can end."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ def server_options(
     return [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", -1),
-        # Unless it is meant to share the port, a second server there must fail.
+        # A second server on the port must fail, unless the port is shared.
         ("grpc.so_reuseport", int(reuse_port)),
         ("grpc.keepalive_time_ms", 10_000),
         ("grpc.keepalive_timeout_ms", 10_000),
@@ -68,11 +68,11 @@ def server_options(
 
 
 def channel_options(*, keepalive_time: float, keepalive_timeout: float) -> list[tuple[str, int]]:
-    """Return the channel arguments of a client that notices when its server is gone.
+    """Return the channel arguments of a client that detects the loss of its server.
 
     Args:
-        keepalive_time: Seconds of silence after which the server is pinged.
-        keepalive_timeout: Seconds in which the server must answer the ping.
+        keepalive_time: Seconds of silence before a ping.
+        keepalive_timeout: Seconds to wait for the ping's answer.
     """
     return [
         ("grpc.max_receive_message_length", -1),
@@ -83,8 +83,8 @@ def channel_options(*, keepalive_time: float, keepalive_timeout: float) -> list[
         ("grpc.http2.ping_timeout_ms", int(keepalive_timeout * 1000)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.use_local_subchannel_pool", 1),  # share no other channel's backoff
-        NO_PROXY,  # one for the world cannot reach an engine
+        ("grpc.use_local_subchannel_pool", 1),  # no shared backoff with other channels
+        NO_PROXY,  # a proxy to the internet cannot reach engines
     ]
 
 
@@ -97,21 +97,21 @@ async def create_server(
     interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
     reuse_port: bool = False,
 ) -> tuple[grpc.aio.Server, HealthServicer]:
-    """Create a server of `services` with health and reflection; do not start it.
+    """Create a server of `services` with health and reflection, not started yet.
 
     Args:
-        services: Full name of each service, and the call that adds it to a server.
+        services: Function that adds each service to a server, by the service's full name.
         max_message_bytes: Maximum size of a received message.
         limits: Limits of connections.
         guard: Authenticates calls, see `RpcInterceptor`; None: all calls are allowed.
         interceptors: More interceptors, called after `RpcInterceptor`.
-        reuse_port: Share its ports with other processes of this user (SO_REUSEPORT).
+        reuse_port: Whether other processes of this user share the ports (SO_REUSEPORT).
 
     Returns:
         The server and its health service. Every service, and "" for the whole server, is
         NOT_SERVING until `set_serving`; `LIVENESS` is SERVING.
     """
-    from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - of the servers' extras
+    from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - in the servers' extras
 
     server = grpc.aio.server(
         interceptors=[RpcInterceptor(guard), *interceptors],
@@ -132,7 +132,7 @@ async def until_terminated(server: grpc.aio.Server) -> None:
     """Wait until a server has stopped.
 
     Raises:
-        Exception: The server crashed with it.
+        Exception: The error with which the server crashed.
     """
     # Without a timeout, cancelling this wait would cancel a future that the server needs.
     while not await server.wait_for_termination(TERMINATION_SECONDS):

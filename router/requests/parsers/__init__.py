@@ -1,6 +1,6 @@
-"""Parsers of outputs: what is content, what is reasoning, what is a call of a tool.
+"""Output parsers: they split outputs into content, reasoning and tool calls.
 
-A family of models is a file here, a line in `TOOL_FORMATS` or `REASONING_FORMATS`, and its name in
+To add a model family, write a file here, and add it to `TOOL_FORMATS` or `REASONING_FORMATS` and to
 `../parser_names.py`.
 """
 
@@ -60,7 +60,7 @@ TOOL_FORMATS: dict[str, ToolFormat] = {
         Hermes(),
     )
 }
-"""In the order in which they are tried: what is particular first."""
+"""Formats of tool calls by name, tried in this order: the most specific first."""
 
 REASONING_FORMATS: dict[str, ReasoningFormat] = {
     one.name: one
@@ -72,7 +72,7 @@ REASONING_FORMATS: dict[str, ReasoningFormat] = {
         Think("seed", "<seed:think>", "</seed:think>"),
     )
 }
-"""The forms of reasoning, by name."""
+"""Formats of reasoning by name."""
 
 assert tuple(TOOL_FORMATS) == TOOL_FORMAT_NAMES
 assert tuple(REASONING_FORMATS) == REASONING_FORMAT_NAMES

@@ -1,4 +1,4 @@
-"""Outputs that are calls alone, or an answer in the form that a client wants."""
+"""Outputs that are either calls alone, or an answer under the client's constraint."""
 
 from collections.abc import Sequence
 
@@ -6,33 +6,33 @@ from octavo.router.requests.parsers.parser import Parser, Piece, PieceKind
 
 
 class AnswerOrCalls(Parser):
-    """Calls where an output begins as they do; else all of it is content.
+    """Parse calls if the output begins like one; else all text is content.
 
-    So an answer may hold the texts of markers, a JSON string for example.
+    So an answer, such as a JSON string, may contain marker texts.
 
     Args:
         starts: Beginnings of calls.
-        calls: Reads them.
+        calls: Parser of the calls.
     """
 
     def __init__(self, starts: Sequence[str], calls: Parser) -> None:
         self._starts = tuple(starts)
         self._calls = calls
-        self._held = ""  # until it is known what the output is
+        self._held = ""  # text until the kind is known
         self._called: bool | None = None
 
     @property
     def visible(self) -> frozenset[str]:
-        """Special tokens that it must see."""
+        """Special tokens that the parser must see."""
         return self._calls.visible
 
     @property
     def calls(self) -> bool:
-        """Whether what came last is within a call."""
+        """Whether the last text is within a call."""
         return bool(self._called) and self._calls.calls
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text and return what is known of all that came."""
+        """Parse more text; return the pieces that are certain."""
         if self._called is None:
             text = self._held + text
             if any(one != text and one.startswith(text) for one in self._starts):
@@ -44,7 +44,7 @@ class AnswerOrCalls(Parser):
         return [Piece(PieceKind.CONTENT, text)] if text else []
 
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: the output has ended."""
+        """Return the held pieces: the output has ended."""
         if self._called:
             return self._calls.flush()
         return [Piece(PieceKind.CONTENT, self._held)] if self._held else []

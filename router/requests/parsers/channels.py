@@ -1,4 +1,4 @@
-"""Messages in channels, as gpt-oss writes them (the harmony format).
+"""Messages in channels, the harmony format of gpt-oss.
 
 <|channel|>analysis<|message|>...<|end|><|start|>assistant<|channel|>final<|message|>...<|return|>
 
@@ -17,11 +17,11 @@ _TO = re.compile(r"\bto=(?:functions\.)?([^\s<]+)")
 
 
 class Channels(Parser):
-    """Reasoning, content and calls by the channels and recipients of messages.
+    """Split an output into reasoning, content and calls, by its messages' channels and recipients.
 
     Args:
-        begun: The prompt's part of the message that the output goes on with, from behind its
-            last `<|start|>`.
+        begun: The prompt's part of the message that the output continues, after its last
+            `<|start|>`.
     """
 
     markers: ClassVar[tuple[str, ...]] = (START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS)
@@ -29,21 +29,19 @@ class Channels(Parser):
     def __init__(self, begun: str = "assistant") -> None:
         self._buffer = Buffer()
         self._header = ""
-        self._kind: PieceKind | None = (
-            None  # of the message that is being read; None: its header is
-        )
-        self._arguments = False  # the message has some
+        self._kind: PieceKind | None = None  # of the current message; None in its header
+        self._arguments = False  # whether the message has any
         self.feed(begun)
         if self._kind is not None:
-            self._buffer.rest()  # the end of the prompt's text, which is no part of a marker
+            self._buffer.rest()  # end of the prompt, outside markers
 
     @property
     def reasons(self) -> bool:
-        """Whether what came last is within reasoning."""
+        """Whether the last text is within reasoning."""
         return self._kind == PieceKind.REASONING
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text and return what is known of all that came."""
+        """Parse more text; return the pieces that are certain."""
         self._buffer.add(text)
         pieces: list[Piece] = []
         while True:
@@ -63,13 +61,13 @@ class Channels(Parser):
                 self._close(pieces)
 
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: the output has ended."""
+        """Return the held pieces: the output has ended."""
         pieces: list[Piece] = []
         if self._kind is not None:
             self._give(self._buffer.rest(), pieces)
             self._close(pieces)
         elif not any(marker in self._header for marker in self.markers):
-            # No header at all: the model did not keep to the format.
+            # No header: the model broke the format.
             text = (self._header + self._buffer.rest()).removeprefix("assistant")
             if text.strip():
                 pieces.append(Piece(PieceKind.CONTENT, text))

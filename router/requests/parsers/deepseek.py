@@ -1,7 +1,7 @@
-"""DeepSeek V3, R1 and V3.1, whose markers have wide bars and blocks for spaces.
+"""DeepSeek V3, R1 and V3.1, whose markers have full-width bars and block characters.
 
-V3 writes the type, the name and a block of JSON, V3.1 the name and the JSON itself, which goes
-between `SEPARATOR` and `CALL_CLOSING`.
+V3 writes the type, the name and a JSON code block; V3.1 the name and plain JSON, between
+`SEPARATOR` and `CALL_CLOSING`.
 """
 
 from collections.abc import Sequence
@@ -43,7 +43,7 @@ class DeepSeek(ToolFormat):
         return MarkedCalls({CALL_OPENING: call}, (*fenced, OPENING, CLOSING, CALL_CLOSING))
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         if f"{FENCE}json" in lark.template:
             opening = [CALL_OPENING, "function", SEPARATOR, f"{{name}}\n{FENCE}json\n"]
             closing = [f"\n{FENCE}", CALL_CLOSING]

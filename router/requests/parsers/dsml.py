@@ -1,4 +1,4 @@
-"""DeepSeek V3.2, whose tags mark the values that are strings.
+"""DeepSeek V3.2, whose tags mark string values.
 
 <｜DSML｜function_calls>
 <｜DSML｜invoke name="get_weather">
@@ -17,7 +17,7 @@ DSML = "｜DSML｜"  # noqa: RUF001
 
 
 class Dsml(TaggedFormat):
-    """Tags with the names of the tool and of its parameters, and whether these are strings."""
+    """Tags with the names of the tool and its parameters, and whether a value is a string."""
 
     name = "dsml"
     trigger = f"<{DSML}function_calls>"
@@ -47,5 +47,5 @@ class Dsml(TaggedFormat):
     )
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there is the token: the family comes without a chat template."""
+        """Return whether the token exists: these models have no chat template."""
         return model.mentions(DSML)

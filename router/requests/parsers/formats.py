@@ -1,4 +1,4 @@
-"""The two things to know of a model family: how it calls tools, and how it reasons."""
+"""The interfaces of a model family: its formats of tool calls and reasoning."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -15,9 +15,9 @@ class OfferedTool:
     """A tool that an output may call.
 
     Attributes:
-        name: Its name.
-        schema: The JSON Schema of its arguments, an object.
-        strict: Whether the arguments must be valid by the schema.
+        name: Name of the tool.
+        schema: JSON Schema of the arguments, an object.
+        strict: Whether the arguments must match the schema.
     """
 
     name: str
@@ -26,20 +26,20 @@ class OfferedTool:
 
     @property
     def allowed(self) -> Mapping[str, Any]:
-        """The schema that calls are held to where they are constrained, but need not be strict."""
+        """The schema for constrained calls that need not be strict."""
         return self.schema if self.strict else {"type": "object"}
 
 
 @dataclass(frozen=True, slots=True)
 class OutputContext:
-    """What an output goes on with.
+    """The context that an output continues.
 
     Attributes:
         model: The model's template and markers.
-        tail: The end of the prompt, with special tokens.
-        continued: Whether the prompt ends within a message of the assistant's.
-        tools: The tools that it may call.
-        held: Names of those to whose schemas a grammar holds their calls.
+        tail: End of the prompt, with special tokens.
+        continued: Whether the prompt ends inside an assistant's message.
+        tools: Tools that the output may call.
+        held: Names of the tools whose schemas a grammar enforces.
     """
 
     model: ModelText
@@ -50,18 +50,18 @@ class OutputContext:
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
-        """The schema of each tool's arguments."""
+        """JSON Schema of each tool's arguments."""
         return {tool.name: tool.schema for tool in self.tools}
 
 
 class ToolFormat(ABC):
-    """How a family of models calls tools.
+    """How a model family calls tools.
 
     Attributes:
-        name: Its name on the command line.
+        name: Name on the command line.
         trigger: The marker that begins a call, or a section of calls.
-        openers: Further markers that begin a call where an output is read.
-        between: Text between calls, each of which has the marker; None: one section has them all.
+        openers: Other markers that may begin a call when parsing.
+        between: Text between calls that each have the marker; None: one section holds all calls.
     """
 
     name: ClassVar[str]
@@ -71,31 +71,31 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether a model is of this family, by its chat template and its markers."""
+        """Return whether a model belongs to the family, by its chat template and markers."""
 
     @abstractmethod
     def parser(self, context: OutputContext) -> Parser:
         """Return a parser of one output."""
 
     def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:  # noqa: ARG002
-        """Return the beginnings of `forced` outputs; empty: their parser needs none."""
+        """Return the prefixes of `forced` outputs; empty if not needed for parsing."""
         return (self.trigger,) if self.trigger else ()
 
     @property
     def constrained(self) -> "ToolFormat":
-        """The form of calls where they are constrained."""
+        """The format for constrained calls."""
         return self
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the trigger, with arguments valid by their schemas.
+        """Return the grammar of calls after the trigger, with valid arguments.
 
         Args:
             lark: The grammar to add rules to.
-            tools: At least one.
-            parallel: Whether there may be several calls, if `between` is None.
+            tools: Tools, at least one.
+            parallel: Whether several calls are allowed, if `between` is None.
 
         Raises:
-            NotImplementedError: The family has another form for constrained calls.
+            NotImplementedError: The family uses another format for constrained calls.
         """
         raise NotImplementedError
 
@@ -107,7 +107,7 @@ class ToolFormat(ABC):
         return sequence(call, f"({sequence(lark.text(self.between), call)})*")
 
     def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of an output that may call tools, with any text around the calls."""
+        """Return the grammar of an output that may call tools, with text around the calls."""
         section = self.section(lark, tools, parallel=parallel)
         call = sequence(lark.until(self.trigger, *self.openers), section)
         rest = lark.without(self.trigger, *self.openers)
@@ -121,46 +121,46 @@ class ToolFormat(ABC):
 
 
 class ReasoningFormat(ABC):
-    """How a family of models marks its reasoning.
+    """How a model family marks reasoning.
 
     Attributes:
-        name: Its name on the command line.
+        name: Name on the command line.
     """
 
     name: ClassVar[str]
 
     @abstractmethod
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether a model is of this family, by its chat template and its markers."""
+        """Return whether a model belongs to the family, by its chat template and markers."""
 
     @abstractmethod
     def parser(self, context: OutputContext, then: Parser | None) -> Parser:
         """Return a parser of one output.
 
         Args:
-            context: The prompt's end, with which the output goes on.
-            then: Parser of calls in the answer; None: it has none.
+            context: The context that the output continues.
+            then: Parser of calls in the answer, if any.
         """
 
     @abstractmethod
     def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
-        """Return the grammar of an output up to its answer; empty if the answer begins at once.
+        """Return the grammar of an output before its answer; empty if the answer begins at once.
 
         Args:
             lark: The grammar to add rules to.
-            context: The prompt's end, with which the output goes on.
-            limit: Maximum tokens of reasoning; None: any number.
+            context: The context that the output continues.
+            limit: Maximum tokens of reasoning; None: unlimited.
 
         Raises:
-            ValueError: Reasoning cannot be bounded, as its end is no token; the message says so.
+            ValueError: Reasoning cannot be bounded, as its end marker is not a token.
         """
 
     def answer(self, lark: Lark, context: OutputContext, form: str) -> str:  # noqa: ARG002
-        """Return the grammar of an answer of a form, behind the lead."""
+        """Return the grammar of the answer after the lead, given its constraint."""
         return form
 
     def rest(self, lark: Lark, context: OutputContext) -> str:  # noqa: ARG002
-        """Return the grammar of any answer behind the lead."""
+        """Return the grammar of an unconstrained answer after the lead."""
         return f"{lark.tokens_but()}*"
 
 
@@ -171,7 +171,7 @@ def json_call(
     closing: str = "",
     key: str = "arguments",
 ) -> str:
-    """Return the grammar of a call that is a JSON object, with text around it."""
+    """Return the grammar of a JSON object with text around it."""
     return either(
         *(
             lark.rule(
@@ -188,7 +188,7 @@ def json_call(
 
 
 def json_section(lark: Lark, tools: Sequence[OfferedTool], closing: str) -> str:
-    """Return the grammar of a JSON object on a line of its own, and a closing marker."""
+    """Return the grammar of a JSON object on its own line, and a closing marker."""
     newline = lark.text("\n")
     return sequence(newline, json_call(lark, tools), newline, lark.marker(closing))
 
@@ -203,13 +203,13 @@ def json_list(lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> st
 def named_call(
     lark: Lark, tools: Sequence[OfferedTool], opening: Sequence[str], closing: Sequence[str]
 ) -> str:
-    """Return the grammar of a call that is a name and then a JSON object.
+    """Return the grammar of a call: a name and then a JSON object.
 
     Args:
         lark: The grammar to add rules to.
         tools: The tools.
-        opening: Markers and texts in front of the arguments, with `{name}` for the name.
-        closing: Markers behind them.
+        opening: Markers and texts before the arguments, with `{name}` for the name.
+        closing: Markers after the arguments.
     """
     return either(
         *(

@@ -1,4 +1,4 @@
-"""GLM 4.5 and later, which leave out the line ends since 4.7.
+"""GLM 4.5 and later; 4.7 and later omit the line breaks.
 
 <tool_call>get_weather
 <arg_key>city</arg_key>
@@ -18,7 +18,7 @@ JOINED = "</arg_key><arg_value>"
 
 
 class Glm(TaggedFormat):
-    """A name, and keys and values in turn."""
+    """A name, then alternating keys and values."""
 
     name = "glm"
     trigger = OPENING
@@ -42,7 +42,7 @@ class Glm(TaggedFormat):
     )
 
     def written(self, lark: Lark) -> CallLayout:
-        """Return how a model lays out calls."""
+        """Return the layout of a model's calls."""
         if JOINED not in lark.template:
             return self.layout
         return replace(self.layout, call="{}", text=f"<arg_key>{{}}{JOINED}", between="")

@@ -1,6 +1,6 @@
 """gpt-oss: reasoning, answers and calls are messages in channels.
 
-`openai-harmony` is not used: it must download a vocabulary, and reads no other model's tokens.
+`openai-harmony` is not used: it downloads a vocabulary, and supports only that one.
 """
 
 from collections.abc import Sequence
@@ -32,17 +32,17 @@ def _parser(context: OutputContext) -> Parser:
 
 
 def _begun(context: OutputContext) -> str:
-    """Return the prompt's part of the message that the output goes on with."""
+    """Return the prompt's part of the message that the output continues."""
     return context.tail.rpartition(START)[2] if START in context.tail else "assistant"
 
 
 class GptOssTools(ToolFormat):
-    """Messages to a function."""
+    """Tool calls as messages to a function."""
 
     name = NAME
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there are channels."""
+        """Return whether the model uses channels."""
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
     def parser(self, context: OutputContext) -> Parser:
@@ -50,7 +50,7 @@ class GptOssTools(ToolFormat):
         return _parser(context)
 
     def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:  # noqa: ARG002
-        """Return the grammar of a call: an output has one."""
+        """Return the grammar of a call; an output has only one."""
         opening = [CHANNEL, "commentary to=functions.{name} ", CONSTRAIN, "json", MESSAGE]
         return named_call(lark, tools, opening, [])
 
@@ -61,16 +61,16 @@ class GptOssTools(ToolFormat):
 
 
 class GptOssReasoning(ReasoningFormat):
-    """Messages in the analysis channel."""
+    """Reasoning as messages in the analysis channel."""
 
     name = NAME
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there are channels."""
+        """Return whether the model uses channels."""
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
     def parser(self, context: OutputContext, then: Parser | None) -> Parser:  # noqa: ARG002
-        """Return a parser of one output, calls included."""
+        """Return a parser of one output, including calls."""
         return _parser(context)
 
     def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
@@ -79,7 +79,7 @@ class GptOssReasoning(ReasoningFormat):
             return ""
         if lark.token(END) is None or lark.token(CHANNEL) is None:
             raise ValueError("the vocabulary has no tokens for channels")
-        # Any of them ends the message where it is read.
+        # Each of these ends the message.
         known = [marker for marker in Channels.markers if lark.token(marker) is not None]
         word = lark.tokens_but(*known)
         analysis = sequence(lark.marker(CHANNEL), lark.text("analysis"), lark.marker(MESSAGE))
@@ -89,11 +89,11 @@ class GptOssReasoning(ReasoningFormat):
         return f"({sequence(analysis, f'{word}{{0,{limit}}}', turn)})?" if limit else ""
 
     def answer(self, lark: Lark, context: OutputContext, form: str) -> str:
-        """Return the grammar of a final message of a form."""
+        """Return the grammar of a final message under a constraint."""
         return form if MESSAGE in _begun(context) else sequence(_final(lark), form)
 
     def rest(self, lark: Lark, context: OutputContext) -> str:
-        """Return the grammar of messages in other channels than the analysis."""
+        """Return the grammar of messages in channels other than analysis."""
         if MESSAGE in _begun(context):
             return super().rest(lark, context)
         channel = f'{lark.marker(CHANNEL)} ("final" | "commentary")'

@@ -1,4 +1,4 @@
-"""Granite 3, but not 4, which writes as Hermes.
+"""Granite 3; Granite 4 uses the format of Hermes.
 
 <|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]
 """
@@ -16,7 +16,7 @@ OPENING, OTHER = "<|tool_call|>", "<tool_call>"
 
 
 class Granite(ToolFormat):
-    """A JSON list of calls behind a marker."""
+    """A JSON list of calls after a marker."""
 
     name = "granite"
     trigger = OPENING
@@ -31,5 +31,5 @@ class Granite(ToolFormat):
         return MarkedCalls({OPENING: JsonCalls, OTHER: JsonCalls})
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         return json_list(lark, tools, parallel=parallel)

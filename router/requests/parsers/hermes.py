@@ -30,9 +30,9 @@ class Hermes(ToolFormat):
     between = "\n"
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has the marker, or no place for tools.
+        """Return whether the template has the marker, or does not mention tools.
 
-        For a model without one, a system message describes the tools, in this form.
+        For templates without tools, a system message describes them in this format.
         """
         return OPENING in model.template or not model.has_tools
 
@@ -41,5 +41,5 @@ class Hermes(ToolFormat):
         return MarkedCalls({OPENING: JsonCall}, (CLOSING,))
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:  # noqa: ARG002
-        """Return the grammar of a call behind the marker."""
+        """Return the grammar of a call after the marker."""
         return json_section(lark, tools, CLOSING)

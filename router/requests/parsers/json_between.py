@@ -1,4 +1,4 @@
-"""Families whose calls are JSON between two markers of their own: an object, or a list of them.
+"""Families whose calls are a JSON object or list between two markers.
 
 Hunyuan, Jamba:  <tool_calls>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</tool_calls>
 Nemotron 2:      <TOOLCALL>[{"name": "get_weather", "arguments": {"city": "Paris"}}]</TOOLCALL>
@@ -26,12 +26,12 @@ class JsonBetween(ToolFormat):
     """JSON between two markers.
 
     Args:
-        name: The format's name.
-        opening: The marker that begins it.
-        closing: The marker that ends it.
-        listed: Whether it is a list.
+        name: Name of the format.
+        opening: Marker before the JSON.
+        closing: Marker after the JSON.
+        listed: Whether the JSON is a list.
         space: Text between the markers and the JSON.
-        key: Name of the arguments.
+        key: Key of the arguments.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class JsonBetween(ToolFormat):
         return MarkedCalls({self.trigger: JsonCalls}, (self._closing,))
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         calls = (
             json_list(lark, tools, parallel=parallel)
             if self._listed

@@ -9,12 +9,12 @@ from octavo.router.requests.parsers.parser import Piece, PieceKind
 NAMES = ("name",)
 ARGUMENTS = ("arguments", "parameters")
 OTHERS = ("id", "type")
-"""Other keys that a call may have."""
+"""Other keys that a call may have, which are ignored."""
 SPACE = " \t\r\n"
 
 
 class JsonValue:
-    """Finds the end of a JSON value as it comes; the value itself is not checked."""
+    """Finds the end of a streamed JSON value without validating it."""
 
     __slots__ = ("_depth", "_escaped", "_in_string", "_started")
 
@@ -25,9 +25,9 @@ class JsonValue:
         self._started = False
 
     def take(self, text: str, start: int) -> tuple[int, bool]:
-        """Return where the value ends in `text`, from `start` on, and whether it does.
+        """Return the value's end in `text`, from `start` on, and whether it is complete.
 
-        What ends a number or a word is not part of it.
+        The character after a number or a word is not part of it.
         """
         for i in range(start, len(text)):
             character = text[i]
@@ -57,7 +57,7 @@ class JsonValue:
         return not self._in_string
 
     def _word_ends(self, character: str) -> bool:
-        """Take a character outside of strings and brackets."""
+        """Handle a character outside strings and brackets."""
         if character in SPACE:
             return self._started
         self._started = True
@@ -65,33 +65,33 @@ class JsonValue:
 
 
 class JsonCall(Call):
-    """One JSON object with the tool's name and its arguments, in any order.
+    """A JSON object with the tool's name and its arguments, in any order.
 
-    The arguments are given as they come once the name is known. An object that is no call is
-    given as content, as a whole.
+    Arguments are streamed once the name is known. An object that is not a call becomes content as a
+    whole.
 
     Args:
-        bare: Whether only the object itself shows that it is a call: what is incomplete, or
-            has other keys, is content then.
+        bare: Whether no marker shows that the object is a call: then an incomplete object, or one
+            with other keys, is content.
     """
 
     def __init__(self, *, bare: bool = False) -> None:
         self._bare = bare
-        self._raw = ""  # until it is known to be a call
+        self._raw = ""  # all text, until it is known to be a call
         self._state: Callable[[str, int, list[Piece]], int] = self._open
-        self._string = ""  # the key that is being read
+        self._string = ""  # the key being read
         self._key = ""
         self._name: str | None = None
         self._value = JsonValue()
-        self._text = ""  # the value that is being read, where it is not given at once
-        self._arguments: str | None = None  # not yet given, as the name is unknown
+        self._text = ""  # the value being read, unless streamed
+        self._arguments: str | None = None  # held until the name is known
         self._called = False
         self._streams = False
         self._done = False
         self._failed = False
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the call when it is complete."""
+        """Parse more text; return the rest after the call once complete, else None."""
         at = 0
         while at < len(text) and not (self._done or self._failed):
             end = self._state(text, at, pieces)
@@ -104,7 +104,7 @@ class JsonCall(Call):
         return text[at:]
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End a call that is not complete."""
+        """End an incomplete call."""
         if self._called or not self._bare:
             return
         pieces.append(Piece(PieceKind.CONTENT, self._raw))
@@ -169,7 +169,7 @@ class JsonCall(Call):
         return end
 
     def _set(self, pieces: list[Piece]) -> None:
-        """Take the value of the key that was read."""
+        """Handle the complete value of a key."""
         if self._key in NAMES and self._name is None:
             name = _decoded(self._text)
             if not name:
@@ -184,7 +184,7 @@ class JsonCall(Call):
                 self._call(pieces)
 
     def _call(self, pieces: list[Piece]) -> None:
-        """Give the name, and the arguments that are known."""
+        """Emit the name, and the arguments so far."""
         assert self._name is not None
         self._called = True
         self._raw = ""
@@ -203,24 +203,24 @@ class JsonCall(Call):
 
 
 class JsonCalls(Call):
-    """A JSON list of calls, or one call after the other.
+    """A JSON list of calls, or a sequence of calls.
 
     Args:
-        separator: A character between calls that are not in a list; empty: there is only one.
+        separator: Character between calls outside a list; empty: there is only one call.
         bare: See `JsonCall`.
     """
 
     def __init__(self, separator: str = "", *, bare: bool = False) -> None:
         self._separator = separator
         self._bare = bare
-        self._listed: bool | None = None  # unknown yet
+        self._listed: bool | None = None  # None: unknown
         self._call: JsonCall | None = None
-        self._before = ""  # of the first call, in case that it is none
+        self._before = ""  # text before the first call, in case it is none
         self._first = True
         self._separated = False
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the calls when they are complete."""
+        """Parse more text; return the rest after the calls once complete, else None."""
         while text:
             if self._call is not None:
                 rest = self._call.feed(text, pieces)
@@ -247,19 +247,19 @@ class JsonCalls(Call):
         return None
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End calls that are not complete."""
+        """End incomplete calls."""
         if self._call is not None:
             self._call.flush(pieces)
 
     def _give_up(self, text: str, pieces: list[Piece]) -> str:
-        """Return the text, as it is no call."""
+        """Return the text, as it is not a call."""
         if self._first and self._before:
             pieces.append(Piece(PieceKind.CONTENT, self._before))
         return text
 
 
 def _decoded(text: str) -> str:
-    """Return a JSON string; empty if it is none."""
+    """Decode a JSON string; return an empty string if it is none."""
     try:
         value = json.loads(text)
     except ValueError:
@@ -268,16 +268,16 @@ def _decoded(text: str) -> str:
 
 
 def _object(text: str) -> str:
-    """Return the object that a value is: some models put it into a string, or leave it out."""
+    """Return the object in a value: some models encode it as a string, or omit it."""
     inner = _decoded(text).strip()
     return inner if inner.startswith("{") else "{}"
 
 
 class JsonOr(Call):
-    """A JSON object that is a call, or what another reader makes of anything else.
+    """A JSON object that is a call, or else whatever another parser makes of the text.
 
     Args:
-        other: Makes the other reader; None: text that is no object is left to the next reader.
+        other: Creates the other parser; None: leave other text to the caller.
     """
 
     def __init__(self, other: Callable[[], Call] | None = None) -> None:
@@ -285,7 +285,7 @@ class JsonOr(Call):
         self._call: Call | None = None
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the call when it is complete."""
+        """Parse more text; return the rest after the call once complete, else None."""
         if self._call is None:
             text = text.lstrip()
             if not text:
@@ -299,6 +299,6 @@ class JsonOr(Call):
         return self._call.feed(text, pieces)
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End a call that is not complete."""
+        """End an incomplete call."""
         if self._call is not None:
             self._call.flush(pieces)

@@ -38,7 +38,7 @@ class Kimi(ToolFormat):
         return MarkedCalls({CALL_OPENING: call}, (OPENING, CLOSING, CALL_CLOSING, ARGUMENTS))
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         number = lark.rule("NUMBER", "/[0-9]{1,3}/")
         opening = lark.marker(CALL_OPENING)
         calls = [

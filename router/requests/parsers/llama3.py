@@ -18,12 +18,12 @@ SEPARATOR = ";"
 
 
 class Llama3(ToolFormat):
-    """An output that is a JSON object, perhaps behind a marker, or several with semicolons."""
+    """An output of one JSON object, perhaps after a marker, or of several with semicolons."""
 
     name = "llama3"
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template asks for such objects."""
+        """Return whether the template asks for JSON objects."""
         return PYTHON_TAG in model.template or '"parameters": dictionary' in model.template
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
@@ -32,7 +32,7 @@ class Llama3(ToolFormat):
         return MarkedCalls({PYTHON_TAG: calls}, bare={"{": partial(calls, bare=True)})
 
     def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:
-        """Return the beginnings of calls: an answer may be an object too, with a name in it."""
+        """Return the prefixes of calls, as an answer may also be an object with a name."""
         return tuple(f'{{"name": "{tool.name}", "parameters": ' for tool in tools)
 
     def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
@@ -41,6 +41,6 @@ class Llama3(ToolFormat):
         return sequence(call, f"({lark.text(f'{SEPARATOR} ')} {call})*") if parallel else call
 
     def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls, or a text that does not begin as they do."""
+        """Return the grammar of calls, or of text that does not begin like a call."""
         calls = self.forced(lark, tools, parallel=parallel)
         return either(calls, lark.without(PYTHON_TAG, first="{"))

@@ -1,4 +1,4 @@
-"""Calls that begin with markers, in content."""
+"""Tool calls that begin with markers, inside content."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -7,34 +7,33 @@ from octavo.router.requests.parsers.parser import Buffer, Parser, Piece, PieceKi
 
 
 class Call(ABC):
-    """Reads what follows a marker: one call or several."""
+    """Parser of the text after a marker: one call or several."""
 
     @abstractmethod
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text, and append what is known of it.
+        """Parse more text, and append the pieces that are certain.
 
         Args:
-            text: The text behind what was fed before.
+            text: The text that follows the last call's.
             pieces: The list to append to.
 
         Returns:
-            What is behind the call, once it is complete; None until then.
+            Text after the call, once it is complete; None until then.
         """
 
     @abstractmethod
     def flush(self, pieces: list[Piece]) -> None:
-        """Append what was held back: the output ended within the call."""
+        """Append the held text: the output ended within the call."""
 
 
 class MarkedCalls(Parser):
-    """Content with calls in it; white space around calls is no content.
+    """Content with calls in it; white space around calls is dropped.
 
     Args:
-        opens: Makes the parser of the text behind each marker.
+        opens: Creates the parser of the text after each marker.
         ignored: Other markers, such as those that end a call.
-        bare: Makers by the character with which an output begins that consists of calls without a
-            marker, what makes their reader.
-        shown: Special tokens that the readers of calls must see.
+        bare: Creates the parser of an unmarked call, by the output's first character.
+        shown: Special tokens that the call parsers must see.
     """
 
     def __init__(
@@ -50,22 +49,22 @@ class MarkedCalls(Parser):
         self._shown = shown
         self._buffer = Buffer()
         self._call: Call | None = None
-        self._at_start = bool(bare)  # nothing but white space has come
-        self._after_call = False  # of what comes, white space is dropped
-        self._lines = ""  # line ends that are dropped if a call follows
+        self._at_start = bool(bare)  # only white space so far
+        self._after_call = False  # drop white space in the next text
+        self._lines = ""  # line breaks to drop if a call follows
 
     @property
     def visible(self) -> frozenset[str]:
-        """Special tokens that it must see."""
+        """Special tokens that the parser must see."""
         return frozenset((*self._all, *self._shown))
 
     @property
     def calls(self) -> bool:
-        """Whether what came last is within a call."""
+        """Whether the last text is within a call."""
         return self._call is not None
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text and return what is known of all that came."""
+        """Parse more text; return the pieces that are certain."""
         pieces: list[Piece] = []
         self._buffer.add(text)
         while True:
@@ -83,24 +82,24 @@ class MarkedCalls(Parser):
                     return pieces
                 self._call = None
                 self._buffer.add(rest)
-                # What turned out to be no call may be followed by anything.
+                # Text after something that was not a call is kept unchanged.
                 self._after_call = pieces[-1:] == [] or pieces[-1].kind != PieceKind.CONTENT
 
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: the output has ended."""
+        """Return the held pieces: the output has ended."""
         pieces: list[Piece] = []
         if self._call is not None:
             self._call.flush(pieces)
         else:
             rest = self._buffer.rest()
-            # Behind a call it is a marker that was cut off.
+            # After a call, the rest is a truncated marker.
             self._content("" if self._after_call else rest, pieces)
             if self._lines and not self._after_call:
                 pieces.append(Piece(PieceKind.CONTENT, self._lines))
         return pieces
 
     def _begin(self) -> bool:
-        """Look at how the output begins; return whether that is known."""
+        """Check the output's first character; return False if there is none yet."""
         text = self._buffer.rest()
         self._buffer.add(text)
         first = text.lstrip()[:1]

@@ -14,7 +14,7 @@ from octavo.router.text.model_text import ModelText
 
 
 class MiniMax(TaggedFormat):
-    """Tags with the names of the tool and of its parameters."""
+    """Tags with the names of the tool and its parameters."""
 
     name = "minimax"
     trigger = "<minimax:tool_call>"

@@ -24,7 +24,7 @@ OPENING, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
 
 class Mistral(ToolFormat):
-    """A JSON list of calls, or since version 11 of the tokenizer a name and a JSON object."""
+    """A JSON list of calls or, since tokenizer version 11, a name and a JSON object."""
 
     name = "mistral"
     trigger = OPENING
@@ -38,7 +38,7 @@ class Mistral(ToolFormat):
         return MarkedCalls({OPENING: _ListOrName}, (ARGUMENTS, CALL_ID))
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         if lark.token(ARGUMENTS) is None:
             return json_list(lark, tools, parallel=parallel)
         call = lark.rule("calls", named_call(lark, tools, ["{name}", ARGUMENTS], []))
@@ -46,13 +46,13 @@ class Mistral(ToolFormat):
 
 
 class _ListOrName(Call):
-    """The kind of call by its first character: a list or an object, or a name."""
+    """A call whose first character shows its kind: list, object, or name."""
 
     def __init__(self) -> None:
         self._call: Call | None = None
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the calls when they are complete."""
+        """Parse more text; return the rest after the calls once complete, else None."""
         if self._call is None:
             text = text.lstrip()
             if not text:
@@ -61,7 +61,7 @@ class _ListOrName(Call):
         return self._call.feed(text, pieces)
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End calls that are not complete."""
+        """End incomplete calls."""
         if self._call is not None:
             self._call.flush(pieces)
 

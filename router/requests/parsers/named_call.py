@@ -1,4 +1,4 @@
-"""Calls that are a header with the tool's name, and then the arguments as a JSON object."""
+"""Calls made of a header with the tool's name, and a JSON object of arguments."""
 
 from collections.abc import Callable
 
@@ -8,11 +8,11 @@ from octavo.router.requests.parsers.parser import Buffer, Piece, PieceKind
 
 
 class NamedCall(Call):
-    """A header, and a JSON object.
+    """A header and a JSON object.
 
     Args:
-        name: Returns the tool's name that a header has.
-        ends: Markers that end a call which has no arguments.
+        name: Returns the tool's name in a header.
+        ends: Markers that end a call without arguments.
     """
 
     def __init__(self, name: Callable[[str], str], ends: tuple[str, ...] = ()) -> None:
@@ -23,7 +23,7 @@ class NamedCall(Call):
         self._value: JsonValue | None = None
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the call when it is complete."""
+        """Parse more text; return the rest after the call once complete, else None."""
         if self._value is None:
             self._buffer.add(text)
             header, marker = self._buffer.until(("{", *self._ends))
@@ -43,4 +43,4 @@ class NamedCall(Call):
         return text[end:] if complete else None
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End a call that is not complete: without its name there is nothing to give."""
+        """End an incomplete call: without a name there is nothing to emit."""

@@ -1,4 +1,4 @@
-"""What every output parser does: it takes a text as it grows, and gives typed pieces of it."""
+"""The interface of output parsers: they turn growing text into typed pieces."""
 
 from abc import ABC, abstractmethod
 from enum import Enum
@@ -8,11 +8,11 @@ from octavo.router.text.markers import first_match, possible_start
 
 
 class PieceKind(Enum):
-    """What a piece of an output is."""
+    """The kind of an output's piece."""
 
     CONTENT = "content"
     REASONING = "reasoning"
-    CALL = "call"  # the name of a tool: a call begins
+    CALL = "call"  # a call begins; text is the tool's name
     ARGUMENTS = "arguments"  # the next piece of the last call's arguments
 
 
@@ -24,43 +24,43 @@ class Piece(NamedTuple):
 
 
 class Parser(ABC):
-    """Reads one output as it grows.
+    """Parses one output as it grows.
 
-    It holds back only what may become a marker, and gives no marker as text. What it gives does
-    not depend on where the text was cut, except for where its pieces are cut.
+    It holds back only text that may become a marker, and drops markers. The result does not depend
+    on how the text was split, except for the borders of pieces.
 
     Attributes:
-        markers: Special tokens that it must see, as they are spelt.
+        markers: Special tokens that the parser must see, in their spelling.
     """
 
     markers: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def feed(self, text: str) -> list[Piece]:
-        """Take more text and return what is known of all that came."""
+        """Parse more text; return the pieces that are certain."""
 
     @abstractmethod
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: the output has ended."""
+        """Return the held pieces: the output has ended."""
 
     @property
     def reasons(self) -> bool:
-        """Whether what came last is within reasoning."""
+        """Whether the last text is within reasoning."""
         return False
 
     @property
     def calls(self) -> bool:
-        """Whether what came last is within a call, which is read to its end whatever is in it."""
+        """Whether the last text is within a call, which is read to its end whatever it contains."""
         return False
 
     @property
     def visible(self) -> frozenset[str]:
-        """Special tokens that it must see, those of a parser in it included."""
+        """Special tokens that this parser or a nested one must see."""
         return frozenset(self.markers)
 
 
 class Buffer:
-    """Text that has not been read."""
+    """Text that has not been parsed."""
 
     __slots__ = ("_text",)
 
@@ -72,9 +72,9 @@ class Buffer:
         self._text += text
 
     def until(self, markers: tuple[str, ...]) -> tuple[str, str | None]:
-        """Return the text before the first marker, and that marker; both are taken.
+        """Remove and return the text before the first marker, and the marker.
 
-        If there is none, return the text that cannot be part of one, and None.
+        Without a marker, return the text that cannot be part of one, and None.
         """
         match = first_match(self._text, markers)
         if match is not None:
@@ -87,6 +87,6 @@ class Buffer:
         return text, None
 
     def rest(self) -> str:
-        """Return and take all of it."""
+        """Remove and return all of it."""
         text, self._text = self._text, ""
         return text

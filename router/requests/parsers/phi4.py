@@ -14,7 +14,7 @@ from octavo.router.text.model_text import ModelText
 
 OPENING, CLOSING = "<|tool_call|>", "<|/tool_call|>"
 WORD = "functools"
-"""What it writes in place of the marker at times."""
+"""Text that the model sometimes writes instead of the marker."""
 
 
 class Phi4(ToolFormat):
@@ -25,7 +25,7 @@ class Phi4(ToolFormat):
     openers = (f"{WORD}[",)
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there are both markers."""
+        """Return whether the model has both markers."""
         return model.mentions(OPENING) and model.mentions(CLOSING)
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
@@ -33,12 +33,12 @@ class Phi4(ToolFormat):
         return MarkedCalls({OPENING: JsonCalls, f"{WORD}[": _listed}, (CLOSING,))
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         return sequence(json_list(lark, tools, parallel=parallel), lark.marker(CLOSING))
 
 
 def _listed() -> JsonCalls:
-    """Return the reader of a list that has begun."""
+    """Return the parser of a list that has begun."""
     calls = JsonCalls()
     calls.feed("[", [])
     return calls

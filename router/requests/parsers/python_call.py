@@ -1,4 +1,4 @@
-"""Calls that are a list of Python calls: [get_weather(city="Paris"), now()]."""
+"""Calls as a list of Python calls: [get_weather(city="Paris"), now()]."""
 
 import ast
 import re
@@ -9,20 +9,20 @@ from octavo.router.requests.parsers.parser import Piece, PieceKind
 from octavo.router.requests.parsers.values import json_text, types_of_json
 
 MAX_LENGTH = 1 << 18
-"""Characters; what is longer is content."""
+"""Maximum characters of a list; a longer text is content."""
 _NAMES = {"true": True, "false": False, "null": None}
-"""Words that some models take from JSON."""
+"""JSON constants that some models write."""
 _CALL = re.compile(r"(?P<name>[\w./:-]+)\s*\((?P<arguments>.*)\)", re.DOTALL)
 _ARGUMENT = re.compile(r"(?P<name>[^\s()\[\]{}'\"=]+)\s*=(?P<value>.*)", re.DOTALL)
 
 
 class PythonCalls(Call):
-    """A list of calls with named arguments, given when it is complete.
+    """A list of calls with named arguments, emitted when complete.
 
-    What is not such a list is content.
+    Other text is content.
 
     Args:
-        bare: Whether only the list itself shows that it is one.
+        bare: Whether no marker shows that the text is a list of calls.
     """
 
     def __init__(self, *, bare: bool = False) -> None:
@@ -31,7 +31,7 @@ class PythonCalls(Call):
         self._scanner = _Scanner()
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the list when it is complete."""
+        """Parse more text; return the rest after the list once complete, else None."""
         for i, character in enumerate(text):
             if self._scanner.take(character) and character in ")]}" and self._scanner.depth <= 0:
                 self._text += text[: i + 1]
@@ -44,7 +44,7 @@ class PythonCalls(Call):
         return None
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End a list that is not complete."""
+        """End an incomplete list."""
         if self._bare:
             pieces.append(Piece(PieceKind.CONTENT, self._text))
 
@@ -59,7 +59,7 @@ class PythonCalls(Call):
 
 
 class _Scanner:
-    """Follows brackets and quotes.
+    """Tracks brackets and quotes.
 
     Attributes:
         depth: Number of open brackets.
@@ -71,7 +71,7 @@ class _Scanner:
         self._escaped = False
 
     def take(self, character: str) -> bool:
-        """Take a character; return whether it is in no string."""
+        """Process a character; return whether it is outside strings."""
         if self._quote:
             if self._escaped:
                 self._escaped = False
@@ -88,7 +88,7 @@ class _Scanner:
 
 
 def _split(text: str) -> list[str]:
-    """Return the parts between commas that are in no brackets and no strings."""
+    """Split at commas outside brackets and strings."""
     scanner, parts, start = _Scanner(), [], 0
     for i, character in enumerate(text):
         if scanner.take(character) and character == "," and not scanner.depth:
@@ -105,9 +105,9 @@ def _listed(text: str) -> list[str]:
 
 
 def _read(call: str) -> tuple[str, str]:
-    """Return name and arguments of a call.
+    """Return the name and arguments of a call.
 
-    It is not read as Python as a whole, where names may have no hyphens and be no keywords.
+    It is not parsed as Python, where names cannot contain hyphens or be keywords.
     """
     match = _CALL.fullmatch(call)
     if match is None:
@@ -134,7 +134,7 @@ def _mapping(text: str) -> str:
 
 
 def _json(text: str) -> str:
-    """Return a value as JSON, which it may be already: what both can write is the same in both."""
+    """Return a value as JSON, which it may already be: literals of both languages agree."""
     return text if types_of_json(text) else json_text(_value(_parsed(text)))
 
 

@@ -1,4 +1,4 @@
-"""Grammars of calls as Python writes them, held to the tools' schemas."""
+"""Grammars of Python-style calls under the tools' schemas."""
 
 import re
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def python_list(lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> 
 def _call(lark: Lark, tool: OfferedTool) -> str:
     """Return the grammar of a call.
 
-    Where names cannot say what the schema does, the arguments are a mapping: f(**{"a": 1}).
+    If named arguments cannot express the schema, the arguments are a mapping: f(**{"a": 1}).
     """
     schema = tool.allowed
     arguments = arguments_of(schema)
@@ -46,7 +46,7 @@ def _call(lark: Lark, tool: OfferedTool) -> str:
 
 
 def _arguments(lark: Lark, arguments: Sequence[Argument], root: Schema) -> str:
-    """Return the grammar of arguments in order, of which some may be left out."""
+    """Return the grammar of arguments in order, some of them optional."""
     comma, first, others = lark.text(", "), "", ""
     for one in reversed(arguments):
         written = lark.rule(
@@ -63,7 +63,7 @@ def _arguments(lark: Lark, arguments: Sequence[Argument], root: Schema) -> str:
 
 
 def _value(lark: Lark, schema: Schema, root: Schema) -> str:
-    """Return the grammar of a value: Python's own words or JSON, most of which is Python, too."""
+    """Return the grammar of a value: Python constants or JSON, which is mostly valid Python."""
     plain = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     types = plain.get("type")
     if set(plain) == {"type"} and isinstance(types, str) and types in _WORDS:

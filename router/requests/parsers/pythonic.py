@@ -1,4 +1,4 @@
-"""Calls as Python writes them: Llama 4, LFM2 and others.
+"""Python-style calls: Llama 4, LFM2 and others.
 
 [get_weather(city="Paris"), get_time(zone="CET")]
 """
@@ -19,7 +19,7 @@ MARKERS = {"<|python_start|>": "<|python_end|>", LFM2: "<|tool_call_end|>"}
 
 
 class Pythonic(ToolFormat):
-    """A list of calls with named arguments, perhaps between markers."""
+    """A list of calls with named arguments, with or without markers."""
 
     name = "pythonic"
 
@@ -34,7 +34,7 @@ class Pythonic(ToolFormat):
         return MarkedCalls(opens, tuple(MARKERS.values()), bare)
 
     def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:
-        """Return the beginnings of calls: an answer may be a list too."""
+        """Return the prefixes of calls, as an answer may also be a list."""
         return LFM2, *(f"[{tool.name}(" for tool in tools)
 
     def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
@@ -45,7 +45,7 @@ class Pythonic(ToolFormat):
         return sequence(lark.marker(LFM2), calls, lark.marker(MARKERS[LFM2]))
 
     def offered(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls, perhaps behind text, or a text that has none."""
+        """Return the grammar of calls, perhaps after text, or of text without calls."""
         text = lark.without(*MARKERS, first="[")
         calls = self.forced(lark, tools, parallel=parallel)
         return sequence(f"({text})?", f"({calls})?") if _marks(lark) else either(calls, text)

@@ -1,4 +1,4 @@
-"""Models whose tokenizer has transformers' description of outputs, a `response_template`."""
+"""Models whose tokenizer has a `response_template`, transformers' description of outputs."""
 
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -17,14 +17,14 @@ NAME = "response_template"
 _REASONING = ("reasoning_content", "reasoning", "thinking")
 _CALLS = "tool_calls"
 _ERRORS = (ValueError, TypeError, LookupError, RuntimeError, RecursionError)
-"""What a template may fail with on an output that does not keep to it."""
+"""Errors that a template may raise on an output in another format."""
 
 
 class ResponseReader(Parser):
-    """Reads an output by transformers' parser; calls are given when they are complete.
+    """Parse outputs with transformers' parser; emit calls when complete.
 
     Args:
-        context: The prompt's end; its model has a `response_template`.
+        context: The context that the output continues; its model has a `response_template`.
     """
 
     def __init__(self, context: OutputContext) -> None:
@@ -37,25 +37,25 @@ class ResponseReader(Parser):
         template = context.model.response_template
         try:
             self._parser = ResponseParser(template, prefix=context.tail, tools=tools)
-        except _ERRORS:  # a prompt may hold anything
+        except _ERRORS:  # a prompt may not match the template
             self._parser = ResponseParser(template, prefix="", tools=tools)
-        self._space = ""  # at the end of a field, which is no part of it
+        self._space = ""  # spaces that end a field
         self._begun = False
         self._failed = False
-        self._field = ""  # that has been opened last and not closed
+        self._field = ""  # the last open one
 
     @property
     def reasons(self) -> bool:
-        """Whether what came last is within reasoning."""
+        """Whether the last text is within reasoning."""
         return self._field in _REASONING
 
     @property
     def visible(self) -> frozenset[str]:
-        """Special tokens that it must see: any of them may be in a template's patterns."""
+        """Special tokens that the parser must see: templates may match any of them."""
         return self._special
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text and return what is known of all that came."""
+        """Parse more text; return the pieces that are certain."""
         if self._failed:
             return [Piece(PieceKind.CONTENT, text)] if text else []
         try:
@@ -65,7 +65,7 @@ class ResponseReader(Parser):
             return []
 
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: the output has ended."""
+        """Return the held pieces: the output has ended."""
         if self._failed:
             return []
         try:
@@ -100,17 +100,17 @@ class ResponseReader(Parser):
 
 
 class ResponseTemplateTools(ToolFormat):
-    """Calls as the template describes them."""
+    """Calls in the template's format."""
 
     name = NAME
 
     @property
     def constrained(self) -> ToolFormat:
-        """The form of constrained calls: a template describes how to read, not how to write."""
+        """The format for constrained calls: a template describes parsing, not writing."""
         return Hermes()
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there is a template."""
+        """Return whether the model has a response template."""
         return model.response_template is not None
 
     def parser(self, context: OutputContext) -> Parser:
@@ -119,23 +119,23 @@ class ResponseTemplateTools(ToolFormat):
 
 
 class ResponseTemplateReasoning(ReasoningFormat):
-    """Reasoning as the template describes it."""
+    """Reasoning in the template's format."""
 
     name = NAME
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there is a template."""
+        """Return whether the model has a response template."""
         return model.response_template is not None
 
     def parser(self, context: OutputContext, then: Parser | None) -> Parser:
-        """Return a parser of one output, calls included if the template describes them."""
+        """Return a parser of one output, including calls if the template describes them."""
         if then is None or isinstance(then, ResponseReader):
             return ResponseReader(context)
         think = _think(context.model)
         return then if think is None else think.parser(context, then)
 
     def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
-        """Return the grammar of reasoning, if the template has fixed markers of it."""
+        """Return the grammar of reasoning, if the template has fixed markers for it."""
         think = _think(context.model)
         if think is not None:
             return think.lead(lark, context, limit)
@@ -145,7 +145,7 @@ class ResponseTemplateReasoning(ReasoningFormat):
 
 
 def _think(model: ModelText) -> Think | None:
-    """Return the markers of reasoning that a template has, if they are fixed."""
+    """Return the template's markers of reasoning, if they are fixed."""
     fields = (model.response_template or {}).get("fields", {})
     for name in _REASONING:
         opening, closing = (fields.get(name, {}).get(key) for key in ("open", "close"))
@@ -155,7 +155,7 @@ def _think(model: ModelText) -> Think | None:
 
 
 def _calls(value: Any) -> Iterable[Piece]:  # noqa: ANN401 - what a template makes
-    """Return the pieces of the calls that a template has found."""
+    """Return the pieces of calls that a template has parsed."""
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, dict) else {}
         if name := function.get("name"):

@@ -14,7 +14,7 @@ from octavo.router.text.model_text import ModelText
 
 
 class SeedOss(Qwen3Coder):
-    """Qwen3-Coder's tags between markers of its own, without line ends around values."""
+    """Qwen3-Coder's tags between other markers, without line breaks around values."""
 
     name = "seed_oss"
     trigger = "<seed:tool_call>"
@@ -22,5 +22,5 @@ class SeedOss(Qwen3Coder):
     layout = replace(Qwen3Coder.layout, text="<parameter={}>", close="</parameter>")
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether there is the marker."""
+        """Return whether the model has the marker."""
         return model.mentions(self.trigger)

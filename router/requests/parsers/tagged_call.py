@@ -1,4 +1,4 @@
-"""Calls whose arguments are texts between tags, made JSON by the tool's schema."""
+"""Calls with arguments as text between tags, converted to JSON by the tool's schema."""
 
 import ast
 import json
@@ -15,23 +15,23 @@ from octavo.router.requests.parsers.values import json_text, types_of_json
 
 _PYTHON_WORDS = {"True": "true", "False": "false", "None": "null"}
 Schemas = Mapping[str, Mapping[str, Any]]
-"""The JSON Schema of each tool's arguments, by the tool's name."""
+"""JSON Schema of each tool's arguments, by tool name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tags:
-    """The tags of a family.
+    """The tags of a model family.
 
     Attributes:
-        name_end: Tag behind the name; empty: the first argument or the end ends it.
-        key_open: Tag in front of an argument's name.
-        key_close: Tag behind the argument's name.
-        value_open: Tag in front of the value; empty: it follows the name at once.
-        value_close: Tag behind the value.
-        end: Tag at the end of the call.
-        trim: Whether a line end at either side of a value is not part of it.
-        attributes: Behind the argument's name in its tag, before `value_open`, what says that
-            the value is a string ("yes") or JSON ("no"); None: the schema alone does.
+        name_end: Tag after the name; empty: the first argument or the end follows the name.
+        key_open: Tag before an argument's name.
+        key_close: Tag after an argument's name.
+        value_open: Tag before a value; empty: the value follows the name.
+        value_close: Tag after a value.
+        end: Tag after the call.
+        trim: Whether to drop a line break at both ends of a value.
+        attributes: Texts after an argument's name in its tag that mark a string ("yes") or JSON
+            ("no"); None: the schema alone decides.
     """
 
     name_end: str
@@ -47,13 +47,13 @@ class Tags:
 class TaggedCall(Call):
     """A name, and arguments between tags.
 
-    Arguments that are strings by the schema are given as they come, others when they are complete.
+    String arguments are streamed, others are emitted when complete.
 
     Args:
         tags: The family's tags.
         schemas: The tools' schemas.
-        held: Names of the tools to whose schemas a grammar holds the output: their values that
-            are objects or lists are JSON for sure, and may have the closing tag in a string.
+        held: Names of the tools whose schemas a grammar enforces: their objects and lists are valid
+            JSON, and may contain the closing tag in a string.
     """
 
     def __init__(self, tags: Tags, schemas: Schemas, held: AbstractSet[str] = frozenset()) -> None:
@@ -62,17 +62,17 @@ class TaggedCall(Call):
         self._held = held
         self._value = JsonValue()
         self._buffer = Buffer()
-        self._text = ""  # of what is being read, as far as it is not given
+        self._text = ""  # current text that was not emitted
         self._name = ""
         self._types: frozenset[str] = frozenset()
         self._count = 0
-        self._started = False  # the value has begun
-        self._structured = False  # it may be an object or a list that a grammar holds it to
+        self._started = False  # whether the value has begun
+        self._structured = False  # may be an object or list, under a grammar
         self._step: Callable[[list[Piece]], bool] = self._in_name
         self._done = False
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
-        """Take text; return what is behind the call when it is complete."""
+        """Parse more text; return the rest after the call once complete, else None."""
         self._buffer.add(text)
         while not self._done:
             if not self._step(pieces):
@@ -80,10 +80,10 @@ class TaggedCall(Call):
         return self._buffer.rest()
 
     def flush(self, pieces: list[Piece]) -> None:
-        """End a call that is not complete; its arguments stay cut off."""
+        """End an incomplete call; its arguments stay truncated."""
 
     def _until(self, *markers: str) -> str | None:
-        """Read up to a marker; return it if it has come."""
+        """Read up to a marker; return it if found."""
         text, marker = self._buffer.until(tuple(filter(None, markers)))
         self._text += text
         return marker
@@ -146,7 +146,7 @@ class TaggedCall(Call):
         return True
 
     def _value_begins(self, _: list[Piece]) -> bool:
-        """Look at how a value begins that may be an object or a list."""
+        """Check the start of a value that may be an object or a list."""
         self._step = self._in_value
         if not self._structured:
             return True
@@ -161,7 +161,7 @@ class TaggedCall(Call):
         return bool(first)
 
     def _in_structure(self, _: list[Piece]) -> bool:
-        """Read an object or a list up to its own end."""
+        """Read an object or a list up to its end."""
         text = self._buffer.rest()
         end, complete = self._value.take(text, 0)
         self._text += text[:end]
@@ -187,7 +187,7 @@ class TaggedCall(Call):
         return True
 
     def _give(self, pieces: list[Piece]) -> None:
-        """Give what there is of a string."""
+        """Emit the available part of a string."""
         text, self._text = self._text, ""
         if not text:
             return
@@ -200,7 +200,7 @@ class TaggedCall(Call):
 
 
 def as_json(text: str, types: frozenset[str]) -> str:
-    """Return a value as JSON: what its text stands for if its types allow that, else a string."""
+    """Return a value as JSON: parsed if its types allow that, else as a string."""
     plain = text.strip()
     json_types = types_of_json(plain) - {"string"}
     if json_types and ("string" not in types or json_types & types):
@@ -210,7 +210,7 @@ def as_json(text: str, types: frozenset[str]) -> str:
         return (
             word if word and types_of_json(word) & types else json.dumps(text, ensure_ascii=False)
         )
-    try:  # some models write as Python does
+    try:  # some models write Python constants
         value = ast.literal_eval(plain)
         return json.dumps(text, ensure_ascii=False) if isinstance(value, str) else json_text(value)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

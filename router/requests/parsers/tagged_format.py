@@ -1,4 +1,4 @@
-"""What families have in common whose calls are texts between tags."""
+"""Common part of families whose calls are text between tags."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -20,19 +20,19 @@ from octavo.router.text.model_text import ModelText
 
 
 class TaggedFormat(ToolFormat):
-    """A family whose calls are texts between tags.
+    """A family whose calls are text between tags.
 
-    A tool whose schema does not fit tags is called by a JSON object between the same markers.
-    If `between` is None, a section has any number of calls with tags, or one JSON object.
+    Tools whose schema does not fit tags are called with a JSON object between the same markers. If
+    `between` is None, a section has any number of calls with tags, or one JSON object.
 
     Attributes:
-        closing: The marker that ends a section of calls.
-        begin: Tag in front of a call's name; empty: the trigger begins a call.
+        closing: Marker that ends a section of calls.
+        begin: Tag before a call's name; empty: the trigger begins a call.
         lead: Text between the trigger and the first call.
-        shown: Tokens in tags.
-        ignored: Further markers around calls, which some of the models write.
-        tags: Tags by which calls are read.
-        layout: Layout in which calls are written.
+        shown: Special tokens inside tags.
+        ignored: Other markers around calls, which some models write.
+        tags: Tags for parsing.
+        layout: Layout for generating.
     """
 
     between: ClassVar[str | None] = "\n"
@@ -45,7 +45,7 @@ class TaggedFormat(ToolFormat):
     layout: ClassVar[CallLayout]
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has such tags."""
+        """Return whether the template has these tags."""
         return (
             self.begin or self.trigger
         ) in model.template and self.tags.key_open in model.template
@@ -59,7 +59,7 @@ class TaggedFormat(ToolFormat):
         return MarkedCalls(opens, (self.closing, *self.ignored), shown=self.shown)
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
-        """Return the grammar of calls behind the marker."""
+        """Return the grammar of calls after the marker."""
         grammar = TaggedGrammar(lark, self.tags, self.written(lark))
         tagged = {tool.name: grammar.call(tool) for tool in tools}
         others = [tool for tool in tools if tagged[tool.name] is None]
@@ -74,5 +74,5 @@ class TaggedFormat(ToolFormat):
         return either(*forms)
 
     def written(self, lark: Lark) -> CallLayout:  # noqa: ARG002
-        """Return how a model lays out calls."""
+        """Return the layout of a model's calls."""
         return self.layout

@@ -1,4 +1,4 @@
-"""Grammars of calls whose arguments are texts between tags."""
+"""Grammars of calls whose arguments are text between tags."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -34,7 +34,7 @@ FORMATS = {
     "uuid": "[0-9a-f]{8}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{4}-[0-9a-f]{12}",
     "ipv4": f"({_BYTE}\\.){{3}}{_BYTE}",
 }
-"""Regular expressions of some formats of strings; each matches only a part of its format."""
+"""Regular expressions of string formats; each matches only a part of its format."""
 _CLASSES = {r"\d": "0-9", r"\w": "A-Za-z0-9_"}
 _SPACE = r"[\s\x1c-\x1f]*"
 _NUMBER = r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?"
@@ -46,19 +46,19 @@ _READ_AS = {
     "object": rf"{_SPACE}\{{(?s:.*)",
     "array": rf"{_SPACE}\[(?s:.*)",
 }
-"""What may be read as no string where a value may be of the type: see `as_json`."""
+"""Texts that may be parsed as another type than string: see `as_json`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallLayout:
-    """How a family lays out a call, with `{}` in place of a name.
+    """The layout of a family's calls, with `{}` in place of a name.
 
     Attributes:
-        call: Text from the marker, or the call before, to the first argument, with the tool's name.
-        text: Text in front of a string, with the argument's name.
-        json: Text in front of any other value; None: the same.
-        close: Text behind a value.
-        between: Text behind `close`.
+        call: Text from the marker or the previous call to the first argument, with the tool's name.
+        text: Text before a string, with the argument's name.
+        json: Text before any other value; None: the same.
+        close: Text after a value.
+        between: Text after `close`.
         end: Text at the end of the call.
     """
 
@@ -71,12 +71,12 @@ class CallLayout:
 
 
 class TaggedGrammar:
-    """Makes the grammar of a family's calls.
+    """Builds the grammar of a family's calls.
 
     Args:
         lark: The grammar to add rules to.
-        tags: The family's tags, as calls are read.
-        layout: The family's layout, as calls are written.
+        tags: The family's tags, for parsing.
+        layout: The family's layout, for generating.
     """
 
     def __init__(self, lark: Lark, tags: Tags, layout: CallLayout) -> None:
@@ -89,7 +89,7 @@ class TaggedGrammar:
     def call(self, tool: OfferedTool) -> str | None:
         """Return the grammar of a call of a tool, from `CallLayout.call` to `CallLayout.end`.
 
-        None if the form cannot say what the tool's schema does.
+        Return None if the layout cannot express the tool's schema.
         """
         schema = tool.allowed
         arguments = arguments_of(schema)
@@ -116,7 +116,7 @@ class TaggedGrammar:
         return self._written(argument.schema, root, lambda text: self._lark.filled(text, name))
 
     def _any_argument(self, schema: Schema, root: Schema) -> str | None:
-        """Return the grammar of an argument of any name."""
+        """Return the grammar of an argument with any name."""
         return self._written(schema, root, self._with_any_name)
 
     def _with_any_name(self, text: str) -> str:
@@ -126,18 +126,18 @@ class TaggedGrammar:
         )
 
     def _written(self, schema: Schema, root: Schema, named: Callable[[str], str]) -> str | None:
-        """Return the grammar of an argument, its tags included."""
+        """Return the grammar of an argument, including its tags."""
         values = values_of(schema, root)
         if values is None:
             return None
-        told = self._tags.attributes is not None
-        texts = self._texts(values, frozenset() if told else types_of(schema, root))
+        marked = self._tags.attributes is not None
+        texts = self._texts(values, frozenset() if marked else types_of(schema, root))
         if texts is None:
             return None
         free: Schema = {}
         others = [
             sequence(self._lark.json(with_definitions(one, root)), self._closing)
-            for one in (*([free] if values.free and told else ()), *values.others)
+            for one in (*([free] if values.free and marked else ()), *values.others)
         ]
         if not texts and not others:
             return None
@@ -157,7 +157,7 @@ class TaggedGrammar:
         return sequence(self._head, self._rest)
 
     def _texts(self, values: Values, types: frozenset[str]) -> list[str] | None:
-        """Return the grammar of each kind of text that is a string, and the closing tag."""
+        """Return the grammar of each kind of string text, and the closing tag."""
         forms = []
         if values.free:
             forms.append(self._text([]))
@@ -174,7 +174,7 @@ class TaggedGrammar:
         return forms
 
     def _keeps(self, word: str, types: frozenset[str]) -> bool:
-        """Return whether a string between the tags is read as itself."""
+        """Return whether a string between the tags is parsed as itself."""
         if self._tags.value_close in word:
             return False
         if not self._pads and self._tags.trim and word != word.strip("\n"):
@@ -182,7 +182,7 @@ class TaggedGrammar:
         return not any(re.fullmatch(one, word) for one in read_otherwise(types))
 
     def _text(self, conditions: Sequence[str]) -> str:
-        """Return the grammar of a text that fulfils all conditions, and the closing tag."""
+        """Return the grammar of a text that meets all conditions, and the closing tag."""
         parts = [ANY_TEXT, *conditions, f"~/(?s:.*){escaped(self._tags.value_close)}(?s:.*)/"]
         if self._tags.trim and not self._pads:
             parts += [r"~/\n(?s:.*)/", r"~/(?s:.*)\n/"]
@@ -193,7 +193,7 @@ class TaggedGrammar:
 
 
 def string_conditions(schema: Schema) -> list[str] | None:
-    """Return the terminals that a string must match; None if no terminals can do it."""
+    """Return the terminals that a string must match; None if terminals cannot express it."""
     conditions = []
     shortest, longest = schema.get("minLength", 0), schema.get("maxLength")
     if shortest or longest is not None:
@@ -214,9 +214,9 @@ def string_conditions(schema: Schema) -> list[str] | None:
 
 
 def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
-    """Return the grammar of the whole of a text in which an expression is found.
+    """Return the grammar of a whole text that contains a match of an expression.
 
-    None for anchors elsewhere than at its ends.
+    Return None if it has anchors inside.
     """
     if not isinstance(pattern, str):
         return None
@@ -230,7 +230,7 @@ def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
     begins = pattern.startswith("^")
     ends = plain.endswith("$")
     if "|" in plain and (begins or ends):
-        return None  # an anchor may be of one alternative alone
+        return None  # the anchor may belong to one alternative
     body = in_terminal(pattern[begins : len(pattern) - ends])
     return f"{'' if begins else '(?s:.*)'}({body}){'' if ends else '(?s:.*)'}"
 
@@ -238,7 +238,7 @@ def found_by(pattern: Any) -> str | None:  # noqa: ANN401 - any JSON
 def with_ascii_classes(pattern: str) -> str | None:
     """Return an expression whose digits and word characters are ASCII's, as in ECMA 262.
 
-    None if it has the opposites of these within brackets.
+    Return None if brackets contain their opposites.
     """
     inside, parts = False, []
     for part in re.findall(r"\\.|.", pattern, flags=re.DOTALL):
@@ -257,7 +257,7 @@ def with_ascii_classes(pattern: str) -> str | None:
 
 
 def read_otherwise(types: frozenset[str]) -> list[str]:
-    """Return expressions of what may be no string where a value may be a string or of a type."""
+    """Return expressions of texts that may be parsed as a non-string, given a value's types."""
     if "string" not in types:
         return []
     return sorted({_READ_AS[one] for one in types & set(_READ_AS)})

@@ -1,4 +1,4 @@
-"""Reasoning between two markers: <think>...</think>, [THINK]...[/THINK] and the like."""
+"""Reasoning between two markers: <think>...</think>, [THINK]...[/THINK] and others."""
 
 from octavo.router.requests.parsers.formats import OutputContext, ReasoningFormat
 from octavo.router.requests.parsers.parser import Parser
@@ -8,12 +8,12 @@ from octavo.router.text.model_text import ModelText
 
 
 class Think(ReasoningFormat):
-    """Reasoning in front of the answer, between two markers, of which the prompt may have one.
+    """Reasoning before the answer, between two markers; the prompt may end with the first one.
 
     Args:
-        name: The format's name.
-        opening: The marker that begins reasoning.
-        closing: The marker that ends it.
+        name: Name of the format.
+        opening: Marker that begins reasoning.
+        closing: Marker that ends reasoning.
     """
 
     def __init__(self, name: str, opening: str, closing: str) -> None:
@@ -22,7 +22,7 @@ class Think(ReasoningFormat):
         self._closing = closing
 
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether template or vocabulary has the marker of the end."""
+        """Return whether the template or the vocabulary has the end marker."""
         return model.mentions(self._closing)
 
     def parser(self, context: OutputContext, then: Parser | None) -> Parser:
@@ -30,7 +30,7 @@ class Think(ReasoningFormat):
         return Thinking(self._opening, self._closing, then, opened=self._opened(context))
 
     def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
-        """Return the grammar of reasoning, which the model may leave out unless it has begun."""
+        """Return the grammar of reasoning, which is optional unless it has begun."""
         opened = self._opened(context)
         if not opened and (self._closed(context) or limit == 0):
             return ""
@@ -42,12 +42,12 @@ class Think(ReasoningFormat):
         elif limit is None:
             reasoning = lark.until(self._closing)
         else:
-            raise ValueError(f"{self._closing}, which ends the model's reasoning, is no token")
+            raise ValueError(f"{self._closing}, which ends the model's reasoning, is not a token")
         reasoning = sequence(reasoning, r'("\n\n" | "\n")?')
         return reasoning if opened else f"({sequence(lark.marker(self._opening), reasoning)})?"
 
     def rest(self, lark: Lark, context: OutputContext) -> str:
-        """Return the grammar of any answer, in which reasoning does not begin again."""
+        """Return the grammar of any answer without more reasoning."""
         word = lark.tokens_but(self._opening)
         return super().rest(lark, context) if word is None else f"{word}*"
 

@@ -1,19 +1,19 @@
-"""Reasoning between two markers, in front of the answer."""
+"""Parser of reasoning between two markers, before the answer."""
 
 from octavo.router.requests.parsers.parser import Buffer, Parser, Piece, PieceKind
 
 
 class Thinking(Parser):
-    """Reasoning up to a marker, and then what another parser makes of the rest.
+    """Parse reasoning up to a marker, and the rest with another parser.
 
-    Line ends next to the markers belong to them. The opening marker counts only where an output
-    begins with it: further on it is text.
+    Line breaks next to markers are dropped. The opening marker counts only at an output's start;
+    later it is text.
 
     Args:
-        opening: The marker that begins reasoning.
-        closing: The marker that ends it.
-        then: Reads what is behind it; None: that is content.
-        opened: Whether the prompt has begun it already.
+        opening: Marker that begins reasoning.
+        closing: Marker that ends reasoning.
+        then: Parser of the rest; None: the rest is content.
+        opened: Whether the prompt already begins reasoning.
     """
 
     def __init__(
@@ -23,30 +23,30 @@ class Thinking(Parser):
         self._closing = closing
         self._then = then
         self._buffer = Buffer()
-        self._unknown = True  # whether the output begins with the opening marker
+        self._unknown = True  # still at the output's start
         self._in_reasoning = opened
-        self._begun = False  # some reasoning has been given
-        self._lines = ""  # line ends that are dropped if the reasoning ends
-        self._trims = False  # line ends that come are dropped
+        self._begun = False  # whether reasoning was emitted
+        self._lines = ""  # line breaks to drop if reasoning ends
+        self._trims = False  # drop line breaks in the next text
 
     @property
     def reasons(self) -> bool:
-        """Whether what came last is within reasoning."""
+        """Whether the last text is within reasoning."""
         return self._in_reasoning
 
     @property
     def calls(self) -> bool:
-        """Whether what came last is within a call."""
+        """Whether the last text is within a call."""
         return self._then is not None and self._then.calls
 
     @property
     def visible(self) -> frozenset[str]:
-        """Special tokens that it must see."""
+        """Special tokens that the parser must see."""
         rest = frozenset() if self._then is None else self._then.visible
         return rest | {self._opening, self._closing}
 
     def feed(self, text: str) -> list[Piece]:
-        """Take more text and return what is known of all that came."""
+        """Parse more text; return the pieces that are certain."""
         self._buffer.add(text)
         if self._unknown and not self._begin():
             return []
@@ -62,7 +62,7 @@ class Thinking(Parser):
         return pieces
 
     def flush(self) -> list[Piece]:
-        """Return the pieces that were held back: the output has ended."""
+        """Return the held pieces: the output has ended."""
         pieces: list[Piece] = []
         if self._in_reasoning:
             self._give(self._buffer.rest(), pieces)
@@ -75,7 +75,7 @@ class Thinking(Parser):
         return pieces
 
     def _begin(self) -> bool:
-        """Look for the opening marker; return False if more text is needed to decide."""
+        """Look for the opening marker; return False if more text is needed."""
         text = self._buffer.rest()
         start = text.lstrip()
         if start.startswith(self._opening):

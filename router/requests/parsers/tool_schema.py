@@ -1,4 +1,4 @@
-"""The parts of the JSON Schema of a tool's arguments for each argument."""
+"""Splits the JSON Schema of a tool's arguments into a schema per argument."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -13,12 +13,12 @@ ANNOTATIONS = frozenset(
     {"$comment", "default", "deprecated", "description", "examples", "readOnly", "title"}
     | {"writeOnly", "contentEncoding", "contentMediaType", "contentSchema"}
 )
-"""Keywords that do not affect what is valid."""
+"""Keywords without effect on validity."""
 DEFINITIONS = ("$defs", "definitions")
 _OF_OBJECTS = {"type", "properties", "required", "additionalProperties", "$schema", "$id"}
 _OF_STRINGS = {"minLength", "maxLength", "pattern", "format"}
 _MAX_DEPTH = 64
-"""Maximum parts of a schema within each other, or references, that are followed."""
+"""Maximum nesting depth of parts and references."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,9 +26,9 @@ class Argument:
     """An argument of a tool.
 
     Attributes:
-        name: Its name.
-        schema: The schema of its value.
-        required: Whether a call must have it.
+        name: Name of the argument.
+        schema: Schema of the value.
+        required: Whether calls must contain the argument.
     """
 
     name: str
@@ -41,8 +41,8 @@ class ArgumentSchemas:
     """The arguments of a tool.
 
     Attributes:
-        named: Arguments that its schema names.
-        others: Schema of all others' values; None: a call needs no others.
+        named: Arguments that the schema names.
+        others: Schema of other arguments' values; None: calls need no others.
     """
 
     named: tuple[Argument, ...]
@@ -51,13 +51,13 @@ class ArgumentSchemas:
 
 @dataclass(frozen=True, slots=True)
 class Values:
-    """What an argument may be.
+    """The possible values of an argument.
 
     Attributes:
-        strings: Schemas of strings; any of them.
-        words: Strings.
-        others: Schemas of what is no string.
-        free: Whether it may be anything.
+        strings: Schemas of strings; a value matches any of them.
+        words: Strings that are allowed literally.
+        others: Schemas of other types.
+        free: Whether any value is allowed.
     """
 
     strings: tuple[Schema, ...] = ()
@@ -67,9 +67,9 @@ class Values:
 
 
 def arguments_of(schema: Schema) -> ArgumentSchemas | None:
-    """Return the arguments that a tool's schema has.
+    """Return the arguments of a tool's schema.
 
-    None if it has more rules than the arguments and the schema of each.
+    Return None if the schema has other rules than one per argument.
     """
     if not _only_names_arguments(schema):
         return None
@@ -77,7 +77,7 @@ def arguments_of(schema: Schema) -> ArgumentSchemas | None:
     more = schema.get("additionalProperties", True)
     named = {**dict.fromkeys(required, more), **properties}
     if any(named[name] is False for name in required):
-        return None  # nothing is valid; what compiles the schema says so
+        return None  # nothing is valid: compiling reports it
     arguments = tuple(
         Argument(name, {} if one is True else one, name in required)
         for name, one in {**properties, **named}.items()
@@ -89,7 +89,7 @@ def arguments_of(schema: Schema) -> ArgumentSchemas | None:
 
 
 def _only_names_arguments(schema: Schema) -> bool:
-    """Return whether a schema is of an object, and has no other keywords than `arguments_of`."""
+    """Return whether a schema describes an object with only the keywords of `arguments_of`."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     return (
         set(schema) <= _OF_OBJECTS | ANNOTATIONS | set(DEFINITIONS)
@@ -105,7 +105,7 @@ def _only_names_arguments(schema: Schema) -> bool:
 
 
 def argument_schema(schema: Schema, name: str) -> Schema:
-    """Return the schema of one argument; empty if the tool's schema has none."""
+    """Return the schema of one argument; empty if the tool's schema lacks it."""
     for key, one in (("properties", schema.get("properties")), ("additionalProperties", schema)):
         if isinstance(one, Mapping):
             argument = one.get(name if key == "properties" else key)
@@ -115,17 +115,17 @@ def argument_schema(schema: Schema, name: str) -> Schema:
 
 
 def types_of(schema: Schema, root: Schema) -> frozenset[str]:
-    """Return the JSON types that a value may have; empty: any, or unknown.
+    """Return the JSON types that a value may have; empty if any or unknown.
 
     Args:
         schema: The schema of the value.
-        root: The schema that has the definitions.
+        root: The schema with the definitions.
     """
     return _Reader(root).types(schema)
 
 
 def refers_to_whole(schema: Any) -> bool:  # noqa: ANN401 - any JSON
-    """Return whether a part of a schema refers to anything but its definitions."""
+    """Return whether a part of a schema has references outside the definitions."""
     if isinstance(schema, list):
         return any(map(refers_to_whole, schema))
     if not isinstance(schema, Mapping):
@@ -137,36 +137,36 @@ def refers_to_whole(schema: Any) -> bool:  # noqa: ANN401 - any JSON
 
 
 def with_definitions(schema: Schema, root: Schema) -> Schema:
-    """Return a part of a schema, with the definitions that the whole has."""
+    """Return a part of a schema, with the whole schema's definitions."""
     return {**schema, **{key: root[key] for key in DEFINITIONS if key in root}}
 
 
 def values_of(schema: Schema, root: Schema) -> Values | None:
-    """Return an argument's possible values; None if strings look like other values.
+    """Return an argument's possible values; None if strings look like other types.
 
     Args:
-        schema: The schema of its value.
-        root: The schema that has the definitions.
+        schema: The schema of the value.
+        root: The schema with the definitions.
     """
     return _Reader(root).values(schema)
 
 
 class _Reader:
-    """Reads the values that a schema allows; a part that many others refer to is read once.
+    """Evaluate the values that a schema allows; shared parts are evaluated once.
 
     Args:
-        root: The schema that has the definitions.
+        root: The schema with the definitions.
     """
 
     def __init__(self, root: Schema) -> None:
         self._root = root
-        # By the identity of a part; one that is being read is unknown where it refers to itself.
+        # By object id; a part that refers to itself is unknown while it is evaluated.
         self._types: dict[int, frozenset[str]] = {}
         self._values: dict[int, Values | None] = {}
         self._depth = 0
 
     def types(self, schema: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
-        """Return the JSON types that a value may have; empty: any, or unknown."""
+        """Return the JSON types that a value may have; empty if any or unknown."""
         if not isinstance(schema, Mapping):
             return frozenset()
         if id(schema) not in self._types:
@@ -178,7 +178,7 @@ class _Reader:
 
     @contextmanager
     def _deeper(self) -> Iterator[bool]:
-        """Go into a part; return whether to read it: it may be too deep."""
+        """Enter a part; return whether to evaluate it, as it may be too deep."""
         self._depth += 1
         yield self._depth <= _MAX_DEPTH
         self._depth -= 1
@@ -199,7 +199,7 @@ class _Reader:
         return next(filter(None, map(self.types, _parts(schema, self._root))), frozenset())
 
     def values(self, schema: Schema) -> Values | None:
-        """Return an argument's possible values; None if strings look like other values."""
+        """Return an argument's possible values; None if strings look like other types."""
         if id(schema) not in self._values:
             self._values[id(schema)] = None
             with self._deeper() as read:
@@ -219,7 +219,7 @@ class _Reader:
         return Values(free=True) if not schema else self._combined(schema)
 
     def _combined(self, schema: Schema) -> Values | None:
-        """Return the values of a schema that is made of others."""
+        """Return the values of a combined schema."""
         if len(schema) > 1:
             return None
         if "oneOf" in schema and not self._disjoint(schema["oneOf"]):
@@ -231,7 +231,7 @@ class _Reader:
         return self.values(parts[0]) if len(parts) == 1 else None
 
     def _disjoint(self, branches: Any) -> bool:  # noqa: ANN401 - any JSON
-        """Return whether no value is of two branches, by their types."""
+        """Return whether branches are disjoint by type."""
         if not isinstance(branches, list):
             return False
         each = list(map(self.types, branches))
@@ -240,7 +240,7 @@ class _Reader:
 
 
 def _listed(schema: Schema) -> Values | None:
-    """Return the values that an enumeration has."""
+    """Return the values of an enumeration."""
     values = schema.get("enum", [schema.get("const")])
     if len(set(schema) - {"type"}) > 1 or not isinstance(values, list):
         return None
@@ -254,7 +254,7 @@ def _listed(schema: Schema) -> Values | None:
 
 
 def _of_types(schema: Schema, types: Any) -> Values | None:  # noqa: ANN401 - any JSON
-    """Return the values of one or several types, strings among them."""
+    """Return the values of one or several types that include strings."""
     if types == "string":
         return Values(strings=(schema,)) if set(schema) <= _OF_STRINGS | {"type"} else None
     strings = {key: schema[key] for key in _OF_STRINGS if key in schema}
@@ -280,12 +280,12 @@ def _joined(each: Iterator[Values | None]) -> Values | None:
 
 
 def _once(schemas: tuple[Schema, ...]) -> tuple[Schema, ...]:
-    """Return schemas without those that are there before: several branches may be one part."""
+    """Remove schemas that occur earlier: several branches may share a part."""
     return tuple({id(one): one for one in schemas}.values())
 
 
 def _parts(schema: Schema, root: Schema) -> Iterator[Schema]:
-    """Yield what a schema refers to."""
+    """Yield the targets of a schema's references."""
     if isinstance(every := schema.get("allOf"), list):
         yield from (one for one in every if isinstance(one, Mapping))
     reference = schema.get("$ref")

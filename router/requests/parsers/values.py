@@ -1,4 +1,4 @@
-"""JSON values as outputs have them."""
+"""JSON values in outputs."""
 
 import json
 import re
@@ -9,7 +9,7 @@ _NUMBER = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 
 
 def json_types(value: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
-    """Return the names that JSON Schema has for a value's type."""
+    """Return JSON Schema's names for a value's type."""
     if value is None:
         return frozenset({"null"})
     if isinstance(value, bool):
@@ -24,9 +24,9 @@ def json_types(value: Any) -> frozenset[str]:  # noqa: ANN401 - any JSON
 
 
 def types_of_json(text: str) -> frozenset[str]:
-    """Return the types of the value that a text is in JSON; empty if it is none.
+    """Return the types of a text's JSON value; empty if it is not JSON.
 
-    Numbers may be of any length and size, also those that Python does not read.
+    Numbers may have any length and size, beyond Python's limits.
     """
     if _NUMBER.fullmatch(text):
         return json_types(1.0 if set(text) & set(".eE") else 1)
@@ -37,11 +37,11 @@ def types_of_json(text: str) -> frozenset[str]:
 
 
 def json_text(value: Any) -> str:  # noqa: ANN401 - any JSON
-    """Return a value as JSON that UTF-8 can encode: halves of surrogate pairs stay escaped.
+    """Encode a value as JSON for UTF-8: unpaired surrogates stay escaped.
 
     Raises:
-        ValueError: It has a number that is not finite.
-        TypeError: JSON has no such value.
+        ValueError: A number is not finite.
+        TypeError: The value has no JSON form.
     """
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     return text if _encodable(text) else json.dumps(value, allow_nan=False)

@@ -346,7 +346,7 @@ def test_bos_and_eos_are_added_as_the_file_or_its_pre_tokenizer_says(
 
 def test_a_bos_token_that_the_file_does_not_name_is_refused(tmp_path):
     file = vocabulary_gguf.write(tmp_path / "a.gguf", _original("llama-bpe"), pre="llama-bpe")
-    with pytest.raises(UnsupportedModelError, match=r"take a BOS token.*bos_token_id"):
+    with pytest.raises(UnsupportedModelError, match=r"adds a BOS token.*bos_token_id"):
         _read(file).build()
 
 

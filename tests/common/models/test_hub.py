@@ -77,7 +77,7 @@ def test_a_model_is_downloaded_and_kept(ask, hub):
     assert not any("resolve" in path for path in hub.asked), "it was downloaded again"
     logged, again = ask(HF_ENDPOINT=f"http://127.0.0.1:{free_port()}")
     assert again == said
-    assert "the cached files of the model are used" in logged
+    assert "using the model's cached files" in logged
 
 
 def test_a_revision_is_not_another_one(ask, hub, tmp_path):
@@ -117,7 +117,7 @@ def test_without_a_network_one_message_says_what_to_do(ask):
     assert time.monotonic() - began < SECONDS
     assert len(lines) == 2
     for line in lines:
-        assert line.startswith(f"refused: '{NAME}' is no directory here (")
+        assert line.startswith(f"refused: '{NAME}' is not a local directory (")
         for words in ("cannot be reached", "local directory", "HTTPS_PROXY", "HF_HUB_OFFLINE=1"):
             assert words in line
     (line,) = ask(HF_HUB_OFFLINE="1")
@@ -126,7 +126,7 @@ def test_without_a_network_one_message_says_what_to_do(ask):
 
 def test_a_refusal_of_the_hub_is_told(ask, hub):
     private = "has no model 'owner/.*', or it is private; .* HF_TOKEN"
-    gated = "is gated: ask for access on its page, and set HF_TOKEN"
+    gated = "is gated: request access on its page, and set HF_TOKEN"
     told = {
         (404, "RepoNotFound"): private,
         (401, "RepoNotFound"): private,

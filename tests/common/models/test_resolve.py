@@ -22,7 +22,7 @@ def test_what_is_not_there(tmp_path):
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolve(str(tmp_path))
     for name in (str(tmp_path / "none"), "./none", "a/b/c", "a b"):
-        with pytest.raises(ModelError, match=r"no directory here .* no hub name"):
+        with pytest.raises(ModelError, match=r"not a local directory .* not a hub name"):
             resolve(name)
 
 

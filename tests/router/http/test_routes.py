@@ -269,8 +269,8 @@ async def test_the_server_s_chat_template(frontend, scripted, post, encode, hell
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "no chat template: line 2: "),
-        (b"\xff", "no chat template: .*utf-8"),
+        (b"{% for m in messages %}\n{{ m.content }\n{% endfor %}", "not a chat template: line 2: "),
+        (b"\xff", "not a chat template: .*utf-8"),
         (b" \n", "is empty"),
         (None, "No such file"),
     ],

@@ -364,7 +364,7 @@ def test_a_constraint_that_the_router_makes_has_limits(thinker):
 
 def test_bounds_need_marked_reasoning(thinker):
     for request, model, says in (
-        (ask(stop={"max_reasoning_tokens": 1}), Model([]), "marks no reasoning"),
+        (ask(stop={"max_reasoning_tokens": 1}), Model([]), "does not mark reasoning"),
         (
             generation_pb2.GenerateRequest(text="a", stop={"max_reasoning_tokens": 1}),
             thinker,

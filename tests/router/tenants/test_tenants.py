@@ -66,7 +66,7 @@ admin = true
         ("[a]\nrequests_per_second = -1", "requests_per_second"),
         ("[a]\ntokens_per_minute = inf", "tokens_per_minute"),
         ('[a]\ncertificates = ["alice"]', "uri:..., dns:... or cn:..."),
-        (f'[a]\nkeys = ["{hash_key("x")}"]\n[b]\nkeys = ["{hash_key("x")}"]', "in common"),
+        (f'[a]\nkeys = ["{hash_key("x")}"]\n[b]\nkeys = ["{hash_key("x")}"]', "share one of"),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(read, text, said):

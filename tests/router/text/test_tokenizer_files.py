@@ -78,7 +78,7 @@ async def test_code_of_its_own_is_neither_run_nor_asked_about(tokenizers, direct
 
 def test_half_a_vocabulary_is_refused(tmp_path):
     (tmp_path / "vocab.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"vocab\.json, but no merges\.txt"):
+    with pytest.raises(ModelError, match=r"vocab\.json without merges\.txt"):
         check_tokenizer_files(tmp_path)
     (tmp_path / "merges.txt").write_text("")
     check_tokenizer_files(tmp_path)

@@ -163,7 +163,7 @@ def test_a_file_that_is_cut_short(file, cache, share):
 @pytest.mark.parametrize("content", [b"", b"GG", b"not a model at all"])
 def test_what_is_no_gguf_file(tmp_path, content):
     (tmp_path / "file").write_bytes(content)
-    with pytest.raises(ModelError, match=r"file is no GGUF file; .* config\.json"):
+    with pytest.raises(ModelError, match=r"file is not a GGUF file; .* config\.json"):
         resolve(str(tmp_path / "file"))
 
 
@@ -179,8 +179,8 @@ def test_what_is_not_there(tmp_path, file):
     ("options", "message"),
     [
         ({"architecture": "clip"}, "transformers cannot read .*: GGUF model with arch.* clip"),
-        ({"parts": 3}, "one of 3 parts: give the first one, under the name"),
-        ({"tokenizer": False}, "holds no tokenizer"),
+        ({"parts": 3}, "one of 3 parts: pass the first one, with llama.cpp's name"),
+        ({"tokenizer": False}, "has no tokenizer"),
         ({"leave_out": "blk.1.ffn_up.weight"}, r"lacks 1 of .*model\.layers\.1\.mlp\.up_proj"),
     ],
 )
@@ -195,7 +195,7 @@ def test_files_that_cannot_be_served(tmp_path, cache, options, message):
 @pytest.mark.parametrize(
     ("number", "message"),
     [
-        (777, r"has tensors of type 777, which is none that Octavo knows: use a file of .*Q4_K"),
+        (777, r"has tensors of type 777, which Octavo does not know: use a file of .*Q4_K"),
         (int(Kind.Q8_1), r"has .* of type Q8_1, which Octavo does not read: use a file of .*Q4_K"),
     ],
 )
@@ -247,7 +247,7 @@ def test_a_model_in_several_files(tmp_path, packed):
         for name, own in open_tensors(expected).items():
             assert torch.equal(open_tensors(made)[name][...], own[...])
     parts[2].unlink()
-    with pytest.raises(ModelError, match=r"one of 3 parts, of which split-00003-of-00003\.gguf is"):
+    with pytest.raises(ModelError, match=r"one of 3 parts, but split-00003-of-00003\.gguf is"):
         resolve(str(parts[0]), packed=packed)
 
 

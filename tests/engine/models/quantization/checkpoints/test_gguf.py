@@ -298,7 +298,7 @@ def test_damaged_blocks_are_refused(tmp_path):
         loaded_as("bfloat16", str(path))
     with file.open("ab") as opened:
         opened.write(b"more")
-    with pytest.raises(ModelError, match=r"tiny.gguf, of which .* is made, is gone or has changed"):
+    with pytest.raises(ModelError, match=r"tiny.gguf, the source of .*, is missing or has changed"):
         loaded_as("bfloat16", str(path))
     os.truncate(file, file.stat().st_size - 4)
     config = json.loads((path / "config.json").read_text())
