@@ -18,7 +18,7 @@ COPY constraints.txt .
 RUN python3 -m venv /opt/octavo \
     && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" --no-deps --constraint constraints.txt torch
 COPY . .
-RUN /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,tracing]'
+RUN /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,smg,tracing]'
 
 FROM ${BASE_IMAGE}
 # Kernels are compiled for the very machine, once, and kept in /cache. Triton takes a C compiler.

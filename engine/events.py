@@ -1,10 +1,10 @@
 """Events that the core publishes to the sessions after each step."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from octavo.engine.kv_cache import CacheStats
+from octavo.engine.kv_cache import BlockContents, CacheStats
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -88,11 +88,13 @@ class PrefixChange:
             sessions.
         stored: Keys of new blocks in the cache.
         evicted: Keys of blocks removed from the cache.
+        contents: Contents of stored blocks, where they are kept.
     """
 
     session: int | None
     stored: Collection[bytes]
     evicted: Collection[bytes]
+    contents: Mapping[bytes, BlockContents] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from octavo.engine.scheduling.batch import Batch
 from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.settings import MetricsNames
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -24,10 +25,16 @@ _QUEUE_SECONDS = (0.001, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
 class EngineMetrics:
-    """An engine's metrics, in their own registry."""
+    """An engine's metrics, in their own registry.
 
-    def __init__(self) -> None:
+    Attributes:
+        registry: The registry.
+        exported: The registry that is served, which has them if `names` says so.
+    """
+
+    def __init__(self, names: MetricsNames = "octavo") -> None:
         self.registry = CollectorRegistry()
+        self.exported = CollectorRegistry() if names == "vllm" else self.registry
         self._seen = Counters()
         self._seen_cache = CacheCounters()
         self._seen_constraints = CompileCounters()
@@ -43,7 +50,7 @@ class EngineMetrics:
         def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
             return Histogram(f"octavo_engine_{name}", text, buckets=buckets, registry=self.registry)
 
-        text = "Version, model, device, dtype, kernels, computing threads, CPUs and NUMA nodes."
+        text = "Instance id, version, model, device, dtype, kernels, threads, CPUs and NUMA nodes."
         self.info = Info("octavo_engine", text, registry=self.registry)
         self.requests = counter("requests", "Requests by how they ended.", "outcome")
         self.prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
@@ -120,6 +127,13 @@ class EngineMetrics:
             "wasted_slots", "Places for a token, in used device blocks, that no token has."
         )
         self.swap_blocks = gauge("swap_blocks", "Blocks of CPU swap space by state.", "state")
+
+    @property
+    def prefix_hit_rate(self) -> float:
+        """The share of admitted prompt tokens that were in the prefix cache, 0 to 1."""
+        value = self.registry.get_sample_value
+        prompt, cached = (value(f"octavo_engine_{n}_tokens_total") for n in ("prompt", "cached"))
+        return cached / prompt if cached and prompt else 0.0
 
     def observe_step(
         self, batch: Batch, seconds: float, *, compiled: bool, eager_steps: int = 0

@@ -5,7 +5,6 @@ import gc
 import signal
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +24,15 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.parallel.place import RankError, RankPlace
 from octavo.engine.parallel.processes import RankProcesses, started_ranks
 from octavo.engine.rpc.heartbeat import watch
-from octavo.engine.rpc.loading_service import LoadingEngineService
 from octavo.engine.rpc.service import EngineService
+from octavo.engine.rpc.services import Services
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
 from octavo.engine.startup.capacity import StartupError
 from octavo.kernels import cpu
-from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger(__name__)
 
-SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 DRAIN_POLL_SECONDS = 0.05
 
 
@@ -71,11 +68,11 @@ async def serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop, number)
-    metrics = EngineMetrics()
-    observe_process(metrics.registry)
-    loading = LoadingEngineService()
+    metrics = EngineMetrics(settings.metrics_names)
+    observe_process(metrics.exported)
+    services = Services(settings, metrics)
     server, health = await create_server(
-        {SERVICE: partial(engine_pb2_grpc.add_EngineServiceServicer_to_server, loading)},
+        services.by_name,
         max_message_bytes=settings.max_message_bytes,
         limits=settings.connection_limits,
     )
@@ -87,7 +84,7 @@ async def serve(
         address = _listen(server, settings, socket)
         with (
             serve_metrics(
-                metrics.registry,
+                metrics.exported,
                 settings.host,
                 settings.metrics_port,
                 fallback="metrics_port" not in settings.model_fields_set,
@@ -100,7 +97,8 @@ async def serve(
             parts = await _unless_stopped(building, stopping, stopped_by)
             if ranks is not None:
                 ranks.ready()
-            loading.loaded = service = EngineService(settings, parts, metrics, tracing)
+            service = EngineService(settings, parts, metrics, tracing)
+            services.start(service, parts)
             _exclude_from_collection()
             beats = watch(
                 service.core,
@@ -113,12 +111,15 @@ async def serve(
                     joined(beats, names=("heartbeat",), expected=(Exception,)) as (heartbeat,),
                     _running(service.core, thread) as core,
                 ):
-                    await set_serving(health, ["", SERVICE], serving=True)
-                    log.info("engine ready", address=address, model=settings.model_name)
+                    await set_serving(health, ["", *services.by_name], serving=True)
+                    names = list(services.by_name)
+                    log.info(
+                        "engine ready", address=address, model=settings.model_name, services=names
+                    )
                     if on_ready is not None:
                         on_ready(address)
                     await _until_stopped(stopping, core, heartbeat, server)
-                    await set_serving(health, ["", SERVICE], serving=False)
+                    await set_serving(health, ["", *services.by_name], serving=False)
                     await _drain(service.core, settings.drain_timeout)
                 if parts.leader is not None:
                     if ranks is not None:

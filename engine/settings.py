@@ -15,6 +15,7 @@ from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
 from octavo.engine.speculation.method_names import METHOD_TEXTS
 from octavo.kernels import BACKENDS
 
+MetricsNames = Literal["octavo", "vllm", "both"]
 if TYPE_CHECKING:  # mypy cannot read a computed Literal
     Device = str
     Quantization = str
@@ -52,6 +53,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         le=65535,
         description="Port for Prometheus metrics; 0 disables them. If the default port is taken,"
         " the engine picks a free one and logs it.",
+    )
+    metrics_names: MetricsNames = Field(
+        "octavo",
+        description="Names of the metrics: Octavo's, those that vLLM has for the same, for endpoint"
+        " pickers and dashboards that know these, or both.",
     )
     device: Device = Field(
         "auto",

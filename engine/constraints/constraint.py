@@ -5,13 +5,15 @@ from enum import Enum
 
 
 class ConstraintKind(Enum):
-    """The kinds of octavo.v1.OutputConstraint, by field name."""
+    """The kinds of octavo.v1.OutputConstraint, by field name, and vLLM's."""
 
     JSON_SCHEMA = "json_schema"
     JSON_OBJECT = "json_object"
     REGEX = "regex"
     GRAMMAR = "grammar"
     CHOICES = "choices"
+    EBNF = "ebnf"
+    """A grammar as vLLM takes it: GBNF, llama.cpp's notation, or Lark's."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from llguidance.gbnf_to_lark import any_to_lark
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
 from octavo.engine.constraints.markers import hide_references, shown
@@ -79,8 +80,23 @@ def to_grammar(constraint: Constraint) -> str:
         case ConstraintKind.GRAMMAR:
             (grammar,) = constraint.texts
             return LLMatcher.grammar_from_lark(hide_references(_with_options(grammar)))
+        case ConstraintKind.EBNF:
+            (grammar,) = constraint.texts
+            return LLMatcher.grammar_from_lark(hide_references(_with_options(_as_lark(grammar))))
         case ConstraintKind.CHOICES:
             return LLMatcher.grammar_from_regex("|".join(map(_literal, constraint.texts)))
+
+
+def _as_lark(grammar: str) -> str:
+    """Return a grammar in Lark's notation, in which it may be already.
+
+    Raises:
+        ValueError: It is in neither notation.
+    """
+    try:
+        return any_to_lark(grammar)
+    except Exception as error:  # the library raises what it likes
+        raise ValueError(f"it is no GBNF: {error}") from error
 
 
 def schemas(constraint: Constraint) -> list[object]:

@@ -59,16 +59,18 @@ class Reporter:
             self._metrics.observe_constraints(self._constraints.counters)
         if self._disk is not None:
             self._metrics.observe_disk(self._disk.counters)
-        stored, evicted = self._scheduler.cache.take_changes()
+        cache = self._scheduler.cache
+        stored, evicted = cache.take_changes()
         if stored or evicted:
-            self._publish_prefixes(PrefixChange(None, stored, evicted))
+            self._publish_prefixes(PrefixChange(None, stored, evicted, cache.contents(stored)))
         events, self._requests.events = self._requests.events, []
         self._publish_events(events, self.load)
 
     def publish_cache(self, session: int) -> None:
         """Publish the prefix cache's keys to a new session."""
-        stored = frozenset(self._scheduler.cache.published)
-        self._publish_prefixes(PrefixChange(session, stored, ()))
+        cache = self._scheduler.cache
+        stored = frozenset(cache.published)
+        self._publish_prefixes(PrefixChange(session, stored, (), cache.contents(stored)))
 
     def _measured(self) -> Load:
         waiting, draining = self._requests.num_waiting, self._requests.draining

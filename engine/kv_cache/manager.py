@@ -24,7 +24,7 @@ from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
 from octavo.engine.kv_cache.invariants import check_pool, check_table
-from octavo.engine.kv_cache.prefix_publishing import PrefixPublisher
+from octavo.engine.kv_cache.prefix_publishing import BlockContents, PrefixPublisher
 from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixFinder
 from octavo.engine.kv_cache.stats import CacheCounters, CacheStats, wasted_slots
 from octavo.engine.kv_cache.stored_prefixes import StoredPrefixes
@@ -151,6 +151,15 @@ class KVCacheManager:
     def published(self) -> set[bytes]:
         """Keys of prefix blocks in either pool, as of the last `take_changes`."""
         return self._publisher.published
+
+    def keep_contents(self) -> None:
+        """Keep from now on what `contents` returns."""
+        self._publisher.contents = {}
+
+    def contents(self, keys: Iterable[bytes]) -> dict[bytes, BlockContents]:
+        """Return the contents of published blocks, of those that are kept."""
+        kept = self._publisher.contents or {}
+        return {key: kept[key] for key in keys if key in kept}
 
     def take_changes(self) -> tuple[set[bytes], set[bytes]]:
         """Return the keys published and the keys dropped since the last call."""

@@ -9,18 +9,32 @@ prefix that prompts share, and a decode's latest.
 
 from collections.abc import Iterator
 from collections.abc import Sequence as Tokens
+from typing import NamedTuple
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
-from octavo.common.kv_cache.prefix_hash import chain_keys
+from octavo.common.kv_cache.prefix_hash import ROOT_KEY, chain_keys
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import BlockTable
 from octavo.engine.kv_cache.prefixes import block_keys, is_shared_key
+
+
+class BlockContents(NamedTuple):
+    """What a published block holds.
+
+    Attributes:
+        parent: Key of the block before it; empty for the first.
+        token_ids: The block's tokens.
+    """
+
+    parent: bytes
+    token_ids: tuple[int, ...]
 
 
 class PrefixPublisher:
     """Publishes sequences' full blocks, and reports added and removed keys.
 
     Attributes:
+        contents: The contents of published blocks whose prefix has no salt; None: not kept.
         published: Keys of prefix blocks in either pool, as of the last `take_changes`.
         keeps_states: Whether any layer group has states.
         lists_unsaved: Whether to list published blocks in `unsaved`.
@@ -35,6 +49,7 @@ class PrefixPublisher:
         self._block_size = min(group.block_size for group in groups)
         self._stride = max(group.block_size for group in groups)
         self.keeps_states = any(group.state_blocks for group in groups)
+        self.contents: dict[bytes, BlockContents] | None = None
         self.published: set[bytes] = set()
         self.lists_unsaved = False
         self.unsaved: list[tuple[int, bytes]] = []
@@ -59,8 +74,27 @@ class PrefixPublisher:
             self.publish_block(self._device, block, key)
             if self.lists_unsaved:
                 self.unsaved.append((block, key))
+        if self.contents is not None and table.root == ROOT_KEY:
+            self.contents.update(self._contents(keys, token_ids, before, count))
         if self.keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
+
+    def _contents(
+        self, keys: Tokens[bytes], token_ids: Tokens[int], begin: int, end: int
+    ) -> Iterator[tuple[bytes, BlockContents]]:
+        """Yield the contents of the first group's blocks, from key `begin` to key `end`.
+
+        Without the blocks before them, those of a window tell nothing.
+        """
+        layers = self._groups[0]
+        if layers.state_blocks or layers.bounded:
+            return
+        size, ratio = layers.block_size, layers.block_size // self._block_size
+        for i in range(begin // ratio, end // ratio):
+            key = keys[(i + 1) * ratio - 1]
+            if self._device.find(key) is not None:
+                parent = keys[i * ratio - 1] if i else ROOT_KEY
+                yield key, BlockContents(parent, tuple(token_ids[i * size : (i + 1) * size]))
 
     def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
         """Publish the state if it covers full blocks; a decode's replaces its previous one."""
@@ -126,4 +160,7 @@ class PrefixPublisher:
         held = self._device.held_of(changed) | self._swap.held_of(changed)
         added, removed = held - self.published, (changed - held) & self.published
         self.published ^= added | removed
+        if self.contents is not None:
+            for key in changed - held:
+                self.contents.pop(key, None)
         return added, removed

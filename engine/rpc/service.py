@@ -22,10 +22,12 @@ from octavo.engine.events import Event, Load, PrefixChange
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.adapter_service import AdapterService
+from octavo.engine.rpc.event_sink import EventSink
 from octavo.engine.rpc.session import Session, to_load
 from octavo.engine.rpc.thread_bridge import ThreadBridge
 from octavo.engine.rpc.tracing import RequestTracer
 from octavo.engine.rpc.validation import to_request
+from octavo.engine.rpc.vllm.metrics import VllmMetrics
 from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts
@@ -49,11 +51,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         self._settings = settings
         self._parts = parts
         self._adapters = AdapterService(parts.adapters, self._announce_adapters)
-        self._sessions: dict[int, Session] = {}
+        self._sessions: dict[int, EventSink] = {}
         self._ids = count()
-        metrics.sessions.set_function(lambda: len(self._sessions))
+        metrics.sessions.set_function(
+            lambda: sum(isinstance(sink, Session) for sink in self._sessions.values())
+        )
+        self._instance_id = uuid.uuid4().hex
         metrics.info.info(
             {
+                "instance_id": self._instance_id,
                 "version": version("octavo"),
                 "model": settings.model_name,
                 "device": parts.device,
@@ -64,7 +70,6 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 "kernels": parts.kernels,
             }
         )
-        self._instance_id = uuid.uuid4().hex
         metrics.ranks.set(parts.ranks)
         if parts.leader is not None:
             metrics.show_rank_times(parts.leader.world.times)
@@ -84,6 +89,17 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             constraints=_compiler(settings, parts),
             disk=parts.disk,
         )
+        self._vllm_metrics: VllmMetrics | None = None
+        if settings.metrics_names != "octavo":
+            self._vllm_metrics = VllmMetrics(
+                metrics,
+                model=settings.model_name,
+                limits=parts.limits,
+                load=lambda: self.core.load,
+                groups=self.core.requests.groups.values,
+                adapters=parts.adapters or (),
+            )
+            metrics.exported.register(self._vllm_metrics)
 
     async def Session(
         self, request_iterator: AsyncIterator[engine_pb2.SessionRequest], context: Context
@@ -174,6 +190,18 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         )
         if self._tracer is not None:
             self._tracer.ended(group, outcome)
+        if self._vllm_metrics is not None:
+            self._vllm_metrics.ended(group)
+
+    def attach(self, sink: EventSink) -> int:
+        """Pass events of a new session to `sink`; return the session's number."""
+        number = next(self._ids)
+        self._sessions[number] = sink
+        return number
+
+    def detach(self, number: int) -> None:
+        """Pass a session no more events."""
+        del self._sessions[number]
 
     def _announce_adapters(self, adapters: engine_pb2.Adapters) -> None:
         for session in self._sessions.values():
@@ -220,7 +248,7 @@ def _compiler(settings: EngineSettings, parts: Parts) -> ConstraintCompiler | No
 
 
 @contextmanager
-def _isolated(session: Session) -> Iterator[None]:
+def _isolated(session: EventSink) -> Iterator[None]:
     """End a session that cannot process its events; the others continue."""
     try:
         yield

@@ -15,6 +15,10 @@ class RequestAdapter(Protocol):
     """The parts of a request's adapter that scheduling uses."""
 
     @property
+    def name(self) -> str:
+        """The model name in requests."""
+
+    @property
     def digest(self) -> str:
         """The digest of its contents."""
 

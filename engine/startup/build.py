@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import structlog
 import torch
@@ -47,6 +48,7 @@ class Parts:
     """The parts of an engine, ready to run.
 
     Attributes:
+        path: The model's directory.
         scheduler: The scheduler, with an empty cache.
         executor: The executor, warmed up.
         limits: The limits of requests.
@@ -67,6 +69,7 @@ class Parts:
         disk: The KV cache's tier on disk; None if there is none.
     """
 
+    path: Path
     scheduler: Scheduler
     executor: Executor
     limits: Limits
@@ -128,6 +131,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     limits = _limits(settings, loaded, plan, size, files)
     warning = device_warning(device)
     return Parts(
+        path=files.path,
         scheduler=scheduler,
         executor=executor,
         limits=limits,
