@@ -158,7 +158,7 @@ class GenerateStream:
                     yield response
 
     def _take(self, index: int, output: _Output) -> list[vllm_pb2.GenerateResponse]:
-        """Return what an output has got, and forget it."""
+        """Return the responses for what an output has got, and forget that."""
         responses: list[vllm_pb2.GenerateResponse] = []
         if output.ended:
             return responses

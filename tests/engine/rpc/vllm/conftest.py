@@ -53,6 +53,7 @@ async def serving(model, **settings):
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         yield SimpleNamespace(
             stub=stub,
+            channel=channel,
             core=service.core,
             cache=parts.scheduler.cache,
             start=lambda: services.start(service, parts),

@@ -254,3 +254,16 @@ async def test_before_the_model_is_loaded_and_while_it_drains(byte_model):
             while (await engine.stub.HealthCheck(probe)).healthy:
                 await asyncio.sleep(0.01)
         assert (await refused(engine.stub.Generate(request()).read()))[0] == "UNAVAILABLE"
+
+
+async def test_bytes_that_are_no_message(engine):
+    for name in ("Generate", "SubscribeKvEvents", "GetTokenizer"):
+        call = engine.channel.unary_stream(f"/vllm.grpc.engine.VllmEngine/{name}")
+        code, details = await refused(call(b"\xff\xff garbage").read())
+        assert (code, "not a valid protobuf" in details) == ("INVALID_ARGUMENT", True)
+    for name in ("Abort", "GetLoads", "HealthCheck"):
+        call = engine.channel.unary_unary(f"/vllm.grpc.engine.VllmEngine/{name}")
+        assert (await refused(call(b"\x0a\xff\x01garbage")))[0] == "INVALID_ARGUMENT"
+    await idle(engine)
+    tokens, _, _ = await generate(engine)
+    assert len(tokens[0]) == 8
