@@ -82,7 +82,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self._loaded = _Loaded(engine, parts, engine.attach(streams), streams)
 
     def _engine(self) -> _Loaded:
-        """Return what calls need.
+        """Return the loaded engine.
 
         Raises:
             RpcError: UNAVAILABLE while the model is being loaded.
@@ -118,7 +118,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 yield response
 
     async def _stop_strings(self, params: vllm_pb2.SamplingParams) -> MakeStopStrings | None:
-        """Return what makes an output's stop strings; None if there are none.
+        """Return a maker of outputs' stop strings; None if there are none.
 
         Raises:
             RpcError: UNIMPLEMENTED: the engine has no tokenizer to look for them.

@@ -46,7 +46,7 @@ class _Output:
         stop_strings: Its stop strings; None if it has none.
         stop_string: The stop string that ended it.
         drafted_tokens: Tokens drafted for it, from its start.
-        accepted_tokens: Of these, those that were right.
+        accepted_tokens: Drafted tokens that were right.
     """
 
     token_ids: list[int] = field(default_factory=list)
