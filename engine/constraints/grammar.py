@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
-from llguidance.gbnf_to_lark import any_to_lark
+from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from octavo.engine.constraints.constraint import Constraint, ConstraintError, ConstraintKind
 from octavo.engine.constraints.markers import hide_references, shown
@@ -28,6 +28,7 @@ FIXED_OPTIONS: "JsonCompileOptions" = {
 """Options that no schema can change. `json_allowed_escapes` lacks `u`: otherwise a name in
 `properties` could be spelled differently and have a value that its schema forbids."""
 EMBEDDED = "%json"
+GBNF_RULE = "::="
 MAX_ERROR = 1000
 """Maximum characters of an error message of the library."""
 
@@ -91,10 +92,12 @@ def _as_lark(grammar: str) -> str:
     """Return a grammar in Lark's notation, in which it may be already.
 
     Raises:
-        ValueError: It is in neither notation.
+        ValueError: It has GBNF's sign of a rule, but is no GBNF.
     """
+    if GBNF_RULE not in grammar:
+        return grammar
     try:
-        return any_to_lark(grammar)
+        return gbnf_to_lark(grammar)
     except Exception as error:  # the library raises what it likes
         raise ValueError(f"it is no GBNF: {error}") from error
 

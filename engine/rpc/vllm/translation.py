@@ -22,6 +22,8 @@ NOT_SERVED = {
 }
 """Fields of GenerateRequest for what the engine does not do."""
 UNSIGNED = (1 << 64) - 1
+MAX_GRAMMAR = 1 << 15
+"""Maximum characters of a grammar. Rewriting GBNF takes the square of its rules, in Python."""
 
 
 def to_submit(
@@ -129,7 +131,7 @@ def _constraint(params: vllm_pb2.SamplingParams) -> sampling_pb2.OutputConstrain
     """Translate the form of the outputs; None if they are free.
 
     Raises:
-        RpcError: UNIMPLEMENTED.
+        RpcError: UNIMPLEMENTED or INVALID_ARGUMENT with the field.
     """
     kind = params.WhichOneof("constraint")
     match kind:
@@ -143,5 +145,11 @@ def _constraint(params: vllm_pb2.SamplingParams) -> sampling_pb2.OutputConstrain
         case "choice":
             choices = sampling_pb2.Choices(values=params.choice.choices)
             return sampling_pb2.OutputConstraint(choices=choices)
+        case "grammar" if len(params.grammar) > MAX_GRAMMAR:
+            raise rpc.invalid(
+                "sampling_params.grammar",
+                f"sampling_params.grammar must have at most {MAX_GRAMMAR} characters; "
+                f"it has {len(params.grammar)}",
+            )
         case _:
             return sampling_pb2.OutputConstraint(**{kind: getattr(params, kind)})

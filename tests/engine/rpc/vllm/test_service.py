@@ -148,6 +148,7 @@ async def test_outputs_keep_to_their_form(engine, tokenizer):
         ({"stop": [""]}, "INVALID_ARGUMENT", "stop.strings"),
         ({"json_schema": "{"}, "INVALID_ARGUMENT", "EOF"),
         ({"grammar": "root ::= ((("}, "INVALID_ARGUMENT", "GBNF"),
+        ({"grammar": "#" * (1 << 16)}, "INVALID_ARGUMENT", "32768 characters"),
         ({"structural_tag": "{}"}, "UNIMPLEMENTED", "structural_tag"),
         ({"truncate_prompt_tokens": 5}, "UNIMPLEMENTED", "truncate_prompt_tokens"),
     ],
