@@ -112,9 +112,11 @@ async def serve(
                     _running(service.core, thread) as core,
                 ):
                     await set_serving(health, ["", *services.by_name], serving=True)
-                    names = list(services.by_name)
                     log.info(
-                        "engine ready", address=address, model=settings.model_name, services=names
+                        "engine ready",
+                        address=address,
+                        model=settings.model_name,
+                        services=list(services.by_name),
                     )
                     if on_ready is not None:
                         on_ready(address)
