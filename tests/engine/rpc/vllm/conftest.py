@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from contextlib import asynccontextmanager
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import grpc
@@ -19,7 +20,8 @@ from octavo.engine.rpc.services import Services
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 
-pytest.importorskip("smg_grpc_proto")
+collect_ignore_glob = [] if find_spec("smg_grpc_proto") else ["test_*.py"]
+"""Nothing without the extra `smg`."""
 
 SMALL = {"dtype": "float32", "compile": "off", "num_blocks": 256, "max_model_len": 1024}
 
