@@ -12,20 +12,15 @@ import signal
 import threading
 from collections.abc import Callable
 
-import structlog
 import torch
 import torch.distributed as dist
 
 from octavo.common.background import start_thread
-from octavo.common.stopping import exit_at_once
 from octavo.engine.parallel.world import World
 
 PERIOD_SECONDS = 1.0
 GRACE_SECONDS = 1.0
 """Seconds that a rank waits for the stop message after another rank has left."""
-EXIT_CODE = 1
-
-log = structlog.get_logger(__name__)
 
 
 class Watch:
@@ -40,10 +35,12 @@ class Watch:
         self._world = world
         self._stop_requested = stop_requested
         self._closing = threading.Event()
+        world.serving = True
         start_thread(self._run, "rank-watch")
 
     def close(self) -> None:
         """Stop watching: from now on, ranks may end."""
+        self._world.serving = False
         self._closing.set()
 
     def _run(self) -> None:
@@ -53,12 +50,7 @@ class Watch:
             except Exception as error:  # noqa: BLE001 - gloo raises several types
                 if self._closing.wait(GRACE_SECONDS):
                     return
-                log.error(  # noqa: TRY400 - the traceback adds nothing
-                    "another rank died, hangs or is cut off: the engine ends",
-                    rank=self._world.rank,
-                    error=str(error).splitlines()[0],
-                )
-                exit_at_once(EXIT_CODE)
+                self._world.end_engine(error)
 
     def _meet(self) -> None:
         """Wait for all ranks; if one got a stop signal, send it to rank 0."""

@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
+import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.common.stopping import exit_at_once
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.times import Times
 
@@ -38,6 +41,10 @@ rounds."""
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int64, torch.int32)
 """Dtypes of tensors that ranks may share, by their number in a message."""
 
+EXIT_CODE = 1
+
+log = structlog.get_logger(__name__)
+
 
 @dataclass(slots=True)
 class World:
@@ -49,6 +56,8 @@ class World:
         control: The group for messages from rank 0.
         watch: The group in which ranks check that the others are alive.
         times: The times measured so far.
+        serving: Whether the engine serves: then a collective that fails ends it, since all later
+            ones would fail too, and its requests are better computed by another engine.
     """
 
     place: RankPlace
@@ -56,6 +65,7 @@ class World:
     control: dist.ProcessGroup
     watch: dist.ProcessGroup
     times: Times = field(default_factory=Times)
+    serving: bool = False
 
     @property
     def size(self) -> int:
@@ -173,10 +183,28 @@ class World:
         """Return the first index of this rank's share of `count`."""
         return self.part(count) * self.rank
 
+    def end_engine(self, error: Exception) -> NoReturn:
+        """End the process: another rank has left.
+
+        Args:
+            error: The error of the collective to which it did not come.
+        """
+        log.error(
+            "another rank died, hangs or is cut off: the engine ends",
+            rank=self.rank,
+            error=str(error).splitlines()[0],
+        )
+        exit_at_once(EXIT_CODE)
+
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
-        yield
+        try:
+            yield
+        except RuntimeError as error:
+            if self.serving:
+                self.end_engine(error)
+            raise
         setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - began)
 
 
