@@ -305,6 +305,7 @@ class Router:
 async def serve(
     settings: RouterSettings,
     *,
+    on_made: Callable[[Router], None] | None = None,
     on_ready: Callable[[str], None] | None = None,
     on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
     engines_ready: asyncio.Future[Any] | None = None,
@@ -314,6 +315,7 @@ async def serve(
 
     Args:
         settings: The router's settings.
+        on_made: Called with the router before it starts.
         on_ready: Called with HOST:PORT when the router listens.
         on_serving: Called once with the model's card, when all engines of the settings serve it.
         engines_ready: Future to wait for, while listening, before connecting to engines. Its error
@@ -330,6 +332,8 @@ async def serve(
     """
     with stop_signals() as signals:
         router = Router(settings, on_serving, len(settings.engine))
+        if on_made is not None:
+            on_made(router)
         try:
             await router.listen()
             await until_stopped(

@@ -21,6 +21,9 @@ DNS_SCHEME = "dns:///"
 """Scheme of a DNS name whose addresses are all engines, as in gRPC targets."""
 KUBERNETES_SCHEME = "kubernetes:///"
 """Scheme of Pods that are all engines: their labels, joined by `&`, and port."""
+RAY_SCHEME = "ray://"
+"""Scheme of the --ray-name of engines on a Ray cluster."""
+RAY_NAME = r"[\w.-]+"
 LABELS = r"[\w./-]+=[\w.-]*(&[\w./-]+=[\w.-]*)*"
 
 
@@ -32,7 +35,17 @@ def is_address(text: str) -> bool:
 
 def is_discovered(target: str) -> bool:
     """Return whether a target's engines are discovered and may change."""
-    return target.startswith((DNS_SCHEME, KUBERNETES_SCHEME))
+    return target.startswith((DNS_SCHEME, KUBERNETES_SCHEME, RAY_SCHEME))
+
+
+def is_engine(text: str) -> bool:
+    """Return whether a text is a value of --engine."""
+    if text.startswith(RAY_SCHEME):
+        return re.fullmatch(RAY_NAME, text.removeprefix(RAY_SCHEME)) is not None
+    if text.startswith(KUBERNETES_SCHEME):
+        labels, _, port = text.removeprefix(KUBERNETES_SCHEME).rpartition(":")
+        return re.fullmatch(LABELS, labels) is not None and is_address(f"pods:{port}")
+    return is_address(text.removeprefix(DNS_SCHEME))
 
 
 def http_listener(host: str, port: int) -> Listener:
@@ -51,9 +64,10 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
 
     engine: list[str] = Field(
         ["127.0.0.1:50052"],
-        description="Engine as HOST:PORT, dns:///NAME:PORT for every address of a name, or "
+        description="Engine as HOST:PORT, dns:///NAME:PORT for every address of a name, "
         "kubernetes:///LABEL=VALUE&LABEL=VALUE:PORT for every ready Pod with these labels in the "
-        "router's namespace. May be given several times.",
+        "router's namespace, or ray://NAME for the engines of `octavo serve --ray` with this "
+        "--ray-name. May be given several times.",
     )
     engine_ca: Path | None = Field(
         None,
@@ -75,8 +89,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     dns_interval: float = Field(
         5.0,
         gt=0,
-        description="Seconds between DNS lookups of dns:/// engine names, and before a watch of "
-        "kubernetes:/// Pods that failed begins again.",
+        description="Seconds between lookups of dns:/// and ray:// engine names, and before a "
+        "watch of kubernetes:/// Pods that failed begins again.",
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
@@ -376,13 +390,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         if not addresses:
             raise ValueError("needs at least one HOST:PORT")
         for address in addresses:
-            labels, _, port = address.removeprefix(KUBERNETES_SCHEME).rpartition(":")
-            watched = address.startswith(KUBERNETES_SCHEME) and re.fullmatch(LABELS, labels)
-            named = f"pods:{port}" if watched else address.removeprefix(DNS_SCHEME)
-            if not is_address(named):
+            if not is_engine(address):
                 raise ValueError(
                     f"{address!r} is neither HOST:PORT, such as 127.0.0.1:50052, nor "
-                    f"{DNS_SCHEME}NAME:PORT or {KUBERNETES_SCHEME}LABEL=VALUE:PORT"
+                    f"{DNS_SCHEME}NAME:PORT, {KUBERNETES_SCHEME}LABEL=VALUE:PORT or "
+                    f"{RAY_SCHEME}NAME"
                 )
         if len(set(addresses)) != len(addresses):
             raise ValueError("names an engine twice")

@@ -18,11 +18,16 @@ def engine(flags: Flags) -> None:
     require("engine", "engine")
     settings = load(EngineSettings, flags)
     logging.configure(settings.log_format, settings.log_level)
+    run_other_rank(settings)
+    running.run(lambda progress: _engine(settings, progress), settings.log_format)
+
+
+def run_other_rank(settings: EngineSettings) -> None:
+    """If a launcher made this process a rank other than 0, run that; then end the process."""
     if settings.tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
         from octavo.engine.startup.follower import run  # noqa: PLC0415 - torch takes seconds
 
         run(settings)
-    running.run(lambda progress: _engine(settings, progress), settings.log_format)
 
 
 async def _engine(settings: EngineSettings, progress: running.Progress) -> None:

@@ -1,10 +1,10 @@
-"""An engine process of `octavo serve`, which ends when its parent ends."""
+"""An engine process of `octavo serve`, or another rank of one, which ends when its parent ends."""
 
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from octavo.cli.child_process import ChildProcess, Report, begin_child, run_child
-from octavo.cli.engine import run_engine
+from octavo.cli.engine import run_engine, run_other_rank
 from octavo.cli.running import settle
 from octavo.common import logging
 from octavo.common.placement import Placement, bind
@@ -20,7 +20,7 @@ class EngineProcess(ChildProcess):
 
     Args:
         settings: The engine's settings.
-        socket: Path of the Unix socket to listen on.
+        socket: Path of the Unix socket to listen on. Default: the host and port of the settings.
         name: Name in errors, such as "the engine".
         placement: Cores and memory to use. Default: everything available.
     """
@@ -28,7 +28,7 @@ class EngineProcess(ChildProcess):
     def __init__(
         self,
         settings: EngineSettings,
-        socket: Path,
+        socket: Path | None = None,
         name: str = "the engine",
         placement: Placement | None = None,
     ) -> None:
@@ -45,7 +45,7 @@ class EngineProcess(ChildProcess):
 
 def _run(
     settings: EngineSettings,
-    socket: Path,
+    socket: Path | None,
     placement: Placement | None,
     reports: Connection,
     parent: int,
@@ -55,6 +55,7 @@ def _run(
     logging.configure(settings.log_format, settings.log_level)
     if placement is not None:  # before threads exist and PyTorch is imported
         bind(placement)
+    run_other_rank(settings)
 
     async def serve(report: Report) -> None:
         def ready(address: str) -> None:

@@ -9,6 +9,7 @@ from octavo.cli.output import err
 MODULES = {
     "bench": ("httpx2", "numpy", "uvloop"),
     "engine": ("accelerate", "gguf", "grpc_reflection", "torch", "transformers", "uvloop"),
+    "ray": ("ray",),
     "router": ("grpc_reflection", "jinja2", "starlette", "transformers", "uvicorn", "uvloop"),
 }
 """Modules whose presence shows that an extra of pyproject.toml is installed."""

@@ -3,10 +3,11 @@
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.run_router import connect_to_names
 from octavo.common import logging
 from octavo.common.background import call_in_thread
 from octavo.common.without_torch import keep_torch_out
-from octavo.router.settings import RouterSettings
+from octavo.router.settings import RAY_SCHEME, RouterSettings
 
 
 @settings_options(RouterSettings)
@@ -14,6 +15,8 @@ def router(flags: Flags) -> None:
     """Run a router: accept requests from clients and balance them over engines."""
     require("router", "router")
     settings = load(RouterSettings, flags)
+    if any(engine.startswith(RAY_SCHEME) for engine in settings.engine):
+        require(f"router --engine {RAY_SCHEME}", "ray")
     logging.configure(settings.log_format, settings.log_level)
     running.run(lambda progress: _router(settings, progress), settings.log_format)
 
@@ -41,6 +44,7 @@ async def _router(settings: RouterSettings, progress: running.Progress) -> None:
         await run_workers(settings, ready)
         return
     keep_torch_out()
+    await connect_to_names(settings)
     from octavo.router.server import serve  # noqa: PLC0415 - transformers takes seconds
 
     await serve(settings, on_ready=ready)

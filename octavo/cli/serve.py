@@ -1,37 +1,28 @@
 """`octavo serve`: run a router and its engines together."""
 
 import asyncio
-import importlib
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-import structlog
 import typer
 
 from octavo.cli import running
 from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.run_router import run_router
 from octavo.cli.serve_settings import ServeSettings, Words
 from octavo.common import logging
-from octavo.common.background import call_in_thread, end, joined, report_failure, start
+from octavo.common.background import call_in_thread, end, start
 from octavo.common.ports import Listener, check_all, metrics_listener
-from octavo.common.without_torch import keep_torch_out
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
-from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
     from octavo.cli.engine_group import EngineGroup
-
-log = structlog.get_logger(__name__)
-
-CONNECT_SECONDS = 60.0
-"""Seconds for the router to connect to the engine before a warning."""
 
 LAST_PORT = 65535
 
@@ -49,6 +40,8 @@ process, as the engines need the cores."""
 def serve(flags: Flags) -> None:
     """Serve a model: a router here, and an engine in a child process or one per NUMA node.
 
+    With --ray, the engines run on a Ray cluster.
+
     --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. An engine
     listens on a Unix socket of this user only; its metrics port is the router's plus one, the next
     engine's plus two.
@@ -63,6 +56,9 @@ def serve(flags: Flags) -> None:
             "`octavo serve` is one process: set it to 1 here, or run `octavo engine` and `octavo "
             "router --workers`"
         )
+    if own_settings.ray:
+        _serve_on_ray(flags, own_settings, router)
+        return
     own_flags: Flags = {"host": "127.0.0.1"}
     # Unset: each server picks a free port if its default is in use.
     if "metrics_port" in router.model_fields_set:
@@ -74,6 +70,22 @@ def serve(flags: Flags) -> None:
     running.run(
         lambda progress: running.unless_stopped(
             _serve(router, engine, own_settings.engines_per_node, progress)
+        ),
+        router.log_format,
+    )
+
+
+def _serve_on_ray(flags: Flags, own_settings: ServeSettings, router: RouterSettings) -> None:
+    """Serve on a Ray cluster; each engine's node gives its address and, if free, its ports."""
+    require("serve --ray", "ray")
+    from octavo.cli.serve_ray import serve_on_ray  # noqa: PLC0415 - of an extra; it takes seconds
+
+    of_router = ("host", "port", "metrics_port", "max_message_bytes", *PORT_OF_ENGINE)
+    engine = load(EngineSettings, {k: v for k, v in flags.items() if k not in of_router})
+    logging.configure(router.log_format, router.log_level)
+    running.run(
+        lambda progress: running.unless_stopped(
+            serve_on_ray(router, engine, own_settings, progress)
         ),
         router.log_format,
     )
@@ -154,79 +166,27 @@ async def _serve(
         TemporaryDirectory(prefix="octavo-") as directory,  # mode 0700
         EngineGroup(engines, Path(directory), placements) as group,
     ):
-        # Start the router while the model loads: its imports take seconds, and it reports a port in
-        # use at once.
-        server = await call_in_thread(_import_router)
-        loop = asyncio.get_running_loop()
-        served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
-        listening: asyncio.Future[str] = loop.create_future()
         ready = start(group.ready(), "engines-ready")
-        announcing = report_failure(
-            partial(_announce, ready, listening, served, router, progress), "announce"
-        )
         try:
-            async with joined(
-                server.serve(
-                    router.model_copy(update={"engine": group.addresses}),
-                    on_ready=listening.set_result,
-                    on_serving=served.set_result,
-                    engines_ready=ready,
-                    tokenizer=router.tokenizer or engine.model,
-                ),
-                _end_of(group, ready),
-                names=("router", "engines"),
-            ) as (serving, ended):
-                await asyncio.wait({serving, ended}, return_when=asyncio.FIRST_COMPLETED)
-                if not serving.done():
-                    group.check()
-                await serving
+            await run_router(
+                router.model_copy(update={"engine": group.addresses}),
+                router.tokenizer or engine.model,
+                ready,
+                partial(_end_of, group, ready),
+                progress,
+            )
         finally:
-            await end(announcing, ready)
+            await end(ready)
 
 
 async def _end_of(group: "EngineGroup", ready: asyncio.Task[None]) -> None:
-    """Wait until a ready engine ends; the router reports failed starts."""
+    """Wait until one of the ready engines ends; the router reports a failed start.
+
+    Raises:
+        StartError: It has ended.
+    """
     await asyncio.wait({ready})
     if not ready.cancelled() and ready.exception() is None:
         await group.ended()
-    else:
-        await asyncio.Event().wait()
-
-
-def _import_router() -> ModuleType:
-    """Import the router and the tokenizer loader, both without PyTorch."""
-    keep_torch_out()
-    importlib.import_module("transformers.models.auto.tokenization_auto")
-    return importlib.import_module("octavo.router.server")
-
-
-async def _announce(
-    ready: asyncio.Task[None],
-    listening: asyncio.Future[str],
-    served: asyncio.Future[generation_pb2.ModelCard],
-    router: RouterSettings,
-    progress: running.Progress,
-) -> None:
-    """Show the address and model when requests are accepted."""
-    address = await listening
-    await asyncio.wait({ready})
-    if ready.cancelled() or ready.exception() is not None:
-        return
-    progress.stage("Connecting the router")
-    try:
-        async with asyncio.timeout(CONNECT_SECONDS):
-            model = await asyncio.shield(served)
-    except TimeoutError:
-        log.warning("no engine connected to the router yet", address=address)
-        return
-    facts = {
-        "address": address,
-        "model": model.name,
-        "context": f"{model.max_model_len} tokens",
-        "blocks": f"{model.total_blocks} of {model.block_size} tokens",
-    }
-    if model.engines > 1:
-        facts["engines"] = str(model.engines)
-    if router.serves_http:
-        facts["http"] = router.http_url
-    progress.ready("octavo is ready", facts)
+        group.check()
+    await asyncio.Event().wait()

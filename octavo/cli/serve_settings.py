@@ -1,10 +1,11 @@
 """Settings of `octavo serve` only."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, model_validator
 
-from octavo.common.settings import Settings
+from octavo.common.settings import Settings, flag
+from octavo.router.settings import RAY_NAME
 
 Words = Literal["auto", "off"]
 
@@ -35,3 +36,59 @@ class ServeSettings(Settings):
         "quota leaves cores unused. off: one engine for all nodes. A number also divides a node's "
         "cores.",
     )
+    ray: bool = Field(
+        False,
+        description="Run the engines on the Ray cluster of this machine, or of RAY_ADDRESS, in"
+        " place of this machine alone.",
+    )
+    ray_name: str = Field(
+        "octavo",
+        pattern=f"^{RAY_NAME}$",
+        description="Name of the engines on the Ray cluster: other routers find them by --engine"
+        " ray://NAME.",
+    )
+    ray_resources: dict[str, float] = Field(
+        {},
+        description="Ray resources of each rank, as a JSON object of amounts. Default: a GPU and 4"
+        " CPUs if the cluster has GPUs, else all CPUs of the smallest node.",
+    )
+    ray_min_engines: int = Field(1, ge=1, description="Minimum engines on the Ray cluster.")
+    ray_max_engines: int | None = Field(
+        None,
+        ge=1,
+        description="Maximum engines on the Ray cluster. Default: --ray-min-engines, which disables"
+        " autoscaling.",
+    )
+    ray_target_wait: float = Field(
+        2.0, gt=0, description="Mean seconds that requests wait, above which engines are added."
+    )
+    ray_target_kv_use: float = Field(
+        0.7,
+        gt=0,
+        le=1,
+        description="Mean use of the KV cache, 0 to 1, above which engines are added.",
+    )
+    ray_scale_down_delay: float = Field(
+        300.0,
+        ge=0,
+        description="Seconds for which fewer engines must suffice before one is drained.",
+    )
+
+    @model_validator(mode="after")
+    def _ray_or_not(self) -> Self:
+        """Refuse settings that would have no effect."""
+        for name in sorted(self.model_fields_set):
+            if not self.ray and name.startswith("ray_"):
+                raise ValueError(f"{flag(name)} needs --ray")
+        if self.ray and "engines_per_node" in self.model_fields_set:
+            raise ValueError("--engines-per-node does not work with --ray: use --ray-min-engines")
+        return self
+
+    @model_validator(mode="after")
+    def _engines_are_a_range(self) -> Self:
+        if self.ray_max_engines is not None and self.ray_max_engines < self.ray_min_engines:
+            raise ValueError(
+                f"--ray-max-engines ({self.ray_max_engines}) must be at least --ray-min-engines"
+                f" ({self.ray_min_engines})"
+            )
+        return self

@@ -3,6 +3,7 @@
 from multiprocessing.connection import Connection
 
 from octavo.cli.child_process import ChildProcess, Report, begin_child, run_child
+from octavo.cli.run_router import connect_to_names
 from octavo.cli.running import settle
 from octavo.common import logging
 from octavo.common.without_torch import keep_torch_out
@@ -39,6 +40,7 @@ def _run(settings: RouterSettings, slot: WorkerSlot, reports: Connection, parent
 
     async def run(report: Report) -> None:
         keep_torch_out()
+        await connect_to_names(settings)
         from octavo.router.workers.worker import serve  # noqa: PLC0415 - transformers takes seconds
 
         def ready(address: str) -> None:

@@ -14,7 +14,7 @@ class EngineChanges:
     Attributes:
         added: Engines that are not in the settings.
         drained: Engines that get no new requests.
-        removed: Removed engines of the settings or of a DNS name.
+        removed: Removed engines of the settings or of a name.
     """
 
     added: set[str] = field(default_factory=set)
@@ -43,7 +43,7 @@ class EngineChanges:
         """Return the engines' addresses, except those that are discovered.
 
         Args:
-            engines: Engines of the settings, including DNS names and labels.
+            engines: Engines of the settings, including names and labels.
         """
         named = [each for each in engines if not is_discovered(each)]
         kept = [address for address in named if address not in self.removed]

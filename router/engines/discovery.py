@@ -1,4 +1,4 @@
-"""Discovery: every address of a DNS name or of Pods with Kubernetes labels is an engine."""
+"""Discovery of engines: by a DNS name, Pods with Kubernetes labels, a name on a Ray cluster."""
 
 import asyncio
 import socket
@@ -7,11 +7,12 @@ from contextlib import suppress
 
 import structlog
 
+from octavo.common.background import call_in_thread
 from octavo.common.ports import Listener
 from octavo.router.engines.changes import EngineChanges
 from octavo.router.engines.kubernetes import PodWatch
 from octavo.router.engines.pool import EnginePool
-from octavo.router.settings import DNS_SCHEME, KUBERNETES_SCHEME
+from octavo.router.settings import DNS_SCHEME, KUBERNETES_SCHEME, RAY_SCHEME
 
 log = structlog.get_logger(__name__)
 
@@ -29,18 +30,35 @@ async def resolve(name: str, port: int) -> set[str]:
     return {Listener(str(address[0]), port).address for *_, address in addresses}
 
 
+async def resolve_ray(name: str) -> set[str]:
+    """Return HOST:PORT for every engine of a name on the Ray cluster.
+
+    Raises:
+        OSError: They cannot be found now.
+    """
+    look_up = await call_in_thread(_import_look_up)
+    return await look_up(name)
+
+
+def _import_look_up() -> Callable[[str], Awaitable[set[str]]]:
+    from octavo.ray.directory import look_up  # noqa: PLC0415 - of an extra; it takes seconds
+
+    return look_up
+
+
 class Discovery:
-    """Keeps a pool's engines up to date with DNS names and Kubernetes labels.
+    """Keeps a pool's engines up to date with DNS names, Kubernetes labels and names in Ray.
 
     An engine whose address disappears is drained, and removed when idle. While a name cannot be
     resolved, its last addresses stay: dead engines are noticed by their connections. Engines from
     other sources are left alone, and engines that others removed stay removed.
 
     Args:
-        targets: Names with `DNS_SCHEME` and port, labels with `KUBERNETES_SCHEME` and port.
+        targets: Names with `DNS_SCHEME` and port, labels with `KUBERNETES_SCHEME` and port, names
+            with `RAY_SCHEME`.
         pool: The pool to update.
         interval: Seconds between lookups, and before a failed watch is restarted.
-        resolve: Returns HOST:PORT for each address of a name.
+        resolve: Returns HOST:PORT for each address of a DNS name.
         changes: Earlier changes by AdminService: drained engines stay drained, and removed ones
             stay removed while their name or labels have them.
     """
@@ -89,12 +107,12 @@ class Discovery:
     async def look(self) -> None:
         """Look up all names once, and update the pool."""
         for target in self._found:
-            if target.startswith(DNS_SCHEME):
-                name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
-                try:
-                    self._found[target] = await self._resolve(name, int(port))
-                except OSError as error:
-                    log.warning("engine name not resolved", name=target, reason=str(error))
+            if target.startswith(KUBERNETES_SCHEME):
+                continue
+            try:
+                self._found[target] = await self._look_up(target)
+            except OSError as error:
+                log.warning("engine name not resolved", name=target, reason=str(error))
         before, after = self._known, set().union(*self._found.values())
         self._known = after
         for address in after - before:
@@ -102,6 +120,12 @@ class Discovery:
         self._own = {address for address in self._own if address in self._pool}
         for address in self._own - after:
             await self._retire(address)
+
+    async def _look_up(self, target: str) -> set[str]:
+        if target.startswith(RAY_SCHEME):
+            return await resolve_ray(target.removeprefix(RAY_SCHEME))
+        name, _, port = target.removeprefix(DNS_SCHEME).rpartition(":")
+        return await self._resolve(name, int(port))
 
     def _take(self, address: str) -> None:
         if address in self._own or address not in self._pool:
