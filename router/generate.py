@@ -332,7 +332,7 @@ class Generator:
     ) -> OutputPlan | None:
         """Return how to parse and constrain outputs; None: plain text."""
         chat = message.HasField("chat")
-        bounded = message.stop.HasField("max_reasoning_tokens")  # only chats may have these
+        bounded = message.stop.HasField("max_reasoning_tokens")  # valid for chats only
         if not (chat or bounded or message.HasField("constraint")):
             return None
         tokenizer = self._pool.tokenizer(model)

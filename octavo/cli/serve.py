@@ -122,7 +122,7 @@ def settings_of_engines(
 def listeners_of_engines(
     router: RouterSettings, engines: Sequence[EngineSettings]
 ) -> list[Listener]:
-    """Return the engines' metrics addresses, unless a port in use may be replaced."""
+    """Return the engines' metrics addresses; none if their ports may still be replaced."""
     if "metrics_port" not in engines[0].model_fields_set:
         return []
     listeners = []

@@ -42,7 +42,7 @@ class PodWatch:
             host = os.environ["KUBERNETES_SERVICE_HOST"]
             api = os.environ["KUBERNETES_SERVICE_PORT"]
         except KeyError:
-            raise OSError(f"{target} needs the Kubernetes API, and this is no Pod") from None
+            raise OSError(f"{target} needs the Kubernetes API, but runs outside a Pod") from None
         namespace = (SERVICE_ACCOUNT / "namespace").read_text().strip()
         self._url = f"https://{Listener(host, int(api)).address}/api/v1/namespaces/{namespace}/pods"
         self._pods: dict[str, Pod] = {}

@@ -170,7 +170,7 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
 
         Args:
             call: Calls one worker.
-            done: Status to ignore, of workers that already have the change, if others change.
+            done: Error status of workers that already have the change; ignored if others change.
             changed: Called if any worker changed, even if others failed.
 
         Raises:

@@ -229,7 +229,7 @@ async def test_a_router_serves_by_pods_through_failures_of_the_api(api, scripted
 
 def test_outside_of_a_cluster_the_error_says_so(monkeypatch):
     monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    with pytest.raises(OSError, match="this is no Pod"):
+    with pytest.raises(OSError, match="runs outside a Pod"):
         PodWatch(TARGET)
 
 
