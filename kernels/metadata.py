@@ -7,6 +7,33 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """The sizes and types of layers that share a plan.
+
+    Attributes:
+        num_heads: Query heads.
+        num_kv_heads: Key and value heads.
+        key_dim: Elements of a key.
+        value_dim: Elements of a value.
+        latent: Whether there is no value cache.
+        span: Positions of a window or a chunk; None: there is none.
+        dtype: Dtype of queries.
+        cache_dtype: Dtype of keys and values.
+        device: The device of the cache.
+    """
+
+    num_heads: int
+    num_kv_heads: int
+    key_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    cache_dtype: torch.dtype
+    device: torch.device
+    latent: bool = False
+    span: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionPlan:
     """The division of a batch among a GPU's programs, from `octavo.kernels.ops.plan_attention`.
 

@@ -10,8 +10,6 @@ Latent attention (DeepSeek-V2, 2024, section 2.1.2) has keys alone: with its pro
 first elements of a key are its value. Its value cache is None.
 """
 
-from collections.abc import Sequence
-
 import numpy as np
 import torch
 from torch import Tensor
@@ -20,10 +18,8 @@ from octavo.kernels.activation import Activation
 from octavo.kernels.backend import find_backend
 from octavo.kernels.gpu import E4M3_DTYPES
 from octavo.kernels.low_rank import LowRankBatch
-from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.quantized import QuantizedWeight
-from octavo.kernels.sampling_tensors import SamplingTensors
-from octavo.kernels.scores import Scores
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (*E4M3_DTYPES, torch.float8_e5m2)
@@ -203,66 +199,23 @@ def paged_attention(
 
 
 def plan_attention(
-    query_lens: np.ndarray,
-    seq_lens: np.ndarray,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    latent: bool = False,
-    span: int | None = None,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
+    query_lens: np.ndarray, seq_lens: np.ndarray, shape: AttentionShape
 ) -> AttentionPlan | None:
     """Divide a step's attention among a GPU's programs, once for all layers with the same heads.
 
     Args:
         query_lens: `[num_seqs]`; queries of each sequence.
         seq_lens: `[num_seqs]`; tokens of each sequence, including its queries.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        key_dim: Elements of a key.
-        value_dim: Elements of a value.
-        latent: Whether there is no value cache.
-        span: Positions of a window or a chunk; None: there is none.
-        dtype: Dtype of queries.
-        cache_dtype: Dtype of keys and values.
-        device: The device of the cache.
+        shape: The attention of these layers.
 
     Returns:
         The value of `AttentionMetadata.plan`; None on a CPU, which needs no plan.
     """
-    return find_backend(device.type).plan_attention(
-        query_lens,
-        seq_lens,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        latent=latent,
-        span=span,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        device=device,
-    )
+    return find_backend(shape.device.type).plan_attention(query_lens, seq_lens, shape)
 
 
 def plan_room(
-    sequences: int,
-    chunks: int,
-    rows: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    latent: bool = False,
-    span: int | None = None,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
+    sequences: int, chunks: int, rows: int, shape: AttentionShape
 ) -> AttentionPlan | None:
     """Return a plan with room for the items of any batch, for CUDA graphs.
 
@@ -274,33 +227,12 @@ def plan_room(
         sequences: Maximum sequences of a batch, without the dummy.
         chunks: Maximum number of those sequences with several queries.
         rows: Rows of a batch, including the dummy's.
-        num_heads: Query heads.
-        num_kv_heads: Key and value heads.
-        key_dim: Elements of a key.
-        value_dim: Elements of a value.
-        latent: Whether there is no value cache.
-        span: Positions of a window or a chunk; None: there is none.
-        dtype: Dtype of queries.
-        cache_dtype: Dtype of keys and values.
-        device: The device of the cache.
+        shape: The attention of these layers.
 
     Returns:
         The plan; None on a CPU.
     """
-    return find_backend(device.type).plan_room(
-        sequences,
-        chunks,
-        rows,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        key_dim=key_dim,
-        value_dim=value_dim,
-        latent=latent,
-        span=span,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        device=device,
-    )
+    return find_backend(shape.device.type).plan_room(sequences, chunks, rows, shape)
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:
@@ -340,43 +272,6 @@ def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     _check_pairs(pairs, source.shape[0], destination.shape[0])
     if len(pairs):
         find_backend(source.device.type).swap_blocks(source, destination, pairs)
-
-
-def argmax(rows: Tensor) -> Tensor:
-    """Return the column of each row's greatest element, the first on a tie.
-
-    Args:
-        rows: `[n, columns]`, of one of `DTYPES`.
-
-    Returns:
-        `[n]` int64; any column for a row with NaN.
-    """
-    return find_backend(rows.device.type).argmax(rows)
-
-
-def mask_logits(logits: Tensor, rows: Sequence[int], masks: np.ndarray) -> None:
-    """Mask logits in place: make the tokens that a bit mask excludes impossible.
-
-    Args:
-        logits: `[n, vocab_size]`, of one of `DTYPES`, rows contiguous; masked tokens become minus
-            infinity.
-        rows: The rows to change, each once.
-        masks: `[len(rows), words]` int32 on the host: bit `i % 32` of word `i // 32` allows token
-            i. Tokens past the mask's end are masked too.
-
-    Raises:
-        ValueError: The number of masks is not the number of rows.
-        IndexError: A row is out of range.
-    """
-    numbers = np.array(rows, np.int64)
-    if masks.dtype != np.int32 or masks.ndim != 2 or len(masks) != len(numbers):
-        raise ValueError(f"{len(numbers)} rows need as many masks of int32, not {masks.shape}")
-    if not len(numbers):
-        return
-    if numbers.min() < 0 or numbers.max() >= len(logits):
-        raise IndexError(f"a row is out of range [0, {len(logits)}): {numbers.tolist()}")
-    backend = find_backend(logits.device.type)
-    backend.mask_logits(logits, numbers, np.ascontiguousarray(masks))
 
 
 def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
@@ -508,27 +403,6 @@ def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
     return find_backend(device.type).has_fp8_products(device, dtype)
 
 
-def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Sample a token from each row.
-
-    Probabilities are the softmax of the row over its temperature. Top-k keeps the k most likely
-    tokens. Of those, top-p keeps the fewest most likely tokens whose share of the sum is at least
-    p. Of those, min-p keeps tokens at least that fraction as likely as the most likely one. On a
-    tie at a cut, the lowest ids are kept (without a C++ compiler, any of them). The sampled token
-    is the first at which the running sum of the kept weights, in the vocabulary's order, exceeds
-    the row's uniform number times their total. So a row's token does not depend on other rows.
-
-    Args:
-        logits: `[n, vocab_size]`. Minus infinity means impossible.
-        sampling: Each row's parameters. Temperature 0 takes the most likely token, the lowest id on
-            a tie.
-
-    Returns:
-        `[n]` int64, always in the vocabulary, even if logits are NaN.
-    """
-    return find_backend(logits.device.type).draw_tokens(logits, sampling)
-
-
 def _check_pairs(pairs: Tensor, num_sources: int, num_destinations: int) -> None:
     """Raise IndexError if a block number is out of range, since a copy would corrupt memory."""
     for column, count in ((0, num_sources), (1, num_destinations)):
@@ -603,19 +477,3 @@ def check_supported(
     if fp8 is not None and fp8 not in FP8_DTYPES:
         raise ValueError(f"a KV cache of {fp8} is not supported: use the model's dtype or fp8")
     find_backend(device.type).check_device(device, fp8)
-
-
-def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
-    """Return log-probabilities, by a softmax over each row.
-
-    Args:
-        logits: `[n, vocab_size]`, of one of `DTYPES`.
-        tokens: `[n]` int64, the token of each row to return the log-probability of.
-        most: Number of each row's most likely tokens to return as well.
-
-    Raises:
-        ValueError: The vocabulary has fewer than `most` tokens.
-    """
-    if not 0 <= most <= logits.shape[1]:
-        raise ValueError(f"cannot return {most} tokens of a vocabulary of {logits.shape[1]}")
-    return find_backend(logits.device.type).score_tokens(logits, tokens, most)

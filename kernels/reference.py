@@ -257,12 +257,12 @@ def experts(  # noqa: PLR0917
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
+    """Return the column of each row's greatest element; see `octavo.kernels.logits.argmax`."""
     return rows.max(dim=-1).indices
 
 
 def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
-    """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
+    """Make tokens impossible, in place; see `octavo.kernels.logits.mask_logits`."""
     allowed = np.unpackbits(masks.view(np.uint8), axis=1, bitorder="little").view(bool)
     width = min(allowed.shape[1], logits.shape[1])
     for row, tokens in zip(rows.tolist(), torch.from_numpy(~allowed[:, :width]), strict=True):
@@ -290,7 +290,7 @@ def add_low_rank(
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`.
+    """Sample a token from each row; see `octavo.kernels.logits.draw_tokens`.
 
     It sorts the whole vocabulary and computes in float64.
     """

@@ -21,7 +21,7 @@ class Scores(NamedTuple):
 
 
 def score_tokens(logits: Tensor, tokens: Tensor, most: int) -> Scores:
-    """Return log-probabilities in plain PyTorch; see `octavo.kernels.ops.score_tokens`."""
+    """Return log-probabilities in plain PyTorch; see `octavo.kernels.logits.score_tokens`."""
     logprobs = torch.log_softmax(logits.float(), dim=-1)
     top = logprobs.topk(most, dim=-1)
     return Scores(logprobs.gather(1, tokens[:, None])[:, 0], top.indices, top.values)

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.gpu.result import Row
 from benchmarks.gpu.timing import Timer
-from octavo.kernels import ops
+from octavo.kernels.logits import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 ROWS, VOCAB_SIZE = 64, 128_256  # Llama 3's
@@ -32,14 +32,14 @@ def time_sampling(timer: Timer, tiny: bool) -> list[Row]:
     results = []
     for case, params in CASES.items():
         draws = _draws(rows, **params)
-        different = (ops.draw_tokens(logits, draws) != draw_by_sorting(logits, draws)).float()
+        different = (draw_tokens(logits, draws) != draw_by_sorting(logits, draws)).float()
         error = float(different.mean())
         if error > DIFFERENT_ALLOWED:
             raise ArithmeticError(f"{case}: {error:.0%} of the tokens differ from the sort's")
         results.append(
             Row(
                 f"{rows} x {vocab_size} {case}",
-                timer.time(lambda draws=draws: ops.draw_tokens(logits, draws)),
+                timer.time(lambda draws=draws: draw_tokens(logits, draws)),
                 moved=logits.nbytes,
                 error=error,
                 notes=["sampling: error is the share of tokens that differ from the sort's"],

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from octavo.kernels import ops
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, AttentionShape
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,9 +160,7 @@ def count_layers(layout: Layout, layer_bytes: int, device: torch.device) -> int:
 def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batch:
     """Return the batch with a new plan for the current tile sizes."""
     query_lens, seq_lens = np.array(lengths).T
-    plan = ops.plan_attention(
-        query_lens,
-        seq_lens,
+    shape = AttentionShape(
         num_heads=layout.num_heads,
         num_kv_heads=layout.num_kv_heads,
         key_dim=layout.head_dim,
@@ -171,4 +169,5 @@ def replan(batch: Batch, layout: Layout, lengths: list[tuple[int, int]]) -> Batc
         cache_dtype=batch.cache_dtype,
         device=batch.query.device,
     )
+    plan = ops.plan_attention(query_lens, seq_lens, shape)
     return replace(batch, metadata=replace(batch.metadata, plan=plan))

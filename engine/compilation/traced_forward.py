@@ -17,7 +17,7 @@ from octavo.engine.models.linear.adapted_layers import (
     current_adapters,
 )
 from octavo.kernels import cpu, huge_pages
-from octavo.kernels.cpu.native import CheckedCaches
+from octavo.kernels.cpu.caches import CheckedCaches
 
 NO_MASKS: Mapping[int, np.ndarray] = {}
 
@@ -66,11 +66,11 @@ class TracedForward:
         """Run the model within `attending`; return each row's most likely token.
 
         Args:
-            token_ids: See `__call__`.
-            positions: See `__call__`.
-            logit_rows: See `__call__`.
-            masks: Masks of the rows that have one: `[words]` int32, as for
-                `octavo.kernels.ops.mask_logits`.
+            token_ids: The argument of calls.
+            positions: The argument of calls.
+            logit_rows: The argument of calls.
+            masks: A mask for each row that has one: `[words]` int32, as for
+                `octavo.kernels.logits.mask_logits`.
 
         Returns:
             The tokens; the first on a tie.

@@ -7,14 +7,14 @@ smallest tokens per block: whichever fills the blocks best.
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
-from octavo.kernels.metadata import AttentionPlan
+from octavo.kernels.metadata import AttentionPlan, AttentionShape
 from octavo.kernels.ops import MAX_BLOCK_SIZE, plan_attention, plan_room
 
 
@@ -92,7 +92,20 @@ class CacheLayout:
     ) -> list[Planner]:
         """Return the planner of each group's attention; see `plan_attention`."""
         planners: list[Planner] = [
-            _GroupPlanner(shape, dtype, cache_dtype, device) for shape in self.shapes
+            _GroupPlanner(
+                AttentionShape(
+                    shape.num_heads,
+                    shape.num_kv_heads,
+                    shape.key_dim,
+                    shape.value_dim,
+                    dtype,
+                    cache_dtype,
+                    device,
+                    latent=shape.latent,
+                    span=shape.window or shape.chunk,
+                )
+            )
+            for shape in self.shapes
         ]
         return planners + [_StatePlanner()] * (len(self.groups) - len(planners))
 
@@ -105,31 +118,13 @@ class CacheLayout:
 class _GroupPlanner:
     """The planner of a group of layers with one shape."""
 
-    shape: LayerShape
-    dtype: torch.dtype
-    cache_dtype: torch.dtype
-    device: torch.device
+    shape: AttentionShape
 
     def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> AttentionPlan | None:
-        return plan_attention(query_lens, seq_lens, **self._options)
+        return plan_attention(query_lens, seq_lens, self.shape)
 
     def room(self, sequences: int, chunks: int, rows: int) -> AttentionPlan | None:
-        return plan_room(sequences, chunks, rows, **self._options)
-
-    @property
-    def _options(self) -> dict[str, Any]:
-        shape = self.shape
-        return {
-            "num_heads": shape.num_heads,
-            "num_kv_heads": shape.num_kv_heads,
-            "key_dim": shape.key_dim,
-            "value_dim": shape.value_dim,
-            "latent": shape.latent,
-            "span": shape.window or shape.chunk,
-            "dtype": self.dtype,
-            "cache_dtype": self.cache_dtype,
-            "device": self.device,
-        }
+        return plan_room(sequences, chunks, rows, self.shape)
 
 
 class _StatePlanner:

@@ -34,7 +34,7 @@ from octavo.engine.sampling.sampler import (
 )
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence, StepOutput
 from octavo.kernels.host import to_device
-from octavo.kernels.ops import draw_tokens
+from octavo.kernels.logits import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 SCORED_ROWS = 256

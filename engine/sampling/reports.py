@@ -8,7 +8,7 @@ import torch
 from octavo.engine.scheduling.batch import Continuations
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.kernels.host import AsyncCopy
-from octavo.kernels.ops import score_tokens
+from octavo.kernels.logits import score_tokens
 
 
 class Report:

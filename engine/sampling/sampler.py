@@ -20,7 +20,7 @@ from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.kernels.host import to_device
-from octavo.kernels.ops import argmax, draw_tokens, mask_logits
+from octavo.kernels.logits import argmax, draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 

@@ -13,7 +13,7 @@ from octavo.kernels.scores import score_tokens as score_tokens_in_pytorch
 
 SLOW = (
     "the CPU kernels cannot be compiled, so attention runs in plain PyTorch and models in"
-    " Python: decoding is many times slower"
+    " Python: decoding is several times slower"
 )
 
 _kernels: NativeKernels | None = None
@@ -31,10 +31,11 @@ rotate_and_write = _available.rotate_and_write
 paged_attention = _available.paged_attention
 copy_blocks = _available.copy_blocks
 swap_blocks = _available.swap_blocks
-argmax = _available.argmax
-mask_logits = _available.mask_logits
-draw_tokens = _available.draw_tokens
-score_tokens = score_tokens_in_pytorch if _kernels is None else _kernels.score_tokens
+_logits = reference if _kernels is None else _kernels.logits
+argmax = _logits.argmax
+mask_logits = _logits.mask_logits
+draw_tokens = _logits.draw_tokens
+score_tokens = score_tokens_in_pytorch if _kernels is None else _kernels.logits.score_tokens
 _states = reference_states if _kernels is None else _kernels.states
 causal_conv = _states.causal_conv
 ssd = _states.ssd

@@ -1,16 +1,10 @@
-"""The compiled kernels on a CPU: passes the pointers and strides of tensors to C++.
-
-A model calls these once per layer, so shared objects are checked once: each cache the first time,
-the batch when it changes.
-"""
+"""The compiled kernels on a CPU: passes the pointers and strides of tensors to C++."""
 
 import itertools
-import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from ctypes import (
     POINTER,
-    Array,
     Structure,
     addressof,
     byref,
@@ -21,86 +15,48 @@ from ctypes import (
     c_int32,
     c_int64,
     c_void_p,
+    pointer,
 )
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.blocks import BlockKernels
+from octavo.kernels.cpu.caches import (
+    DTYPES,
+    Batch,
+    Cache,
+    CheckedBatch,
+    CheckedBatches,
+    CheckedCache,
+    CheckedCaches,
+    CheckedSlots,
+    State,
+    make_state,
+)
 from octavo.kernels.cpu.experts import ExpertKernels
 from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLatents
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
+from octavo.kernels.cpu.logits import LogitKernels
 from octavo.kernels.cpu.low_rank import LowRankKernels
 from octavo.kernels.cpu.program import Programs
 from octavo.kernels.cpu.rounding import RoundingKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.cpu.sums import RankSums
 from octavo.kernels.low_rank import StepAdapters
-from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
-from octavo.kernels.sampling_tensors import SamplingTensors
-from octavo.kernels.scores import Scores
+from octavo.kernels.metadata import AttentionMetadata, StateCache
+from octavo.kernels.state_rows import StateRows
 from octavo.kernels.widths import width_of_values
-
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-_FP8_DTYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-_NO_SCALES = 1.0, 1.0
-_UNIT = 8  # block and head sizes are multiples of it
-_MAX_KEY_DIM = 576  # as in cache.h
-
-
-class _Cache(Structure):
-    """One layer's cache; the same as in cache.h."""
-
-    _fields_ = (
-        ("keys", c_void_p),
-        ("values", c_void_p),
-        ("key_stride", c_int64),
-        ("value_stride", c_int64),
-        ("num_blocks", c_int32),
-        ("num_kv_heads", c_int32),
-        ("key_dim", c_int32),
-        ("value_dim", c_int32),
-        ("block_size", c_int32),
-        ("dtype", c_int32),
-        ("fp8", c_int32),
-        ("key_scale", c_float),
-        ("value_scale", c_float),
-    )
-
-
-class _Batch(Structure):
-    """A batch's sequences as one layer group sees them; the same as in plan.h."""
-
-    _fields_ = (
-        ("query_starts", c_void_p),
-        ("seq_lens", c_void_p),
-        ("block_tables", c_void_p),
-        ("table_stride", c_int64),
-        ("table_width", c_int32),
-        ("num_seqs", c_int32),
-        ("slots", c_void_p),
-        ("num_tokens", c_int64),
-    )
-
-
-class _State(Structure):
-    """A state's location in the cache; the same as StateCache in operators.h."""
-
-    _fields_ = (
-        *(("state", c_void_p), ("block_stride", c_int64), ("row_size", c_int64)),
-        *(("num_blocks", c_int32), ("rows_per_block", c_int32)),
-        *(("first_row", c_int32), ("group", c_int32), ("row_shape", c_int32 * 2)),
-    )
 
 
 class _Step(Structure):
     """A step's caches and batches; the same as in operators.h."""
 
     _fields_ = (
-        *(("layers", POINTER(_Cache)), ("groups", POINTER(c_int32)), ("written", POINTER(c_int32))),
-        *(("states", POINTER(_State)), ("batches", POINTER(_Batch))),
+        *(("layers", POINTER(Cache)), ("groups", POINTER(c_int32)), ("written", POINTER(c_int32))),
+        *(("states", POINTER(State)), ("batches", POINTER(Batch))),
         *(("adapters", c_void_p), ("threads", c_int32)),
     )
 
@@ -111,177 +67,6 @@ class Spent(Structure):
     _fields_ = tuple((name, c_double) for name in ("attention", "linear", "states"))
 
 
-class _CheckedCache:
-    """A layer's checked cache and its struct. It does not keep the cache alive.
-
-    Attributes:
-        dtype: Dtype of queries, of results, and of the cache unless that is fp8.
-        scales: Factors of keys and of values in an fp8 cache; else 1.
-        value_dim: Elements of a value; 0 if values are parts of keys.
-    """
-
-    __slots__ = (
-        *("dtype", "key_dim", "keys", "num_kv_heads", "num_slots"),
-        *("reference", "scales", "struct", "value_dim", "values"),
-    )
-
-    def __init__(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor | None,
-        dtype: torch.dtype,
-        scales: tuple[float, float],
-    ) -> None:
-        num_blocks, self.num_kv_heads, block_size, self.key_dim = key_cache.shape
-        fp8 = _FP8_DTYPES.get(key_cache.dtype, 0)
-        self.dtype = dtype if fp8 else key_cache.dtype
-        self.scales = scales
-        key_scale, value_scale = scales
-        if not (key_scale > 0 and value_scale > 0):
-            raise ValueError(f"scales of keys and values must be positive: they are {scales}")
-        self.num_slots = num_blocks * block_size
-        self.value_dim = 0
-        _check_block(key_cache)
-        if value_cache is not None:
-            self.value_dim = value_cache.shape[3]
-            _check_block(value_cache)
-            if value_cache.dtype != key_cache.dtype:
-                raise ValueError(f"keys are {key_cache.dtype} and values {value_cache.dtype}")
-            if value_cache.shape[:3] != key_cache.shape[:3]:
-                raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
-        if self.key_dim > _MAX_KEY_DIM:
-            raise ValueError(f"keys of {self.key_dim} elements: {_MAX_KEY_DIM} is the most")
-        self.keys, self.values = weakref.ref(key_cache), _reference(value_cache)
-        self.struct = _Cache(
-            key_cache.data_ptr(),
-            None if value_cache is None else value_cache.data_ptr(),
-            key_cache.stride(0),
-            0 if value_cache is None else value_cache.stride(0),
-            num_blocks,
-            self.num_kv_heads,
-            self.key_dim,
-            self.value_dim,
-            block_size,
-            _DTYPES[self.dtype],
-            fp8,
-            key_scale,
-            key_scale if value_cache is None else value_scale,
-        )
-        self.reference = byref(self.struct)
-
-    def is_of(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor | None,
-        dtype: torch.dtype,
-        scales: tuple[float, float],
-    ) -> bool:
-        """Return whether these very tensors were checked for the same use."""
-        same = self.keys() is key_cache and self.values() is value_cache
-        used = dtype if key_cache.dtype in _FP8_DTYPES else self.dtype
-        return same and self.dtype == used and self.scales == scales
-
-
-class _CheckedBatch:
-    """A checked batch and its struct."""
-
-    __slots__ = ("metadata", "reference", "struct")
-
-    def __init__(self, metadata: AttentionMetadata) -> None:
-        tables = metadata.block_tables
-        for name in ("query_starts", "seq_lens", "block_tables"):
-            tensor = getattr(metadata, name)
-            if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
-                raise ValueError(f"{name} must be contiguous int32")
-        slots = _CheckedSlots(metadata.slot_mapping)
-        self.metadata = metadata
-        self.struct = _Batch(
-            metadata.query_starts.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            tables.shape[1],
-            metadata.seq_lens.shape[0],
-            slots.pointer,
-            slots.count,
-        )
-        self.reference = byref(self.struct)
-
-
-class _CheckedSlots:
-    """A checked slot mapping."""
-
-    __slots__ = ("count", "pointer", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError("slot_mapping must be contiguous int64")
-        self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
-
-
-class _CheckedBatches:
-    """The checked batches of all groups of layers and an array of their structs."""
-
-    __slots__ = ("groups", "structs")
-
-    def __init__(self, groups: Sequence[AttentionMetadata]) -> None:
-        self.groups = groups
-        self.structs = (_Batch * len(groups))(*(_CheckedBatch(one).struct for one in groups))
-
-
-class CheckedCaches:
-    """All layers' checked caches and arrays of their structs. Keeps the caches alive.
-
-    Args:
-        layers: Each layer's cache.
-        states: Each state's cache.
-        dtype: Dtype of the model.
-        scales: Each layer's (key scale, value scale) if the cache is fp8; else None.
-
-    Raises:
-        ValueError: The kernels do not support them.
-    """
-
-    __slots__ = ("groups", "layers", "states", "tensors", "written")
-
-    def __init__(
-        self,
-        layers: Sequence[LayerCache],
-        states: Sequence[StateCache],
-        dtype: torch.dtype,
-        scales: Sequence[tuple[float, float]] | None = None,
-    ) -> None:
-        self.tensors = layers, states
-        caches = [
-            _CheckedCache(layer.keys, layer.values, dtype, of_layer)
-            for layer, of_layer in zip(layers, scales or [_NO_SCALES] * len(layers), strict=True)
-        ]
-        self.layers = (_Cache * len(caches))(*(cache.struct for cache in caches))
-        self.groups = (c_int32 * len(caches))(*(layer.group for layer in layers))
-        self.written = (c_int32 * len(caches))(*(layer.written for layer in layers))
-        self.states = (_State * len(states))(*map(_state, states))
-
-    def are_of(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> bool:
-        """Return whether these are the very caches that were checked."""
-        return self.tensors[0] is layers and self.tensors[1] is states
-
-
-def _state(cache: StateCache) -> _State:
-    """Return a state's struct.
-
-    Raises:
-        ValueError: A block is not contiguous.
-    """
-    state, first_row, group = cache
-    num_blocks, rows_per_block, *row_shape = state.shape
-    if not state[:1].is_contiguous():
-        raise ValueError(f"a block of states must be contiguous: strides are {state.stride()}")
-    return _State(
-        *(state.data_ptr(), state.stride(0), math.prod(row_shape)),
-        *(num_blocks, rows_per_block, first_row, group, (c_int32 * 2)(*row_shape)),
-    )
-
-
 class NativeKernels:
     """The kernels of `octavo.kernels.ops`, in C++. Several threads may call them.
 
@@ -289,6 +74,7 @@ class NativeKernels:
         OSError: They cannot be compiled on this machine.
 
     Attributes:
+        logits: The kernels for logits.
         linear: The kernels for linear layers.
         latents: Packer of latent attention's weights.
         states: The kernels for layers that keep a state.
@@ -301,61 +87,42 @@ class NativeKernels:
         library = load_library()
         library.octavo_isa.restype = c_char_p
         self.isa = library.octavo_isa().decode()
-        rows = (c_void_p, c_int64, c_int64)
+        rows, pointers = (c_void_p, c_int64, c_int64), (c_void_p, c_void_p)
+        batch, sight = (POINTER(Cache), POINTER(Batch), *rows), (c_float, c_int, c_int, c_float)
         self._attend = library.octavo_paged_attention
-        self._attend.argtypes = (
-            *(POINTER(_Cache), POINTER(_Batch), *rows, c_int, c_void_p, c_int),
-            *(c_float, c_int, c_int, c_float, c_void_p, c_void_p, c_int),
-        )
-        self._attend.restype = c_int
         self._attend_latents = library.octavo_latent_attention
-        self._attend_latents.argtypes = (
-            *(POINTER(_Cache), POINTER(_Batch), *rows, c_int, c_int, POINTER(LatentProducts)),
-            *(c_void_p, c_float, c_int, c_int, c_float, c_int),
+        self._write, self._rotate = library.octavo_write_kv, library.octavo_rotate_and_write
+        self._copy, self._pin = library.octavo_copy_blocks, library.octavo_pin_threads
+        self._set_step, self._take_spent = library.octavo_set_step, library.octavo_take_spent
+        latents, slots = POINTER(LatentProducts), (c_void_p, c_int64)
+        functions: tuple[tuple[Any, Any, tuple[Any, ...]], ...] = (
+            (self._attend, c_int, (*batch, c_int, c_void_p, c_int, *sight, *pointers, c_int)),
+            (self._attend_latents, c_int, (*batch, c_int, c_int, latents, c_void_p, *sight, c_int)),
+            (self._write, c_int64, (POINTER(Cache), *rows, *rows, *slots, c_int)),
+            (
+                *(self._rotate, c_int64),
+                (
+                    *(POINTER(Cache), *rows, c_int, *rows, *rows, *pointers, c_int64),
+                    *(*slots, c_void_p, c_int),
+                ),
+            ),
+            (self._copy, None, (*pointers, c_void_p, c_int64, c_int64, c_int)),
+            (self._pin, c_int, (*pointers, c_int)),
+            (self._set_step, None, (POINTER(_Step),)),
+            (self._take_spent, Spent, ()),
         )
-        self._attend_latents.restype = c_int
-        self._write = library.octavo_write_kv
-        self._write.argtypes = (POINTER(_Cache), *rows, *rows, c_void_p, c_int64, c_int)
-        self._write.restype = c_int64
-        self._rotate = library.octavo_rotate_and_write
-        self._rotate.argtypes = (
-            *(POINTER(_Cache), *rows, c_int, *rows, *rows, c_void_p, c_void_p, c_int64),
-            *(c_void_p, c_int64, c_void_p, c_int),
-        )
-        self._rotate.restype = c_int64
-        self._copy = library.octavo_copy_blocks
-        self._copy.argtypes, self._copy.restype = (
-            (c_void_p, c_void_p, c_void_p, c_int64, c_int64, c_int),
-            None,
-        )
-        self._set_step = library.octavo_set_step
-        self._set_step.argtypes, self._set_step.restype = (POINTER(_Step),), None
-        self._take_spent = library.octavo_take_spent
-        self._take_spent.argtypes, self._take_spent.restype = (), Spent
-        self._argmax = library.octavo_argmax
-        self._argmax.argtypes, self._argmax.restype = (*rows, c_int64, c_int, c_void_p, c_int), None
-        self._mask = library.octavo_mask_logits
-        self._mask.argtypes, self._mask.restype = (
-            (*rows, c_int64, c_int, c_void_p, c_int64, c_int),
-            None,
-        )
-        self._draw = library.octavo_draw_tokens
-        self._draw.argtypes, self._draw.restype = (*rows, c_int64, *[c_void_p] * 6, c_int), None
-        self._score = library.octavo_score_tokens
-        self._score.argtypes = (*rows, c_int64, c_void_p, c_int64, *[c_void_p] * 3, c_int)
-        self._score.restype = None
-        self._pin = library.octavo_pin_threads
-        self._pin.argtypes, self._pin.restype = (c_void_p, c_void_p, c_int), c_int
-        self.low_rank = LowRankKernels(library)
+        for function, result, arguments in functions:
+            function.argtypes, function.restype = arguments, result
+        self.low_rank, self.logits = LowRankKernels(library), LogitKernels(library)
         self.linear = linear = LinearKernels(library, self.low_rank)
         self.blocks, self.experts = BlockKernels(library, linear), ExpertKernels(library, linear)
-        self.states, self.sums = StateKernels(library), RankSums(library)
+        self.states, self.sums = StateKernels(self._run_on_states), RankSums(library)
         self.latents, self.rounding = LatentKernels(linear), RoundingKernels(library)
         self.programs = Programs(library)
-        self._caches: dict[int, _CheckedCache] = {}
-        self._batch: _CheckedBatch | None = None  # of the latest call
-        self._batches: _CheckedBatches | None = None  # of the latest call
-        self._slots: _CheckedSlots | None = None  # of the latest call
+        self._caches: dict[int, CheckedCache] = {}
+        self._batch: CheckedBatch | None = None  # of the latest call
+        self._batches: CheckedBatches | None = None  # of the latest call
+        self._slots: CheckedSlots | None = None  # of the latest call
 
     def write_kv(
         self,
@@ -556,65 +323,31 @@ class NativeKernels:
         )
         return step, struct
 
+    def _run_on_states(self, name: str, rows: StateRows, arguments: list[Any]) -> Tensor:
+        """Run an operator on states that are not a traced step's.
+
+        Raises:
+            IndexError: A table names a block that is not in the cache.
+        """
+        tables, state = rows.tables, make_state(StateCache(rows.state, rows.first_row, 0))
+        batch = Batch(
+            *(rows.query_starts.data_ptr(), rows.seq_lens.data_ptr(), tables.data_ptr()),
+            *(tables.stride(0), tables.shape[1], tables.shape[0]),
+        )
+        step = _Step(states=pointer(state), batches=pointer(batch), threads=torch.get_num_threads())
+        self._set_step(byref(step))
+        try:
+            return self.programs.run(name, arguments)
+        except RuntimeError as error:
+            raise IndexError(
+                f"a table names a block of a state that is not in the cache's {len(rows.state)}:"
+                f" {tables.tolist()}"
+            ) from error
+
     def take_spent(self) -> Spent:
         """Return the seconds that this thread's steps spent in operators since the last call."""
         spent: Spent = self._take_spent()
         return spent
-
-    def argmax(self, rows: Tensor) -> Tensor:
-        """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`.
-
-        48 rows of 49,152 take 0.5 ms on 2 cores; torch takes 1.9 ms.
-        """
-        rows = _rows(rows)
-        count, columns = rows.shape
-        places = torch.empty(count, dtype=torch.int64)
-        self._argmax(
-            *(rows.data_ptr(), count, rows.stride(0), columns, _DTYPES[rows.dtype]),
-            *(places.data_ptr(), torch.get_num_threads()),
-        )
-        return places
-
-    def mask_logits(self, logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
-        """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`."""
-        if logits.stride(1) != 1:
-            raise ValueError(f"rows of logits must be contiguous: strides are {logits.stride()}")
-        places = _places_of(dict(zip(rows.tolist(), masks, strict=True)), len(logits))
-        self._mask(
-            *(logits.data_ptr(), len(logits), logits.stride(0), logits.shape[1]),
-            *(_DTYPES[logits.dtype], places, masks.shape[1], torch.get_num_threads()),
-        )
-
-    def draw_tokens(self, logits: Tensor, sampling: SamplingTensors) -> Tensor:
-        """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""
-        logits = _rows(logits.float())
-        count, columns = logits.shape
-        tokens = torch.empty(count, dtype=torch.int64)
-        kinds = np.float64, np.int64, np.float64, np.float64, np.float64
-        numbers = list(map(np.ascontiguousarray, sampling, kinds))
-        self._draw(
-            *(logits.data_ptr(), count, logits.stride(0), columns),
-            *(column.ctypes.data for column in numbers),
-            *(tokens.data_ptr(), torch.get_num_threads()),
-        )
-        return tokens
-
-    def score_tokens(self, logits: Tensor, tokens: Tensor, most: int) -> Scores:
-        """Return log-probabilities; see `octavo.kernels.ops.score_tokens`."""
-        logits = _rows(logits.float())
-        count, columns = logits.shape
-        scores = Scores(
-            torch.empty(count),
-            torch.empty((count, most), dtype=torch.int64),
-            torch.empty((count, most)),
-        )
-        self._score(
-            *(logits.data_ptr(), count, logits.stride(0), columns),
-            *(tokens.contiguous().data_ptr(), most),
-            *(tensor.data_ptr() for tensor in scores),
-            torch.get_num_threads(),
-        )
-        return scores
 
     def pin_threads(self, places: Sequence[Sequence[int]]) -> bool:
         """Pin each thread of this thread's pool to its own core.
@@ -632,22 +365,22 @@ class NativeKernels:
         arrays = (c_int * len(cpus))(*cpus), (c_int * len(ends))(*ends)
         return bool(places) and bool(self._pin(*arrays, len(places)) == len(places))
 
-    def _check_batch(self, metadata: AttentionMetadata) -> _CheckedBatch:
+    def _check_batch(self, metadata: AttentionMetadata) -> CheckedBatch:
         batch = self._batch
         if batch is None or batch.metadata is not metadata:
-            batch = self._batch = _CheckedBatch(metadata)
+            batch = self._batch = CheckedBatch(metadata)
         return batch
 
-    def _check_batches(self, groups: Sequence[AttentionMetadata]) -> _CheckedBatches:
+    def _check_batches(self, groups: Sequence[AttentionMetadata]) -> CheckedBatches:
         batches = self._batches
         if batches is None or batches.groups is not groups:
-            batches = self._batches = _CheckedBatches(groups)
+            batches = self._batches = CheckedBatches(groups)
         return batches
 
-    def _check_slots(self, slot_mapping: Tensor) -> _CheckedSlots:
+    def _check_slots(self, slot_mapping: Tensor) -> CheckedSlots:
         slots = self._slots
         if slots is None or slots.tensor is not slot_mapping:
-            slots = self._slots = _CheckedSlots(slot_mapping)
+            slots = self._slots = CheckedSlots(slot_mapping)
         return slots
 
     def _check_cache(
@@ -656,11 +389,11 @@ class NativeKernels:
         value_cache: Tensor | None,
         dtype: torch.dtype,
         scales: tuple[float, float],
-    ) -> _CheckedCache:
+    ) -> CheckedCache:
         """Return a layer's checked cache; check it the first time."""
         cache = self._caches.get(id(key_cache))
         if cache is None or not cache.is_of(key_cache, value_cache, dtype, scales):
-            cache = _CheckedCache(key_cache, value_cache, dtype, scales)
+            cache = CheckedCache(key_cache, value_cache, dtype, scales)
             self._caches[id(key_cache)] = cache
             weakref.finalize(key_cache, self._caches.pop, id(key_cache), None)
         return cache
@@ -694,14 +427,6 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _places_of(masks: Mapping[int, np.ndarray], num_rows: int) -> "Array[c_void_p]":
-    """Return the address of each row's mask; None for a row that has none."""
-    places = (c_void_p * num_rows)()
-    for row, mask in masks.items():
-        places[row] = mask.ctypes.data
-    return places
-
-
 def _place(rows: Tensor) -> tuple[int, int, int]:
     """Return the address and the strides of a tensor from `_rows`."""
     token_stride, head_stride, _ = rows.stride()
@@ -713,31 +438,7 @@ def _of_heads(numbers: Tensor | None) -> Tensor | None:
     return None if numbers is None else numbers.to(torch.float32).contiguous()
 
 
-def _reference(cache: Tensor | None) -> Callable[[], Tensor | None]:
-    """Return a weak reference to a tensor; for None, a function that returns None."""
-    return _nothing if cache is None else weakref.ref(cache)
-
-
-def _nothing() -> None:
-    return None
-
-
-def _check_block(cache: Tensor) -> None:
-    """Raise ValueError if C++ would misread a cache's memory."""
-    _, _, block_size, dim = cache.shape
-    if cache.dtype not in _DTYPES | _FP8_DTYPES:
-        known = ", ".join(map(str, _DTYPES | _FP8_DTYPES))
-        raise ValueError(f"the cache is {cache.dtype}: it must be one of {known}")
-    if cache.stride()[1:] != (block_size * dim, dim, 1):
-        raise ValueError(f"a block must be contiguous: strides are {cache.stride()}")
-    if block_size & (block_size - 1) or block_size < _UNIT or dim % _UNIT:
-        raise ValueError(
-            f"block size {block_size} must be a power of two from {_UNIT}, and head size "
-            f"{dim} a multiple of {_UNIT}"
-        )
-
-
-def _fit(tokens: Tensor, cache: _CheckedCache, dim: int, slots: _CheckedSlots) -> Tensor:
+def _fit(tokens: Tensor, cache: CheckedCache, dim: int, slots: CheckedSlots) -> Tensor:
     """Return keys or values, of `dim` elements, as C++ can read them.
 
     Raises:
@@ -752,7 +453,7 @@ def _fit(tokens: Tensor, cache: _CheckedCache, dim: int, slots: _CheckedSlots) -
     return _rows(tokens)
 
 
-def _check_slot(bad: int, slot_mapping: Tensor, cache: _CheckedCache) -> None:
+def _check_slot(bad: int, slot_mapping: Tensor, cache: CheckedCache) -> None:
     """Raise IndexError if C++ found a slot, counted from 1, past the cache's end."""
     if bad:
         raise IndexError(
@@ -770,10 +471,10 @@ def _check_table(bad: int, metadata: AttentionMetadata, cache: Tensor) -> None:
         )
 
 
-def _check_dtype(tokens: Tensor, cache: _CheckedCache) -> None:
-    """Raise ValueError if C++ would misread the tokens' memory."""
-    if tokens.dtype != cache.dtype or tokens.dtype not in _DTYPES:
+def _check_dtype(tokens: Tensor, cache: CheckedCache) -> None:
+    """Raise ValueError if C++ would read the tokens' memory wrongly."""
+    if tokens.dtype != cache.dtype or tokens.dtype not in DTYPES:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is for {cache.dtype}")
 
 
-__all__ = ["CheckedCaches", "NativeKernels", "Spent"]
+__all__ = ["NativeKernels", "Spent"]

@@ -29,6 +29,10 @@ DTYPES = "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"
 """The types of constants."""
 
 
+_registered: set[str] = set()
+"""The operators of this process that run programs."""
+
+
 class Linear(NamedTuple):
     """A size that is linear in a step's number of tokens and number of rows."""
 
@@ -80,7 +84,6 @@ class Programs:
     def __init__(self, library: CDLL) -> None:
         self._register = library.octavo_register_run
         self._register.argtypes, self._register.restype = (c_char_p, c_int, c_int), c_int
-        self._registered: set[str] = set()
         self._dtypes = {
             getattr(torch, name): int(getattr(library, f"aoti_torch_dtype_{name}")())
             for name in DTYPES
@@ -97,6 +100,25 @@ class Programs:
         """Return an empty program."""
         return ProgramBuilder(self._operators, self._dtypes, self._run)
 
+    def run(self, name: str, arguments: Sequence[Any]) -> Tensor:
+        """Run one operator.
+
+        Args:
+            name: Its name in operators.cpp.
+            arguments: Its tensors and numbers in order; None for a tensor that is absent.
+
+        Raises:
+            RuntimeError: The operator refuses them.
+        """
+        program = self.new()
+        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
+        inputs = iter([program.input() for _ in tensors])
+        words = [next(inputs) if isinstance(each, Tensor) else each for each in arguments]
+        program.call(name, words, output=True)
+        made = program.finish()
+        out: Tensor = getattr(torch.ops.octavo, made.name)(made.address, 0, 0, *tensors)
+        return out
+
     def _run(self, inputs: int, outputs: int) -> str:
         """Return the name of the operator that runs programs; register it the first time.
 
@@ -104,10 +126,10 @@ class Programs:
             RuntimeError: PyTorch refuses it; its message is on the process's stderr.
         """
         name = f"run_{inputs}_{outputs}"
-        if name not in self._registered:
+        if name not in _registered:
             if self._register(name.encode(), inputs, outputs):
                 raise RuntimeError(f"PyTorch refuses octavo::{name}")
-            self._registered.add(name)
+            _registered.add(name)
         return name
 
 

@@ -259,12 +259,12 @@ def warps_on(gpu: Gpu) -> int:
 
 
 def argmax(rows: Tensor) -> Tensor:
-    """Return the column of each row's greatest element; see `octavo.kernels.ops.argmax`."""
+    """Return the column of each row's greatest element; see `octavo.kernels.logits.argmax`."""
     return rows.max(dim=-1).indices  # torch.argmax takes twice as long
 
 
 def draw_tokens(logits: Tensor, sampling: SamplingTensors) -> Tensor:
-    """Sample a token from each row; see `octavo.kernels.ops.draw_tokens`."""
+    """Sample a token from each row; see `octavo.kernels.logits.draw_tokens`."""
     greedy = sampling.temperatures == 0
     if greedy.all():
         return argmax(logits)

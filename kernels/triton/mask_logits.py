@@ -38,7 +38,7 @@ def _mask_logits_kernel(  # noqa: PLR0917
 
 
 def mask_logits(logits: Tensor, rows: np.ndarray, masks: np.ndarray) -> None:
-    """Make tokens impossible, in place; see `octavo.kernels.ops.mask_logits`.
+    """Make tokens impossible, in place; see `octavo.kernels.logits.mask_logits`.
 
     Rows and masks cross the bus from pinned memory, which PyTorch keeps until the copy is done.
     """

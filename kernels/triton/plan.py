@@ -7,7 +7,7 @@ import torch
 
 from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.host import to_device
-from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.triton.splits import choose_splits, max_pieces
 from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles, count_resident
 
@@ -22,6 +22,16 @@ class _Attention:
     dtype: torch.dtype
     cache_dtype: torch.dtype
     device: torch.device
+
+    @classmethod
+    def of(cls, shape: AttentionShape) -> "_Attention":
+        """Return those of layers of a shape."""
+        heads = Heads(
+            shape.num_heads // shape.num_kv_heads, shape.key_dim, shape.value_dim, shape.latent
+        )
+        return cls(
+            heads, shape.num_kv_heads, shape.span, shape.dtype, shape.cache_dtype, shape.device
+        )
 
     def tiles(self, kind: WorkKind) -> Tiles:
         """Return the tile sizes for a kind of work."""
@@ -47,22 +57,11 @@ class _Attention:
 def plan_attention(
     query_lens: np.ndarray,
     seq_lens: np.ndarray,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    latent: bool = False,
-    span: int | None = None,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
+    shape: AttentionShape,
     splits: int | None = None,
 ) -> AttentionPlan:
     """Return a batch's plan; see `octavo.kernels.ops.plan_attention`."""
-    heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
-    attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
-    return _plan(query_lens, seq_lens, attention, splits)
+    return _plan(query_lens, seq_lens, _Attention.of(shape), splits)
 
 
 def _plan(
@@ -85,27 +84,13 @@ def _plan(
     return AttentionPlan(items, len(decodes), decode_pieces, chunk_pieces, splits)
 
 
-def plan_room(
-    sequences: int,
-    chunks: int,
-    rows: int,
-    *,
-    num_heads: int,
-    num_kv_heads: int,
-    key_dim: int,
-    value_dim: int,
-    latent: bool = False,
-    span: int | None = None,
-    dtype: torch.dtype,
-    cache_dtype: torch.dtype,
-    device: torch.device,
-) -> AttentionPlan:
+def plan_room(sequences: int, chunks: int, rows: int, shape: AttentionShape) -> AttentionPlan:
     """Return a plan with room for any batch; see `octavo.kernels.ops.plan_room`."""
-    heads = Heads(num_heads // num_kv_heads, key_dim, value_dim, latent)
-    attention = _Attention(heads, num_kv_heads, span, dtype, cache_dtype, device)
+    attention = _Attention.of(shape)
+    heads = attention.heads
     kinds: tuple[WorkKind, ...] = ("decode", "chunk")
     decode_pieces, chunk_pieces = (
-        max_pieces(kind, num_kv_heads, attention.concurrent(kind)) for kind in kinds
+        max_pieces(kind, shape.num_kv_heads, attention.concurrent(kind)) for kind in kinds
     )
     per_decode = -(-heads.group // attention.tiles("decode").rows)
     decode_items = max(sequences * per_decode, decode_pieces)
@@ -116,7 +101,7 @@ def plan_room(
     idle[:, 0], idle[:, 3] = sequences, 1
     idle[:decode_items, 1] = np.arange(decode_items)
     idle[decode_items:, 1] = np.arange(chunk_items)
-    return AttentionPlan(to_device(idle, device), decode_items, decode_pieces, chunk_pieces)
+    return AttentionPlan(to_device(idle, shape.device), decode_items, decode_pieces, chunk_pieces)
 
 
 def _cut(tiles: np.ndarray, splits: int) -> np.ndarray:

@@ -11,6 +11,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.low_rank import RECORD, TILE_ROWS
 from octavo.kernels.quantized import Numbers, QuantizedWeight, make_weight
+from octavo.kernels.triton.attention_kernel import paged_attention_kernel
 from octavo.kernels.triton.copy_blocks import _swap_blocks_kernel
 from octavo.kernels.triton.draw_tokens import _INFINITY, _TILE, _draw_tokens_kernel, warps_on
 from octavo.kernels.triton.expert_rows import SUM_COLUMNS, _sum_kernel
@@ -23,7 +24,6 @@ from octavo.kernels.triton.mask_logits import _TOKENS, _WORD_BITS, _mask_logits_
 from octavo.kernels.triton.merge_splits import merge_splits
 from octavo.kernels.triton.paged_attention import (
     _operands,
-    _paged_attention_kernel,
     merged_at_once,
     small_tile,
 )
@@ -179,7 +179,7 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
     }
     made = compile_for(
         gpu,
-        _paged_attention_kernel,
+        paged_attention_kernel,
         types,
         constants,
         aligned=aligned + strides,

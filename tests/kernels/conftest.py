@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels import reference
 from octavo.kernels.activation import KINDS, Activation
-from octavo.kernels.metadata import AttentionMetadata, AttentionPlan
+from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 # Powers of two: any dtype represents an fp8 cache's values exactly.
@@ -283,19 +283,19 @@ def _order(kernels: ModuleType, case: Case, device: str) -> list[torch.Tensor]:
     return [number.argsort().view(-1, dim) for number, dim in zip(numbers, dims, strict=True)]
 
 
-def _plan_options(case: Case, device: str) -> dict[str, Any]:
-    """Return the options of a plan of attention, besides the batch."""
-    return {
-        "num_heads": case.num_kv_heads * case.group,
-        "num_kv_heads": case.num_kv_heads,
-        "key_dim": case.head_dim,
-        "value_dim": case.width_of_values,
-        "latent": case.latent,
-        "span": case.sliding_window or case.chunk,
-        "dtype": case.dtype,
-        "cache_dtype": case.kept_as,
-        "device": torch.device(device),
-    }
+def _attention_shape(case: Case, device: str) -> AttentionShape:
+    """Return the shape of a case's layer, to plan its attention."""
+    return AttentionShape(
+        num_heads=case.num_kv_heads * case.group,
+        num_kv_heads=case.num_kv_heads,
+        key_dim=case.head_dim,
+        value_dim=case.width_of_values,
+        latent=case.latent,
+        span=case.sliding_window or case.chunk,
+        dtype=case.dtype,
+        cache_dtype=case.kept_as,
+        device=torch.device(device),
+    )
 
 
 def _check_attention(
@@ -313,7 +313,7 @@ def _check_attention(
         plan = kernels.plan_attention(
             np.array(planned or [queries for queries, _ in case.lengths]),
             np.array([tokens for _, tokens in case.lengths]),
-            **_plan_options(case, device),
+            _attention_shape(case, device),
             splits=splits,
         )
     if plan is not None:
@@ -509,7 +509,7 @@ class Harness:
     build: Callable[..., Batch] = _build
     carve: Callable[..., tuple[torch.Tensor, torch.Tensor | None]] = _carve
     elements: Callable[[Case], int] = _elements
-    plan_options: Callable[..., dict[str, Any]] = _plan_options
+    attention_shape: Callable[..., AttentionShape] = _attention_shape
     check_attention: Callable[..., None] = _check_attention
     check_write: Callable[..., None] = _check_write
     check_copies: Callable[..., None] = _check_copies

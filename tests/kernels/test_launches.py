@@ -21,7 +21,7 @@ LARGEST_GRID = (2**31 - 1, 65_535, 65_535)
 KERNELS = {
     "copy_blocks": ("_swap_blocks_kernel",),
     "draw_tokens": ("_draw_tokens_kernel",),
-    "paged_attention": ("_paged_attention_kernel", "merge_splits"),
+    "paged_attention": ("paged_attention_kernel", "merge_splits"),
     "rotate_and_write": ("_rotate_and_write_kernel",),
     "write_kv": ("_write_kv_kernel",),
 }

@@ -6,6 +6,7 @@ import torch
 
 from octavo.kernels import BACKENDS, ops
 from octavo.kernels.backend import Backend, find_backend
+from octavo.kernels.logits import mask_logits
 
 SUPPORTED = {
     "num_heads": 9,
@@ -77,11 +78,11 @@ def test_copies_of_blocks_that_do_not_exist():
 def test_masks_that_do_not_fit():
     logits, masks = torch.zeros(2, 40), np.zeros((1, 2), np.int32)
     with pytest.raises(IndexError, match=r"a row is out of range \[0, 2\): \[2\]"):
-        ops.mask_logits(logits, [2], masks)
+        mask_logits(logits, [2], masks)
     for rows, wrong in (([0, 1], masks), ([0], masks.astype(np.int64))):
         with pytest.raises(ValueError, match="rows need as many masks of int32"):
-            ops.mask_logits(logits, rows, wrong)
-    ops.mask_logits(logits, [], masks[:0])
+            mask_logits(logits, rows, wrong)
+    mask_logits(logits, [], masks[:0])
     assert not logits.any()
 
 

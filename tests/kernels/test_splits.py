@@ -7,6 +7,7 @@ import torch
 pytest.importorskip("triton")
 
 from octavo.kernels.gpu import Gpu
+from octavo.kernels.metadata import AttentionShape
 from octavo.kernels.triton import plan
 from octavo.kernels.triton.splits import MAX_SPLITS, MIN_KEYS, choose_splits
 from octavo.kernels.triton.tiles import Heads, choose_tiles
@@ -49,16 +50,16 @@ def test_a_plan_with_room_has_room_for_any_batch(monkeypatch, group, kv_heads):
     monkeypatch.setattr(plan, "describe_gpu", lambda _: gpu)
     dtypes = {"dtype": torch.bfloat16, "cache_dtype": torch.bfloat16}
     shape = {"num_heads": group * kv_heads, "num_kv_heads": kv_heads, "key_dim": 128}
-    options = {**shape, "value_dim": 128, **dtypes, "device": torch.device("cpu")}
+    layers = AttentionShape(**shape, value_dim=128, **dtypes, device=torch.device("cpu"))
     tile_rows = choose_tiles("chunk", gpu, Heads(group, 128, 128), **dtypes).rows
-    room = plan.plan_room(SEQUENCES, CHUNKS, ROWS, **options)
+    room = plan.plan_room(SEQUENCES, CHUNKS, ROWS, layers)
     rng, cut = np.random.default_rng(0), set()
     for _ in range(100):
         chunks, decodes = rng.integers(0, CHUNKS + 1), rng.integers(0, SEQUENCES - CHUNKS + 1)
         left = ROWS - decodes - 2 * chunks
         shares = rng.multinomial(rng.integers(0, left + 1), [1 / (chunks + 1)] * (chunks + 1))
         queries = np.append(shares[:chunks] + 2, np.ones(decodes, np.int64))
-        given = plan.plan_attention(queries, rng.integers(1, 1 << 15, len(queries)), **options)
+        given = plan.plan_attention(queries, rng.integers(1, 1 << 15, len(queries)), layers)
         cut |= {given.num_decode_pieces > 0, given.num_chunk_pieces > 0}
         others = len(given.items) - given.num_decode_items
         rest = len(room.items) - room.num_decode_items - others

@@ -95,7 +95,7 @@ def test_refuses_a_block_that_does_not_exist(native, operation):
     call = build_call(StateCase(operation, [PREFILL, DECODE]))
     for bad in (99, -1):
         call.rows.tables[1, 0] = bad
-        with pytest.raises(IndexError, match="sequence 1"):
+        with pytest.raises(IndexError, match="a block of a state"):
             call.run(native, operation)
 
 

@@ -250,17 +250,17 @@ def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, win
     """Plans have room as in mixed CUDA graphs: the fifth sequence has the remaining rows."""
     monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
     case = harness.case(lengths=[], group=2, sliding_window=window)
-    options = harness.plan_options(case, DEVICE)
-    room = kernels.plan_room(4, 2, 30, **options)
+    shape = harness.attention_shape(case, DEVICE)
+    room = kernels.plan_room(4, 2, 30, shape)
     room, idle = replace(room, splits=2), room.items.clone()
     full = np.array([(1, 70), (1, 90), (26, 90), (2, 64)]).T
-    room.take(kernels.plan_attention(*full, splits=1, **options), idle)
+    room.take(kernels.plan_attention(*full, shape, splits=1), idle)
     some = [(9, 40), (1, 70)]
-    room.take(kernels.plan_attention(*np.array(some).T, splits=2, **options), idle)
+    room.take(kernels.plan_attention(*np.array(some).T, shape, splits=2), idle)
     case = replace(case, lengths=[*some, (0, 0), (0, 0), (20, 0)])
     harness.check_attention(kernels, case, DEVICE, plan=room)
     with pytest.raises(ValueError, match="room for"):
-        room.take(kernels.plan_attention(*full, splits=9, **options), idle)
+        room.take(kernels.plan_attention(*full, shape, splits=9), idle)
 
 
 def test_latent_attention(harness, kernels):

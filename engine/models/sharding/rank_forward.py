@@ -5,7 +5,7 @@ from torch import Tensor
 
 from octavo.engine.models.forward import EagerForward, Forward
 from octavo.engine.parallel.world import World
-from octavo.kernels.ops import argmax
+from octavo.kernels.logits import argmax
 
 
 class RankForward:

@@ -13,7 +13,7 @@ from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.constraints.mask_threads import GRACE_SECONDS
 from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.speculation.methods import make_speculation
-from octavo.kernels.ops import mask_logits
+from octavo.kernels.logits import mask_logits
 from tests.engine.constraints.runner import Runner, decode
 from tests.engine.constraints.schemas import check
 

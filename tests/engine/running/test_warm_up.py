@@ -24,7 +24,7 @@ if triton.knobs.runtime.interpret:
 
 
 KERNELS = {
-    "_paged_attention_kernel",
+    "paged_attention_kernel",
     "merge_splits",
     "_write_kv_kernel",
     "_swap_blocks_kernel",

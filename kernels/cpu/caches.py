@@ -1,0 +1,260 @@
+"""The caches and batches of a step, checked and laid out for C++.
+
+What the layers of a step share is checked once: each cache the first time, a batch when it changes.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+
+import torch
+from torch import Tensor
+
+from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
+
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_FP8_DTYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_NO_SCALES = 1.0, 1.0
+_UNIT = 8  # block and head sizes are multiples of it
+_MAX_KEY_DIM = 576  # as in cache.h
+
+
+class Cache(Structure):
+    """One layer's cache; the same as in cache.h."""
+
+    _fields_ = (
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("key_stride", c_int64),
+        ("value_stride", c_int64),
+        ("num_blocks", c_int32),
+        ("num_kv_heads", c_int32),
+        ("key_dim", c_int32),
+        ("value_dim", c_int32),
+        ("block_size", c_int32),
+        ("dtype", c_int32),
+        ("fp8", c_int32),
+        ("key_scale", c_float),
+        ("value_scale", c_float),
+    )
+
+
+class Batch(Structure):
+    """A batch's sequences as one layer group sees them; the same as in plan.h."""
+
+    _fields_ = (
+        ("query_starts", c_void_p),
+        ("seq_lens", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("table_width", c_int32),
+        ("num_seqs", c_int32),
+        ("slots", c_void_p),
+        ("num_tokens", c_int64),
+    )
+
+
+class State(Structure):
+    """A state's location in the cache; the same as StateCache in operators.h."""
+
+    _fields_ = (
+        *(("state", c_void_p), ("block_stride", c_int64), ("row_size", c_int64)),
+        *(("num_blocks", c_int32), ("rows_per_block", c_int32)),
+        *(("first_row", c_int32), ("group", c_int32), ("row_shape", c_int32 * 2)),
+    )
+
+
+class CheckedCache:
+    """A layer's checked cache and its struct. It does not keep the cache alive.
+
+    Attributes:
+        dtype: Dtype of queries, of results, and of the cache unless that is fp8.
+        scales: Factors of keys and of values in an fp8 cache; else 1.
+        value_dim: Elements of a value; 0 if values are parts of keys.
+    """
+
+    __slots__ = (
+        *("dtype", "key_dim", "keys", "num_kv_heads", "num_slots"),
+        *("reference", "scales", "struct", "value_dim", "values"),
+    )
+
+    def __init__(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        dtype: torch.dtype,
+        scales: tuple[float, float],
+    ) -> None:
+        num_blocks, self.num_kv_heads, block_size, self.key_dim = key_cache.shape
+        fp8 = _FP8_DTYPES.get(key_cache.dtype, 0)
+        self.dtype = dtype if fp8 else key_cache.dtype
+        self.scales = scales
+        key_scale, value_scale = scales
+        if not (key_scale > 0 and value_scale > 0):
+            raise ValueError(f"scales of keys and values must be positive: they are {scales}")
+        self.num_slots = num_blocks * block_size
+        self.value_dim = 0
+        _check_block(key_cache)
+        if value_cache is not None:
+            self.value_dim = value_cache.shape[3]
+            _check_block(value_cache)
+            if value_cache.dtype != key_cache.dtype:
+                raise ValueError(f"keys are {key_cache.dtype} and values {value_cache.dtype}")
+            if value_cache.shape[:3] != key_cache.shape[:3]:
+                raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
+        if self.key_dim > _MAX_KEY_DIM:
+            raise ValueError(f"keys of {self.key_dim} elements: {_MAX_KEY_DIM} is the most")
+        self.keys, self.values = weakref.ref(key_cache), _reference(value_cache)
+        self.struct = Cache(
+            key_cache.data_ptr(),
+            None if value_cache is None else value_cache.data_ptr(),
+            key_cache.stride(0),
+            0 if value_cache is None else value_cache.stride(0),
+            num_blocks,
+            self.num_kv_heads,
+            self.key_dim,
+            self.value_dim,
+            block_size,
+            DTYPES[self.dtype],
+            fp8,
+            key_scale,
+            key_scale if value_cache is None else value_scale,
+        )
+        self.reference = byref(self.struct)
+
+    def is_of(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None,
+        dtype: torch.dtype,
+        scales: tuple[float, float],
+    ) -> bool:
+        """Return whether these very tensors were checked for the same use."""
+        same = self.keys() is key_cache and self.values() is value_cache
+        used = dtype if key_cache.dtype in _FP8_DTYPES else self.dtype
+        return same and self.dtype == used and self.scales == scales
+
+
+class CheckedBatch:
+    """A checked batch and its struct."""
+
+    __slots__ = ("metadata", "reference", "struct")
+
+    def __init__(self, metadata: AttentionMetadata) -> None:
+        tables = metadata.block_tables
+        for name in ("query_starts", "seq_lens", "block_tables"):
+            tensor = getattr(metadata, name)
+            if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
+                raise ValueError(f"{name} must be contiguous int32")
+        slots = CheckedSlots(metadata.slot_mapping)
+        self.metadata = metadata
+        self.struct = Batch(
+            metadata.query_starts.data_ptr(),
+            metadata.seq_lens.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            tables.shape[1],
+            metadata.seq_lens.shape[0],
+            slots.pointer,
+            slots.count,
+        )
+        self.reference = byref(self.struct)
+
+
+class CheckedSlots:
+    """A checked slot mapping."""
+
+    __slots__ = ("count", "pointer", "tensor")
+
+    def __init__(self, tensor: Tensor) -> None:
+        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
+            raise ValueError("slot_mapping must be contiguous int64")
+        self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
+
+
+class CheckedBatches:
+    """The checked batches of all groups of layers and an array of their structs."""
+
+    __slots__ = ("groups", "structs")
+
+    def __init__(self, groups: Sequence[AttentionMetadata]) -> None:
+        self.groups = groups
+        self.structs = (Batch * len(groups))(*(CheckedBatch(one).struct for one in groups))
+
+
+class CheckedCaches:
+    """All layers' checked caches and arrays of their structs. Keeps the caches alive.
+
+    Args:
+        layers: Each layer's cache.
+        states: Each state's cache.
+        dtype: Dtype of the model.
+        scales: Each layer's (key scale, value scale) if the cache is fp8; else None.
+
+    Raises:
+        ValueError: The kernels do not support them.
+    """
+
+    __slots__ = ("groups", "layers", "states", "tensors", "written")
+
+    def __init__(
+        self,
+        layers: Sequence[LayerCache],
+        states: Sequence[StateCache],
+        dtype: torch.dtype,
+        scales: Sequence[tuple[float, float]] | None = None,
+    ) -> None:
+        self.tensors = layers, states
+        caches = [
+            CheckedCache(layer.keys, layer.values, dtype, of_layer)
+            for layer, of_layer in zip(layers, scales or [_NO_SCALES] * len(layers), strict=True)
+        ]
+        self.layers = (Cache * len(caches))(*(cache.struct for cache in caches))
+        self.groups = (c_int32 * len(caches))(*(layer.group for layer in layers))
+        self.written = (c_int32 * len(caches))(*(layer.written for layer in layers))
+        self.states = (State * len(states))(*map(make_state, states))
+
+    def are_of(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> bool:
+        """Return whether these are the very caches that were checked."""
+        return self.tensors[0] is layers and self.tensors[1] is states
+
+
+def make_state(cache: StateCache) -> State:
+    """Return a state's struct.
+
+    Raises:
+        ValueError: A block is not contiguous.
+    """
+    state, first_row, group = cache
+    num_blocks, rows_per_block, *row_shape = state.shape
+    if not state[:1].is_contiguous():
+        raise ValueError(f"a block of states must be contiguous: strides are {state.stride()}")
+    return State(
+        *(state.data_ptr(), state.stride(0), math.prod(row_shape)),
+        *(num_blocks, rows_per_block, first_row, group, (c_int32 * 2)(*row_shape)),
+    )
+
+
+def _reference(cache: Tensor | None) -> Callable[[], Tensor | None]:
+    """Return a weak reference to a tensor; for None, a function that returns None."""
+    return _nothing if cache is None else weakref.ref(cache)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _check_block(cache: Tensor) -> None:
+    """Raise ValueError if C++ would read a cache's memory wrongly."""
+    _, _, block_size, dim = cache.shape
+    if cache.dtype not in DTYPES | _FP8_DTYPES:
+        known = ", ".join(map(str, DTYPES | _FP8_DTYPES))
+        raise ValueError(f"the cache is {cache.dtype}: it must be one of {known}")
+    if cache.stride()[1:] != (block_size * dim, dim, 1):
+        raise ValueError(f"a block must be contiguous: strides are {cache.stride()}")
+    if block_size & (block_size - 1) or block_size < _UNIT or dim % _UNIT:
+        raise ValueError(
+            f"block size {block_size} must be a power of two from {_UNIT}, and head size "
+            f"{dim} a multiple of {_UNIT}"
+        )
