@@ -1,9 +1,10 @@
 """The sub-commands of `octavo bench` and their flags."""
 
+import inspect
 import math
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Annotated, NamedTuple
 
 import typer
 
@@ -47,7 +48,9 @@ from octavo.cli.bench.settings import (
 from octavo.cli.bench.several_values import SeveralValues
 from octavo.cli.connection import Server, with_server
 from octavo.cli.extras import require
+from octavo.cli.signature import expand
 from octavo.cli.types_in_help import Group, name_types
+from octavo.client.address import DEFAULT_ADDRESS
 
 METRICS = """\
 [bold]Metrics[/], by the client's clock, over the requests that succeeded:
@@ -84,15 +87,95 @@ bench = typer.Typer(
 )
 
 
-@bench.command(cls=SeveralValues, epilog=METRICS)
-@name_types
-@with_server
-def throughput(
-    server: Server,
+class Run(NamedTuple):
+    """What to measure, and what to do with the results.
+
+    Attributes:
+        target: The server and the model; the address is that of the connection options.
+        objectives: Maximum latencies for goodput.
+        outputs: Files of the results.
+    """
+
+    target: Target
+    objectives: Objectives | None
+    outputs: Outputs
+
+
+def _run(
+    *,
     server_flags: ServerFlags = None,
     url: Url = None,
     model: ModelName = None,
     serve: Serve = None,
+    slo: Slo = None,
+    warmup: Warmup = 1,
+    timeout: Timeout = None,
+    json: Json = None,
+    plot: Plot = None,
+) -> Run:
+    """Return what the options of `with_run` set."""
+    target = Target(DEFAULT_ADDRESS, model, serve, tuple(server_flags or ()), timeout, warmup, url)
+    return Run(target, parse_objectives(slo or ()), Outputs(json, plot))
+
+
+def _workload(
+    *,
+    requests: Requests = None,
+    lengths: LengthsShape = None,
+    prompt_tokens: PromptTokens = None,
+    prompt_spread: PromptSpread = None,
+    output_tokens: OutputTokens = None,
+    output_spread: OutputSpread = None,
+    prefix_tokens: PrefixTokens = 0,
+    dataset: DatasetFile = None,
+    ignore_eos: IgnoreEos = None,
+    seed: Seed = 0,
+) -> Workload:
+    """Return the workload that the options of `with_workload` set.
+
+    Raises:
+        typer.BadParameter: Two flags exclude each other.
+    """
+    if dataset is None:
+        shapes = choose_lengths(
+            lengths or Shape.FIXED, (prompt_tokens, prompt_spread), (output_tokens, output_spread)
+        )
+        source: Synthetic | Dataset = Synthetic(*shapes, prefix_tokens)
+        return Workload(source, requests, seed, ignore_eos is not False)
+    synthetic = {
+        "--lengths": lengths,
+        "--prompt-tokens": prompt_tokens,
+        "--prompt-spread": prompt_spread,
+        "--output-spread": output_spread,
+        "--prefix-tokens": prefix_tokens or None,
+    }
+    for flag, value in synthetic.items():
+        if value is not None:
+            raise typer.BadParameter(f"{flag} is for random prompts, not for --dataset")
+    return Workload(
+        Dataset(dataset, round(output_tokens or DEFAULT_TOKENS)), requests, seed, bool(ignore_eos)
+    )
+
+
+def with_run(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `run` of a command by its options, and `server` by the connection's."""
+    options = inspect.signature(_run).parameters.values()
+    return with_server(expand(command, "run", options, _run))
+
+
+def with_workload(command: Callable[..., None]) -> Callable[..., None]:
+    """Replace the parameter `workload` of a command by its options."""
+    return expand(command, "workload", inspect.signature(_workload).parameters.values(), _workload)
+
+
+@bench.command(cls=SeveralValues, epilog=METRICS)
+@name_types
+@with_run
+@with_workload
+def throughput(
+    server: Server,
+    run: Run,
+    workload: Workload,
     concurrency: Annotated[
         list[int] | None,
         typer.Option(
@@ -103,84 +186,41 @@ def throughput(
             help="Requests in flight; several values are measured in turn. Default: all at once.",
         ),
     ] = None,
-    requests: Requests = None,
-    lengths: LengthsShape = None,
-    prompt_tokens: PromptTokens = None,
-    prompt_spread: PromptSpread = None,
-    output_tokens: OutputTokens = None,
-    output_spread: OutputSpread = None,
-    prefix_tokens: PrefixTokens = 0,
-    dataset: DatasetFile = None,
-    ignore_eos: IgnoreEos = None,
-    seed: Seed = 0,
-    slo: Slo = None,
-    warmup: Warmup = 1,
-    timeout: Timeout = None,
-    json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Measure maximum throughput: send all requests at once, or keep a number in flight."""
-    _measure(
-        "throughput",
-        _workload(
-            requests,
-            lengths,
-            (prompt_tokens, prompt_spread),
-            (output_tokens, output_spread),
-            prefix_tokens,
-            dataset,
-            ignore_eos,
-            seed,
-        ),
-        [Closed(limit) for limit in concurrency] if concurrency else [Closed(None)],
-        server,
-        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup, url),
-        parse_objectives(slo or ()),
-        Outputs(json, plot),
-    )
+    plans = [Closed(limit) for limit in concurrency] if concurrency else [Closed(None)]
+    _measure("throughput", workload, plans, server, run)
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
 @name_types
-@with_server
+@with_run
 def latency(
     server: Server,
-    server_flags: ServerFlags = None,
-    url: Url = None,
-    model: ModelName = None,
-    serve: Serve = None,
+    run: Run,
     requests: Annotated[
         int, typer.Option("--requests", "-r", min=1, help="Number of requests.")
     ] = 10,
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 128,
     output_tokens: Annotated[int, typer.Option(min=1, help="Tokens of each output.")] = 128,
     seed: Seed = 0,
-    slo: Slo = None,
-    warmup: Warmup = 1,
-    timeout: Timeout = None,
-    json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Measure the latency of single requests: send one after the other."""
     prompt, output = choose_lengths(
         Shape.FIXED, (float(prompt_tokens), None), (float(output_tokens), None)
     )
-    _measure(
-        "latency",
-        Workload(Synthetic(prompt, output), requests, seed, ignore_eos=True),
-        [Closed(1)],
-        server,
-        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup, url),
-        parse_objectives(slo or ()),
-        Outputs(json, plot),
-    )
+    workload = Workload(Synthetic(prompt, output), requests, seed, ignore_eos=True)
+    _measure("latency", workload, [Closed(1)], server, run)
 
 
 @bench.command(cls=SeveralValues, epilog=METRICS)
 @name_types
-@with_server
+@with_run
+@with_workload
 def serve(
     server: Server,
+    run: Run,
+    workload: Workload,
     rate: Annotated[
         list[float],
         typer.Option(
@@ -189,8 +229,6 @@ def serve(
             help="Mean requests per second; several values are measured in turn.",
         ),
     ],
-    server_flags: ServerFlags = None,
-    url: Url = None,
     burstiness: Annotated[
         float,
         typer.Option(
@@ -198,80 +236,12 @@ def serve(
             "bursts; more: evenly spaced."
         ),
     ] = 1.0,
-    model: ModelName = None,
-    serve: Serve = None,
-    requests: Requests = None,
-    lengths: LengthsShape = None,
-    prompt_tokens: PromptTokens = None,
-    prompt_spread: PromptSpread = None,
-    output_tokens: OutputTokens = None,
-    output_spread: OutputSpread = None,
-    prefix_tokens: PrefixTokens = 0,
-    dataset: DatasetFile = None,
-    ignore_eos: IgnoreEos = None,
-    seed: Seed = 0,
-    slo: Slo = None,
-    warmup: Warmup = 1,
-    timeout: Timeout = None,
-    json: Json = None,
-    plot: Plot = None,
 ) -> None:
     """Measure latency under load: send requests at random times, at a given mean rate."""
     for value, flag in (*((r, "--rate") for r in rate), (burstiness, "--burstiness")):
         if not 0 < value < math.inf:
             raise typer.BadParameter(f"{flag} {value:g}: must be above 0, and finite")
-    _measure(
-        "serve",
-        _workload(
-            requests,
-            lengths,
-            (prompt_tokens, prompt_spread),
-            (output_tokens, output_spread),
-            prefix_tokens,
-            dataset,
-            ignore_eos,
-            seed,
-        ),
-        [Open(each, burstiness) for each in rate],
-        server,
-        Target(server.address, model, serve, tuple(server_flags or ()), timeout, warmup, url),
-        parse_objectives(slo or ()),
-        Outputs(json, plot),
-    )
-
-
-def _workload(
-    requests: int | None,
-    lengths: Shape | None,
-    prompt: tuple[float | None, float | None],
-    output: tuple[float | None, float | None],
-    prefix_tokens: int,
-    dataset: Path | None,
-    ignore_eos: bool | None,
-    seed: int,
-) -> Workload:
-    """Return the workload that the flags set; `prompt` and `output` are (mean, spread).
-
-    Raises:
-        typer.BadParameter: Two flags exclude each other.
-    """
-    if dataset is None:
-        shapes = choose_lengths(lengths or Shape.FIXED, prompt, output)
-        source: Synthetic | Dataset = Synthetic(*shapes, prefix_tokens)
-        return Workload(source, requests, seed, ignore_eos is not False)
-    synthetic = {
-        "--lengths": lengths,
-        "--prompt-tokens": prompt[0],
-        "--prompt-spread": prompt[1],
-        "--output-spread": output[1],
-        "--prefix-tokens": prefix_tokens or None,
-    }
-    for flag, value in synthetic.items():
-        if value is not None:
-            raise typer.BadParameter(f"{flag} is for random prompts, not for --dataset")
-    return Workload(
-        Dataset(dataset, round(output[0] or DEFAULT_TOKENS)), requests, seed, bool(ignore_eos)
-    )
+    _measure("serve", workload, [Open(each, burstiness) for each in rate], server, run)
 
 
 def _measure(
@@ -279,9 +249,7 @@ def _measure(
     workload: Workload,
     plans: Sequence[Plan],
     server: Server,
-    target: Target,
-    objectives: Objectives | None,
-    outputs: Outputs,
+    run: Run,
 ) -> None:
     """Check the flags and the installed extras, then measure.
 
@@ -289,18 +257,19 @@ def _measure(
         typer.BadParameter: Server flags without --serve, gRPC flags with --url, or an output that
             cannot be written.
     """
+    target = replace(run.target, address=server.address)
     if target.url is not None:
         _check_url(target.url, server, target)
     if target.server_flags and target.serve is None:
         extra = " ".join(target.server_flags)
         raise typer.BadParameter(f"{extra}: a server's flags need --serve")
-    outputs.check()
+    run.outputs.check()
     require(f"bench {command}", "bench")
     if target.serve is not None:
         require(f"bench {command} --serve", "engine", "router")
     from octavo.cli.bench import invocation  # noqa: PLC0415 - needs numpy
 
-    invocation.measure(command, workload, plans, server, target, objectives, outputs)
+    invocation.measure(command, workload, plans, server, target, run.objectives, run.outputs)
 
 
 def _check_url(url: str, server: Server, target: Target) -> None:
