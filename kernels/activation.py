@@ -43,6 +43,11 @@ class Activation(NamedTuple):
         """The kind's number in C++."""
         return list(KINDS).index(self.kind)
 
+    @property
+    def arguments(self) -> tuple[int, int, float, float, float]:
+        """The five arguments of an operator that stand for it."""
+        return self.number, int(self.gated), self.alpha, self.limit, self.offset
+
     def __call__(self, projected: Tensor) -> Tensor:
         """Map `[..., 2 * inner]`, gates and then up projections, to `[..., inner]`.
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import TypedDict
 
 import torch
-from torch.library import Library, register_fake
 
+from octavo.engine.operators import define
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
 from octavo.kernels.ops import paged_attention, rotate_and_write, write_kv
 
@@ -169,13 +169,12 @@ def _fake(  # noqa: PLR0917 - as the operator
     return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+OPERATOR = define(
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
     " int? sliding_window, float? soft_cap, int? chunk, Tensor? sinks, Tensor? alibi_slopes,"
-    " Tensor? cos=None, Tensor? sin=None) -> Tensor"
+    " Tensor? cos=None, Tensor? sin=None) -> Tensor",
+    _fake,
+    writes=True,
+    CompositeExplicitAutograd=_attend,
 )
-_library.impl("paged_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-register_fake("octavo::paged_attention", _fake)
-# The operator writes the cache, which is no argument: no call may be dropped or merged.
-torch.fx.node.has_side_effect(torch.ops.octavo.paged_attention.default)
+"""`octavo::paged_attention`. It writes the cache, which is not an argument."""

@@ -10,10 +10,10 @@ kernel chooses: see kernels/cpu/latent_attention.cpp.
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
 
 from octavo.engine.attention.latent import PRODUCTS, AbsorbedProducts
 from octavo.engine.attention.operator import DryRun, any_step, current_step
+from octavo.engine.operators import define
 from octavo.kernels import cpu
 from octavo.kernels.cpu.latent import PackedLatents
 from octavo.kernels.ops import write_kv
@@ -124,15 +124,13 @@ def _fake(
     return query.new_empty(query.shape[0], query.shape[1], value_dim)
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+OPERATOR = define(
     "latent_attention(Tensor query, Tensor key, Tensor absorbing, Tensor keys, Tensor values,"
     " int value_dim, int rotated_dim, int layer, float scale, int? sliding_window,"
-    " float? soft_cap, int? chunk) -> Tensor"
+    " float? soft_cap, int? chunk) -> Tensor",
+    _fake,
+    writes=True,
+    CompositeExplicitAutograd=_attend,
 )
-_library.impl("latent_attention", _attend, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-register_fake("octavo::latent_attention", _fake)
-OPERATOR = torch.ops.octavo.latent_attention.default
-"""The operator. A traced step calls the function of the same name in kernels/cpu/operators.cpp."""
-# The operator writes the cache, which is no argument: no call may be dropped or merged.
-torch.fx.node.has_side_effect(OPERATOR)
+"""The operator, which writes the cache. A traced step calls the function of the same name in
+kernels/cpu/operators.cpp."""

@@ -9,11 +9,13 @@ kernels/cpu/state_operators.cpp.
 # An operator's arguments are positional.
 # ruff: noqa: PLR0917
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
 from octavo.engine.attention.operator import DryRun, PagedStep, any_step
+from octavo.engine.operators import define
 from octavo.kernels import states
 from octavo.kernels.state_rows import StateRows
 
@@ -99,19 +101,13 @@ def _selective_scan(
     return states.selective_scan(x, dt, a, b, c, rows, d=d, dt_bias=dt_bias, dt_softplus=softplus)
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _function, _like in zip(
-    SCHEMAS, (_causal_conv, _ssd, _gated_delta, _selective_scan), (0, 0, 2, 0), strict=True
-):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)  # type: ignore[no-untyped-call]
-    _library.impl(_name, _function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    register_fake(
-        f"octavo::{_name}",
-        lambda *arguments, like=_like: arguments[like].new_empty(arguments[like].shape),
+_FUNCTIONS: tuple[Callable[..., Tensor], ...] = (_causal_conv, _ssd, _gated_delta, _selective_scan)
+OPERATORS = tuple(
+    define(
+        schema,
+        lambda *arguments, like=like: arguments[like].new_empty(arguments[like].shape),
+        writes=True,  # the state
+        CompositeExplicitAutograd=function,
     )
-
-OPERATORS = tuple(getattr(torch.ops.octavo, schema.partition("(")[0]).default for schema in SCHEMAS)
-for _operator in OPERATORS:
-    # The operator writes the state, which is no argument: no call may be dropped or merged.
-    torch.fx.node.has_side_effect(_operator)
+    for schema, function, like in zip(SCHEMAS, _FUNCTIONS, (0, 0, 2, 0), strict=True)
+)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
-from torch.library import Library, register_fake
 
 from octavo.engine.compilation.trace import VALUES, call
+from octavo.engine.operators import define
 
 aten = torch.ops.aten
 TYPES = torch.bfloat16, torch.float32
@@ -36,13 +36,11 @@ def rms_norm(x: Tensor, weight: Tensor | None, epsilon: float, rounds_first: boo
     return normed.to(x.dtype).contiguous()
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "rms_norm(Tensor x, Tensor? weight, float epsilon, bool rounds_first) -> Tensor"
+RMS_NORM = define(
+    "rms_norm(Tensor x, Tensor? weight, float epsilon, bool rounds_first) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    CPU=rms_norm,
 )
-_library.impl("rms_norm", rms_norm, "CPU")  # type: ignore[no-untyped-call]
-register_fake("octavo::rms_norm", lambda x, *_: x.new_empty(x.shape))
-RMS_NORM = torch.ops.octavo.rms_norm.default
 
 
 @dataclass(slots=True)

@@ -66,10 +66,10 @@ class TracedForward:
         """Run the model within `attending`; return each row's most likely token.
 
         Args:
-            token_ids: The argument of calls.
-            positions: The argument of calls.
-            logit_rows: The argument of calls.
-            masks: A mask for each row that has one: `[words]` int32, as for
+            token_ids: See `__call__`.
+            positions: See `__call__`.
+            logit_rows: See `__call__`.
+            masks: Masks of the rows that have one: `[words]` int32, as for
                 `octavo.kernels.logits.mask_logits`.
 
         Returns:

@@ -5,8 +5,8 @@ With an operator, the compiler captures a model with its sums in one graph.
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
+from octavo.engine.operators import define
 from octavo.engine.parallel.world import current_world
 
 
@@ -23,10 +23,4 @@ def add_up(x: Tensor) -> Tensor:
     return world.sum(x)
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("sum_over_ranks(Tensor x) -> Tensor")  # type: ignore[no-untyped-call]
-_library.impl("sum_over_ranks", add_up, "CPU")  # type: ignore[no-untyped-call]
-_library.impl("sum_over_ranks", add_up, "CUDA")  # type: ignore[no-untyped-call]
-register_fake("octavo::sum_over_ranks", torch.empty_like)
-
-OPERATOR = torch.ops.octavo.sum_over_ranks.default
+OPERATOR = define("sum_over_ranks(Tensor x) -> Tensor", torch.empty_like, CPU=add_up, CUDA=add_up)

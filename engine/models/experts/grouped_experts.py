@@ -6,10 +6,10 @@ up projections are reordered.
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
 from transformers import PreTrainedModel
 
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
+from octavo.engine.operators import define
 from octavo.kernels import reference
 from octavo.kernels.activation import KINDS, Activation
 
@@ -36,17 +36,10 @@ class GroupedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's experts; see `interface.py`."""
-        activation = self._activation
         out: Tensor = torch.ops.octavo.grouped_experts(
             *(hidden_states, top_k_index, top_k_weights.float()),
             *(self.up, self.up_bias, self.down, self.down_bias),
-            *(
-                activation.number,
-                int(activation.gated),
-                activation.alpha,
-                activation.limit,
-                activation.offset,
-            ),
+            *self._activation.arguments,
         )
         return out
 
@@ -98,12 +91,11 @@ def activation_of(kind: float, gated: float, *numbers: float) -> Activation:
     return Activation(list(KINDS)[int(kind)], bool(gated), *numbers)
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+define(
     "grouped_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor? up_bias,"
     " Tensor down, Tensor? down_bias, int activation, int gated, float alpha, float limit,"
-    " float offset) -> Tensor"
+    " float offset) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    CUDA=_on_gpu,
+    CPU=_on_cpu,
 )
-_library.impl("grouped_experts", _on_gpu, "CUDA")  # type: ignore[no-untyped-call]
-_library.impl("grouped_experts", _on_cpu, "CPU")  # type: ignore[no-untyped-call]
-register_fake("octavo::grouped_experts", lambda x, *_: x.new_empty(x.shape))

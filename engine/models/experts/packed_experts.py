@@ -4,11 +4,11 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
 from transformers import PreTrainedModel
 
 from octavo.engine.models.deferred import held
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
+from octavo.engine.operators import define
 from octavo.kernels.activation import Activation
 from octavo.kernels.cpu import experts as kernels
 from octavo.kernels.cpu.experts import PackedProduct, count_inputs
@@ -32,19 +32,12 @@ class PackedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's experts; see `interface.py`."""
-        activation = self._activation
         up, down = self._product("up"), self._product("down")
         dtype = torch.float32 if up.panels.dtype == torch.float32 else torch.bfloat16
         out: Tensor = torch.ops.octavo.packed_experts(
             *(hidden_states.to(dtype), top_k_index, top_k_weights.float()),
             *(up.panels, up.bias, down.panels, down.bias),
-            *(
-                activation.number,
-                int(activation.gated),
-                activation.alpha,
-                activation.limit,
-                activation.offset,
-            ),
+            *self._activation.arguments,
             *(up.factors, up.scales, down.factors, down.scales),
         )
         return out.to(hidden_states.dtype)
@@ -138,15 +131,12 @@ def stacked(count: int, make: Callable[[int], Tensor]) -> Tensor:
     return made
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+OPERATOR = define(
     "packed_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor up_bias,"
     " Tensor down, Tensor down_bias, int activation, int gated, float alpha, float limit,"
     " float offset, Tensor? up_factors=None, Tensor? up_scales=None, Tensor? down_factors=None,"
-    " Tensor? down_scales=None) -> Tensor"
+    " Tensor? down_scales=None) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    CPU=None if kernels is None else kernels.experts,
 )
-if kernels is not None:
-    _library.impl("packed_experts", kernels.experts, "CPU")  # type: ignore[no-untyped-call]
-register_fake("octavo::packed_experts", lambda x, *_: x.new_empty(x.shape))
-OPERATOR = torch.ops.octavo.packed_experts.default
 """The operator. A traced step calls the function of the same name in kernels/cpu/operators.cpp."""

@@ -5,11 +5,11 @@ Each is an operator, so that a compiled step calls its kernels.
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
 
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.grouped_experts import activation_of
 from octavo.engine.models.linear.quantized_linear import layout_of, weight_of
+from octavo.engine.operators import define
 from octavo.kernels import ops
 from octavo.kernels.quantized import QuantizedWeight
 
@@ -42,18 +42,11 @@ class QuantizedExperts(nn.Module):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Compute each token's experts; see `interface.py`."""
-        activation = self._activation
         out: Tensor = torch.ops.octavo.quantized_experts(
             *(hidden_states, top_k_index, top_k_weights.float()),
             *(*self._tensors("up"), self._layouts["up"], self.up_bias),
             *(*self._tensors("down"), self._layouts["down"], self.down_bias),
-            *(
-                activation.number,
-                int(activation.gated),
-                activation.alpha,
-                activation.limit,
-                activation.offset,
-            ),
+            *self._activation.arguments,
         )
         return out
 
@@ -88,12 +81,11 @@ def _quantized_experts(  # noqa: PLR0917 - as the operator
 
 
 _WEIGHT = "Tensor {0}, Tensor {0}_scale, Tensor? {0}_more, Tensor? {0}_outer, int[] {0}_layout"
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+define(
     "quantized_experts(Tensor x, Tensor expert_ids, Tensor weights,"
     f" {_WEIGHT.format('up')}, Tensor? up_bias, {_WEIGHT.format('down')}, Tensor? down_bias,"
-    " int activation, int gated, float alpha, float limit, float offset) -> Tensor"
+    " int activation, int gated, float alpha, float limit, float offset) -> Tensor",
+    lambda x, *_: x.new_empty(x.shape),
+    CUDA=_quantized_experts,
+    CPU=_quantized_experts,  # for tests only
 )
-for kind in ("CUDA", "CPU"):  # on a CPU for tests only
-    _library.impl("quantized_experts", _quantized_experts, kind)  # type: ignore[no-untyped-call]
-register_fake("octavo::quantized_experts", lambda x, *_: x.new_empty(x.shape))

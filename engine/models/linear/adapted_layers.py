@@ -11,10 +11,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
+from octavo.engine.operators import define
 from octavo.kernels.low_rank import LowRankBatch, StepAdapters
 from octavo.kernels.ops import add_low_rank
 
@@ -143,11 +142,9 @@ def _add(out: Tensor, x: Tensor, target: int, of_logits: int) -> Tensor:
     return added
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor"
+ADD_ADAPTERS = define(
+    "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor",
+    lambda out, *_: out.new_empty(out.shape),
+    CPU=_add,
 )
-_library.impl("add_adapters", _add, "CPU")  # type: ignore[no-untyped-call]
-register_fake("octavo::add_adapters", lambda out, *_: out.new_empty(out.shape))
-ADD_ADAPTERS = torch.ops.octavo.add_adapters.default
 """`octavo::add_adapters`: adds the products of a traced layer that is not packed."""

@@ -11,7 +11,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
-from torch.library import Library, register_fake
 from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
@@ -25,6 +24,7 @@ from octavo.engine.models.linear.fuse_linears import (
     join_linears,
 )
 from octavo.engine.models.linear.plain_linears import make_linear
+from octavo.engine.operators import define
 from octavo.kernels.cpu import linear as kernels
 
 SIZES = (24, 16)
@@ -218,7 +218,6 @@ class GatedMLP(nn.Module):
         return out
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
 OPERATORS: list[OpOverload] = []
 """The operators of packed layers. A traced step calls the functions of the same names in
 kernels/cpu/operators.cpp."""
@@ -241,17 +240,15 @@ def define_operator(
             the kernel takes the layer's adapters as `low_rank` instead.
         dtype: The outputs' dtype, if not the rows'.
     """
-    name = schema.partition("(")[0]
-    _library.define(schema)  # type: ignore[no-untyped-call]
-    if kernel is not None:
-        before, adapted, _ = schema.partition(ADAPTED)
-        implementation = with_adapters(kernel, before.count(",")) if adapted else kernel
-        _library.impl(name, implementation, "CPU")  # type: ignore[no-untyped-call]
-    register_fake(
-        f"octavo::{name}",
+    before, adapted, _ = schema.partition(ADAPTED)
+    if kernel is not None and adapted:
+        kernel = with_adapters(kernel, before.count(","))
+    operator = define(
+        schema,
         lambda x, outputs, *_, **__: x.new_empty(x.shape[0], outputs, dtype=dtype),
+        CPU=kernel,
     )
-    OPERATORS.append(getattr(torch.ops.octavo, name).default)
+    OPERATORS.append(operator)
 
 
 define_operator(

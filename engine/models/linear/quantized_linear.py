@@ -5,9 +5,9 @@ Each is an operator, so that a compiled step calls its kernel.
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
 
 from octavo.engine.models.linear.fuse_linears import weights_and_biases
+from octavo.engine.operators import define
 from octavo.kernels import ops
 from octavo.kernels.quantized import SCALE_TYPES, Numbers, QuantizedWeight, Second
 
@@ -135,21 +135,18 @@ def _fp8_linear(x: Tensor, codes: Tensor, scale: Tensor, bias: Tensor | None) ->
     return ops.fp8_linear(x, codes, scale, bias)
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
+define(
     "quantized_linear(Tensor x, Tensor codes, Tensor scale, Tensor? more, Tensor? outer,"
-    " Tensor? bias, int[] layout, int wide) -> Tensor"
-)
-_library.define(  # type: ignore[no-untyped-call]
-    "fp8_linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias) -> Tensor"
-)
-for kind in ("CUDA", "CPU"):  # on a CPU for tests only
-    _library.impl("quantized_linear", _quantized_linear, kind)  # type: ignore[no-untyped-call]
-    _library.impl("fp8_linear", _fp8_linear, kind)  # type: ignore[no-untyped-call]
-register_fake(
-    "octavo::quantized_linear",
+    " Tensor? bias, int[] layout, int wide) -> Tensor",
     lambda x, codes, *rest: x.new_empty(
         x.shape[0], codes.shape[0], dtype=torch.float32 if rest[-1] else x.dtype
     ),
+    CUDA=_quantized_linear,
+    CPU=_quantized_linear,  # for tests only
 )
-register_fake("octavo::fp8_linear", lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]))
+define(
+    "fp8_linear(Tensor x, Tensor codes, Tensor scale, Tensor? bias) -> Tensor",
+    lambda x, codes, *_: x.new_empty(x.shape[0], codes.shape[0]),
+    CUDA=_fp8_linear,
+    CPU=_fp8_linear,  # for tests only
+)

@@ -6,7 +6,8 @@ equal values, and any of them could count as the most likely.
 
 import torch
 from torch import Tensor, nn
-from torch.library import Library, register_fake
+
+from octavo.engine.operators import define
 
 
 class WideLinear(nn.Module):
@@ -44,13 +45,9 @@ def _on_cpu(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return nn.functional.linear(x.float(), weight.float(), wide)
 
 
-_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define(  # type: ignore[no-untyped-call]
-    "wide_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor"
-)
-_library.impl("wide_linear", _on_gpu, "CUDA")  # type: ignore[no-untyped-call]
-_library.impl("wide_linear", _on_cpu, "CPU")  # type: ignore[no-untyped-call]
-register_fake(
-    "octavo::wide_linear",
+define(
+    "wide_linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor",
     lambda x, weight, _: x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32),
+    CUDA=_on_gpu,
+    CPU=_on_cpu,
 )

@@ -1,0 +1,39 @@
+"""Definitions of PyTorch operators in the namespace `octavo`."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.library import Library, register_fake
+
+_library = Library("octavo", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def define(
+    schema: str,
+    fake: Callable[..., Tensor],
+    *,
+    writes: bool = False,
+    **implementations: Callable[..., Any] | None,
+) -> OpOverload:
+    """Define an operator, which a captured graph of a model has as one call.
+
+    Args:
+        schema: Its name, arguments and result, as PyTorch writes them.
+        fake: Returns an uninitialized result for the same arguments.
+        writes: Whether it writes memory that is not an argument. Then no call may be dropped or
+            merged.
+        **implementations: Functions by PyTorch's dispatch key, such as `CPU`; None: there is none.
+    """
+    name = schema.partition("(")[0]
+    _library.define(schema)  # type: ignore[no-untyped-call]
+    for key, function in implementations.items():
+        if function is not None:
+            _library.impl(name, function, key)  # type: ignore[no-untyped-call]
+    register_fake(f"octavo::{name}", fake)
+    operator: OpOverload = getattr(torch.ops.octavo, name).default
+    if writes:
+        torch.fx.node.has_side_effect(operator)
+    return operator
