@@ -94,11 +94,14 @@ class ExpertKernels:
 
     Args:
         library: The compiled kernels.
-        linear: The linear kernels, which pack weights.
+        linear: The linear kernels, which pack each expert's weights.
+
+    Attributes:
+        linear: The argument.
     """
 
     def __init__(self, library: CDLL, linear: LinearKernels) -> None:
-        self._linear = linear
+        self.linear = linear
         self._experts = library.octavo_experts
         self._experts.argtypes = (
             *(c_void_p, c_int64, POINTER(_Routing), POINTER(_Layer), c_void_p, c_int),
@@ -129,23 +132,7 @@ class ExpertKernels:
         if not gated:
             return values
         gate, up = values.chunk(2)
-        return self._linear.interleave(gate, up)
-
-    def pack(self, weight: Tensor) -> Tensor:
-        """Pack one expert's weights `[outputs, inputs]`; see `LinearKernels.pack`."""
-        return self._linear.pack(weight)
-
-    def pack_int4(self, quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
-        """Pack one expert's weights in 4 bits; see `LinearKernels.pack_int4`."""
-        return self._linear.pack_int4(quantized, scale, zero)
-
-    def pack_e2m1(self, codes: Tensor, exponents: Tensor) -> Tensor:
-        """Pack one expert's weights in e2m1; see `LinearKernels.pack_e2m1`."""
-        return self._linear.pack_e2m1(codes, exponents)
-
-    def pad(self, values: Tensor) -> Tensor:
-        """Pad one expert's outputs with zeros to whole panels."""
-        return self._linear.pad_outputs(values)
+        return self.linear.interleave(gate, up)
 
     def experts(  # noqa: PLR0917 - as the operator
         self,
@@ -213,7 +200,7 @@ class ExpertKernels:
         return out
 
     def _kind(self, panels: Tensor) -> int:
-        in_e2m1 = self._linear.panel * (GROUP // 2 + 1)  # bytes of a panel's group
+        in_e2m1 = self.linear.panel * (GROUP // 2 + 1)  # bytes of a panel's group
         if panels.dtype == torch.uint8 and panels.shape[3] == in_e2m1:
             return _E2M1
         return _KINDS[panels.dtype]

@@ -119,7 +119,9 @@ class Layer:
             (self.down, self.down_bias, False),
         ):
             own = [kernels.arrange(weight, gated=gated) for weight in weights]
-            arranged = [kernels.pad(kernels.arrange(one, gated=gated)) for one in bias]
+            arranged = [
+                kernels.linear.pad_outputs(kernels.arrange(one, gated=gated)) for one in bias
+            ]
             products.append(PackedProduct(torch.stack(list(map(pack, own))), torch.stack(arranged)))
         return products
 
@@ -128,7 +130,7 @@ class Layer:
 @settings(deadline=None, max_examples=20)
 def test_float32(kernels, case):
     layer = Layer(case, torch.float32)
-    found = layer.found(kernels, *layer.pack(kernels, kernels.pack))
+    found = layer.found(kernels, *layer.pack(kernels, kernels.linear.pack))
     expected = layer.expected(layer.up, layer.down)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
@@ -137,7 +139,7 @@ def test_float32(kernels, case):
 @settings(deadline=None, max_examples=20)
 def test_bfloat16(kernels, case):
     layer = Layer(case, torch.bfloat16)
-    found = layer.found(kernels, *layer.pack(kernels, kernels.pack))
+    found = layer.found(kernels, *layer.pack(kernels, kernels.linear.pack))
     expected = layer.expected(layer.up, layer.down)
     # The activations between the products are rounded, too.
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=4e-2)
@@ -164,9 +166,9 @@ def test_int8(kernels, case, shared):
             return [kernels.arrange(one, gated=gated) for one in tensors]
 
         def padded(tensors):
-            return torch.stack([kernels.pad(one) for one in arranged(tensors)])
+            return torch.stack([kernels.linear.pad_outputs(one) for one in arranged(tensors)])
 
-        panels = torch.stack([kernels.pack(one) for one in arranged(whole)])
+        panels = torch.stack([kernels.linear.pack(one) for one in arranged(whole)])
         scales = torch.stack([padded(scale), padded(whole.sum(2) * scale)], 1)
         products.append(PackedProduct(panels, padded(bias), factors, scales))
     expected = layer.expected(*values)
@@ -187,7 +189,7 @@ def test_int4(kernels, case):
         scale = ((groups.amax(-1) - low) / 15).clamp_min(1e-8).bfloat16()
         zero = (low + 8 * scale).bfloat16()
         whole = ((groups - zero[..., None]) / scale[..., None] + 8).round().clamp(0, 15).int()
-        return kernels.pack_int4(whole, scale, zero)
+        return kernels.linear.pack_int4(whole, scale, zero)
 
     def rounded(weight):
         groups = weight.float().unflatten(1, (-1, GROUP))
@@ -211,7 +213,7 @@ def of_e2m1(weights):
 
 
 def pack_e2m1(kernels):
-    return lambda own: kernels.pack_e2m1(own[..., :-1], own[..., -1].to(torch.uint8))
+    return lambda own: kernels.linear.pack_e2m1(own[..., :-1], own[..., -1].to(torch.uint8))
 
 
 @given(case=cases(GROUP), up=st.integers(20, 200), down=st.integers(20, 220))
@@ -260,7 +262,7 @@ def test_every_number_of_e2m1(kernels):
 def test_a_row_is_the_same_whatever_is_beside_it(kernels):
     case = Case(30, 64, 96, 4, 2, Activation(), 0)
     layer = Layer(case, torch.bfloat16)
-    packed = layer.pack(kernels, kernels.pack)
+    packed = layer.pack(kernels, kernels.linear.pack)
     together = layer.found(kernels, *packed)
     layer.x, layer.ids, layer.weights = layer.x[7:8], layer.ids[7:8], layer.weights[7:8]
     assert layer.found(kernels, *packed)[0].equal(together[7])
@@ -271,7 +273,7 @@ def test_more_rows_than_the_buffers_hold(kernels):
     case = Case(1500, 16, 4096, 2, 2, Activation(), 0)
     layer = Layer(case, torch.bfloat16)
     layer.ids = torch.zeros_like(layer.ids).index_fill(1, torch.tensor([1]), 1)
-    found = layer.found(kernels, *layer.pack(kernels, kernels.pack))
+    found = layer.found(kernels, *layer.pack(kernels, kernels.linear.pack))
     few = torch.tensor([0, 1, 700, 1498, 1499])
     layer.x, layer.ids, layer.weights = layer.x[few], layer.ids[few], layer.weights[few]
     expected = layer.expected(layer.up, layer.down)

@@ -89,7 +89,7 @@ def count_packed(model: nn.Module) -> int:
 def packed(layer: ExpertLayer) -> PackedExperts:
     """Return a layer's experts with unchanged, packed weights."""
     assert kernels is not None
-    up, down = (pack_product(layer, name, kernels.pack) for name in ("up", "down"))
+    up, down = (pack_product(layer, name, kernels.linear.pack) for name in ("up", "down"))
     return PackedExperts(layer.activation, up, down)
 
 
@@ -118,7 +118,7 @@ def arranged(layer: ExpertLayer, name: str, values: Tensor) -> Tensor:
 def padded(layer: ExpertLayer, name: str, values: Tensor) -> Tensor:
     """Return one expert's outputs of a product in that order, padded to whole panels."""
     assert kernels is not None
-    return kernels.pad(arranged(layer, name, values))
+    return kernels.linear.pad_outputs(arranged(layer, name, values))
 
 
 def stacked(count: int, make: Callable[[int], Tensor]) -> Tensor:

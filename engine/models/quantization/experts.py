@@ -64,7 +64,7 @@ def experts_to_int4(layer: ExpertLayer) -> PackedExperts:
 def _to_nibbles(weight: Tensor) -> Tensor:
     assert kernels is not None
     quantized, scale, zero = round_to_4_bits(weight.float(), torch.bfloat16)
-    return kernels.pack_int4(quantized, scale[..., 0], zero[..., 0])
+    return kernels.linear.pack_int4(quantized, scale[..., 0], zero[..., 0])
 
 
 def _between(layer: ExpertLayer, inputs: ExpertInputs, expert: int) -> Tensor:
@@ -102,7 +102,7 @@ def _pack(layer: ExpertLayer, name: str, factors: Tensor) -> PackedProduct:
         factors: `[experts or 1, inputs]`, factors of the weights.
     """
     assert kernels is not None
-    pack, weight = kernels.pack, layer.up if name == "up" else layer.down
+    pack, weight = kernels.linear.pack, layer.up if name == "up" else layer.down
     panels, scales = [], []
     for expert in range(layer.count):
         expert_factors = factors[expert if len(factors) > 1 else 0]

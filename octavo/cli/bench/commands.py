@@ -113,7 +113,7 @@ def _run(
     json: Json = None,
     plot: Plot = None,
 ) -> Run:
-    """Return what the options of `with_run` set."""
+    """Return the run that the options of `with_run` set."""
     target = Target(DEFAULT_ADDRESS, model, serve, tuple(server_flags or ()), timeout, warmup, url)
     return Run(target, parse_objectives(slo or ()), Outputs(json, plot))
 

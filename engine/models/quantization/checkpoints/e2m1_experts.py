@@ -39,7 +39,7 @@ def _product(
         codes = weights[number].codes[0]
         codes = codes.reshape(len(codes), -1, GROUP)
         parts = (arranged(layer, name, values) for values in (codes, weights[number].exponents[0]))
-        return kernels.pack_e2m1(*parts)
+        return kernels.linear.pack_e2m1(*parts)
 
     return PackedProduct(
         stacked(layer.count, panels),

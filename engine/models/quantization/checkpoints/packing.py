@@ -326,4 +326,4 @@ def _panels(layer: ExpertLayer, name: str, weight: Nibbles) -> Tensor:
     codes, *scales = (
         arranged(layer, name, part) for part in (weight.codes, weight.scale, weight.zero)
     )
-    return expert_kernels.pack_int4(codes, *(part.bfloat16() for part in scales))
+    return expert_kernels.linear.pack_int4(codes, *(part.bfloat16() for part in scales))
