@@ -1,6 +1,7 @@
 """The caches and batches of a step, checked and laid out for C++.
 
-What the layers of a step share is checked once: each cache the first time, a batch when it changes.
+A model calls the kernels once per layer, so shared objects are checked once: each cache the first
+time, the batch when it changes.
 """
 
 import math
@@ -246,7 +247,7 @@ def _nothing() -> None:
 
 
 def _check_block(cache: Tensor) -> None:
-    """Raise ValueError if C++ would read a cache's memory wrongly."""
+    """Raise ValueError if C++ would misread a cache's memory."""
     _, _, block_size, dim = cache.shape
     if cache.dtype not in DTYPES | _FP8_DTYPES:
         known = ", ".join(map(str, DTYPES | _FP8_DTYPES))

@@ -472,7 +472,7 @@ def _check_table(bad: int, metadata: AttentionMetadata, cache: Tensor) -> None:
 
 
 def _check_dtype(tokens: Tensor, cache: CheckedCache) -> None:
-    """Raise ValueError if C++ would read the tokens' memory wrongly."""
+    """Raise ValueError if C++ would misread the tokens' memory."""
     if tokens.dtype != cache.dtype or tokens.dtype not in DTYPES:
         raise ValueError(f"tokens are {tokens.dtype} and the cache is for {cache.dtype}")
 

@@ -148,7 +148,7 @@ def _logits(  # noqa: PLR0917
     HAS_ALIBI: tl.constexpr,
     LOG2_E: tl.constexpr,
 ):
-    """Return logits, minus infinity where masked, and the factors that turn them to base 2."""
+    """Return logits (-inf where masked), and the factors that scale them for `exp2`."""
     logits = products
     to_log2 = factor * LOG2_E
     if HAS_CAP or HAS_ALIBI:
