@@ -6,8 +6,10 @@
 #     --build-arg TORCH_INDEX=https://pypi.org/simple .
 
 ARG BASE_IMAGE=python:3.12-slim-bookworm
+# With pip's configuration for your package index, say: nothing else of it comes into the image.
+ARG BUILD_IMAGE=${BASE_IMAGE}
 
-FROM ${BASE_IMAGE} AS build
+FROM ${BUILD_IMAGE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -21,7 +23,7 @@ COPY . .
 RUN /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,smg,tracing]'
 
 FROM ${BASE_IMAGE}
-# Kernels are compiled for the very machine, once, and kept in /cache. Triton takes a C compiler.
+# For Triton on GPUs, and for kernels on CPUs that the package has none for, kept in /cache.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \

@@ -2,8 +2,10 @@
 #   docker build -f docker/router.Dockerfile -t octavo-router .
 
 ARG BASE_IMAGE=python:3.12-slim-bookworm
+# With pip's configuration for your package index, say: nothing else of it comes into the image.
+ARG BUILD_IMAGE=${BASE_IMAGE}
 
-FROM ${BASE_IMAGE} AS build
+FROM ${BUILD_IMAGE} AS build
 WORKDIR /src
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 RUN python3 -m venv /opt/octavo

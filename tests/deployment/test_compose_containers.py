@@ -1,0 +1,153 @@
+"""compose.yaml in real containers: builds, serves, survives a crash, and leaves nothing.
+
+The tests run in their order, over one set of containers.
+"""
+
+import json
+import subprocess
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+
+import octavo
+from tests.deployment import containers
+from tests.deployment.composed import services
+from tests.deployment.containers import ADDRESS, PROJECT, Container, Project, run
+from tests.integration.harness import wait_until
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
+
+GRPC = f"{ADDRESS}:50051"
+PROMPTS = [f"Count from {start} upwards:" for start in range(8)]
+LENGTH = 192
+IMAGE_MB = {"router": 650, "engine": 2000}
+"""Largest sizes; about 10% above the real ones."""
+
+
+@pytest.fixture(scope="module")
+def project(tmp_path_factory):
+    with containers.daemon(tmp_path_factory.mktemp("docker")):
+        containers.make_base_images(tmp_path_factory.mktemp("images"))
+        project = Project(tmp_path_factory.mktemp("compose"))
+        try:
+            project.build()
+            project.put_the_model()
+            project.up()
+            wait_for_engines(2)
+            yield project
+        finally:
+            project.down()
+
+
+@pytest.fixture(scope="module")
+def expected(project) -> list[str]:
+    """The answers to the prompts while nothing happens."""
+    return answers()
+
+
+def answers(meanwhile: Callable[[], object] = lambda: None) -> list[str]:
+    """The prompts' answers, streamed all at once; `meanwhile` runs once all have begun."""
+    begun = threading.Barrier(len(PROMPTS) + 1)
+
+    def answer(client: octavo.Client, prompt: str) -> str:
+        stream = client.generate(prompt, max_tokens=LENGTH, ignore_eos=True, temperature=0)
+        pieces = iter(stream)
+        text = next(pieces).text
+        begun.wait(120)
+        text += "".join(piece.text for piece in pieces)
+        assert [end.usage.output_tokens for end in stream.finished] == [LENGTH]
+        return text
+
+    with octavo.Client(GRPC) as client, ThreadPoolExecutor(len(PROMPTS)) as threads:
+        found = [threads.submit(answer, client, prompt) for prompt in PROMPTS]
+        begun.wait(120)
+        assert not any(future.done() for future in found), "they ended before anything happened"
+        meanwhile()
+        return [future.result() for future in found]
+
+
+def wait_for_engines(number: int) -> None:
+    def there() -> bool:
+        with octavo.Client(GRPC) as client:
+            try:
+                return sum(model.engines for model in client.list_models(timeout=5)) == number
+            except octavo.Error:
+                return False
+
+    wait_until(there, 600, f"{number} engines")
+
+
+def asked(query: str) -> dict[str, float]:
+    """What Prometheus answers, by instance."""
+    url = f"http://127.0.0.1:9090/api/v1/query?{urllib.parse.urlencode({'query': query})}"
+    with urllib.request.urlopen(url, timeout=30) as page:
+        found = json.load(page)["data"]["result"]
+    return {each["metric"].get("instance", ""): float(each["value"][1]) for each in found}
+
+
+def migrations(router: Container) -> float:
+    """How many requests a router moved to another engine, by its own metrics."""
+    read = "import urllib.request as u; print(u.urlopen('http://localhost:9151/metrics').read().decode())"
+    lines = router.execute("python3", "-c", read).splitlines()
+    counts = [line for line in lines if line.startswith("octavo_router_migrations_total")]
+    return sum(float(line.split()[-1]) for line in counts)
+
+
+def test_images_are_small_and_containers_start(project):
+    for name, largest in IMAGE_MB.items():
+        megabytes = int(run("docker", "inspect", "--format={{.Size}}", f"{PROJECT}-{name}")) / 1e6
+        seconds = [container.seconds_to_ready() for container in project.containers(name)]
+        print(f"{name}: {megabytes:.0f} MB, ready after {seconds} s the first time")
+        assert megabytes < largest
+
+
+@pytest.mark.parametrize("name", ["router", "engine"])
+def test_a_container_is_confined(project, name):
+    for container in project.containers(name):
+        limit = services()[name]["deploy"]["resources"]["limits"]
+        found = container.inspect()["HostConfig"]
+        assert found["Memory"] == int(limit["memory"].removesuffix("g")) << 30
+        assert found["NanoCpus"] == float(limit["cpus"]) * 1e9
+        assert container.execute("id", "-u") == "1000"
+        status = container.execute("cat", "/proc/1/status").split()
+        assert int(status[status.index("CapEff:") + 1], 16) == 0
+        assert status[status.index("NoNewPrivs:") + 1] == "1"
+        container.execute("touch", "/cache/probe", "/tmp/probe")
+        refused = ["docker", "exec", container.identity, "touch", "/opt/octavo/probe"]
+        done = subprocess.run(refused, capture_output=True, text=True, check=False)
+        assert "Read-only file system" in done.stderr
+
+
+def test_prometheus_finds_every_container(project):
+    wait_until(lambda: list(asked("up").values()) == [1.0] * 3, 60, "three targets")
+
+
+def test_grpc_and_http_give_the_same_answer(project):
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    options = {"max_tokens": 32, "temperature": 0}
+    with octavo.Client(GRPC) as client:
+        text = client.generate(chat, **options).text()
+    http = openai.OpenAI(base_url=f"http://{ADDRESS}:8000/v1", api_key="none")
+    chunks = http.chat.completions.create(model="demo", messages=chat, stream=True, **options)
+    assert "Paris" in text
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == text
+
+
+def test_health_checks_pass(project):
+    for container in [*project.containers("router"), *project.containers("engine")]:
+        container.wait_healthy(120)
+
+
+def test_streams_survive_the_crash_of_an_engine_which_comes_back(project, expected):
+    (router,), victim = project.containers("router"), project.containers("engine")[0]
+    before = migrations(router)
+    assert answers(victim.crash) == expected
+    assert migrations(router) > before
+    wait_for_engines(2)
+    assert victim.inspect()["RestartCount"] == 1
+    print(f"engine: ready after {victim.seconds_to_ready()} s the second time")
