@@ -108,7 +108,8 @@ def without_model(path: Path) -> None:
         path: The file of the counters.
     """
     from octavo.engine.core import EngineCore  # noqa: PLC0415 - only in the engine's process
-    from octavo.engine.core.reporting import Reporter  # noqa: PLC0415
+    from octavo.engine.core import step as core_step  # noqa: PLC0415
+    from octavo.engine.core.requests import Requests as CoreRequests  # noqa: PLC0415
     from octavo.engine.running.executor import Executor  # noqa: PLC0415
     from octavo.engine.running.pending_step import PendingStep  # noqa: PLC0415
     from octavo.engine.scheduling.scheduler import Scheduler  # noqa: PLC0415
@@ -127,17 +128,22 @@ def without_model(path: Path) -> None:
         (Executor, "prepare", "prepare"),
         (Executor, "launch", "launch"),
         (Executor, "sample", "launch"),
-        (Scheduler, "advance", "advance"),
+        (core_step, "advance", "advance"),
         (PendingStep, "collect", "collect"),
-        (Scheduler, "update", "update"),
-        (Reporter, "report_starts", "report"),
-        (Reporter, "report_outputs", "report"),
-        (Reporter, "publish", "publish"),
+        (core_step, "update", "update"),
+        (CoreRequests, "report_starts", "report"),
+        (CoreRequests, "report_outputs", "report"),
     ):
         setattr(owner, name, timed(getattr(owner, name), counts.add, part))
     step = EngineCore.step
 
+    begun: list[EngineCore] = []
+
     def counted(core: EngineCore) -> Any:  # noqa: ANN401
+        if not begun:  # its steps were given the function when they were made
+            begun.append(core)
+            publish = timed(core.steps._publish, counts.add, "publish")  # noqa: SLF001
+            setattr(core.steps, "_publish", publish)  # noqa: B010
         output = step(core)
         counts.put("thread", threading.get_native_id())
         counts.add("steps", 1)

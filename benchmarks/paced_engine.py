@@ -26,7 +26,6 @@ from octavo.engine.events import (
     OutputEvent,
     Started,
 )
-from octavo.engine.kv_cache import CacheStats
 from octavo.engine.rpc.session import Session, to_load
 from octavo.engine.scheduling.request import FinishReason
 from octavo.v1 import engine_pb2, engine_pb2_grpc
@@ -35,7 +34,7 @@ SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 LETTERS = range(64, 90)
 """Tokens of the byte tokenizer, one letter each."""
 HEARTBEAT_SECONDS = 1.0
-NO_BLOCKS_USED = CacheStats(1 << 20, 1 << 20, 0, 0, 0, 0, 0, 0)
+BLOCKS = 1 << 20
 
 
 @dataclass(slots=True)
@@ -63,7 +62,13 @@ class PacedCore:
     def load(self) -> Load:
         """The load, with always enough blocks."""
         running, waiting = len(self._running), len(self._waiting)
-        return Load(running, waiting, 0, NO_BLOCKS_USED, self._step_seconds, False)
+        return Load(
+            running=running,
+            waiting=waiting,
+            total_blocks=BLOCKS,
+            free_blocks=BLOCKS,
+            step_seconds=self._step_seconds,
+        )
 
     def open_session(self, session: int) -> None:
         """Send the load to a new session."""

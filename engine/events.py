@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from octavo.engine.kv_cache import BlockContents, CacheStats
+from octavo.engine.kv_cache import BlockContents
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -97,15 +97,23 @@ class PrefixChange:
     contents: Mapping[bytes, BlockContents] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Load:
-    """The engine's load at one moment.
+    """The engine's load at one moment; its fields have the names of octavo.v1.Load.
 
     Attributes:
         running: Requests with sequences in the running batch.
         waiting: Requests not yet started.
         swapped: Requests preempted to swap space.
-        cache: The KV cache's blocks.
+        total_blocks: Number of device blocks.
+        free_blocks: Device blocks that hold nothing.
+        cached_blocks: Device blocks that only the prefix cache keeps.
+        shared_blocks: Device blocks that several block-table entries hold.
+        wasted_slots: Unused token slots in device blocks that sequences hold, in blocks of the
+            smallest size.
+        total_swap_blocks: Number of blocks in CPU swap space.
+        used_swap_blocks: Swap blocks that preempted sequences hold.
+        cached_swap_blocks: Swap blocks that only the prefix cache keeps.
         step_seconds: The last step's duration.
         draining: Whether new requests are refused.
         step_running_seconds: Seconds that the current step has run, if published during a step;
@@ -116,13 +124,35 @@ class Load:
 
     running: int
     waiting: int
-    swapped: int
-    cache: CacheStats
-    step_seconds: float
-    draining: bool
+    swapped: int = 0
+    total_blocks: int = 0
+    free_blocks: int = 0
+    cached_blocks: int = 0
+    shared_blocks: int = 0
+    wasted_slots: int = 0
+    total_swap_blocks: int = 0
+    used_swap_blocks: int = 0
+    cached_swap_blocks: int = 0
+    step_seconds: float = 0.0
+    draining: bool = False
     step_running_seconds: float = 0.0
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+
+    @property
+    def used_blocks(self) -> int:
+        """Device blocks that sequences hold."""
+        return self.total_blocks - self.free_blocks - self.cached_blocks
+
+    @property
+    def usage_ratio(self) -> float:
+        """Share of the device blocks that sequences hold, 0 to 1."""
+        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
+
+    @property
+    def free_swap_blocks(self) -> int:
+        """Blocks of swap space that hold nothing."""
+        return self.total_swap_blocks - self.used_swap_blocks - self.cached_swap_blocks
 
 
 def measure_load(
@@ -136,11 +166,19 @@ def measure_load(
         step_seconds: Duration of the last step.
         draining: Whether new requests are refused.
     """
+    cache = scheduler.cache
     return Load(
         running=len(scheduler.running),
         waiting=waiting,
         swapped=len(scheduler.swapped),
-        cache=scheduler.cache.stats,
+        total_blocks=cache.device.num_blocks,
+        free_blocks=cache.device.num_free,
+        cached_blocks=cache.device.num_cached,
+        shared_blocks=cache.device.num_shared,
+        wasted_slots=cache.wasted_slots,
+        total_swap_blocks=cache.swap.num_blocks,
+        used_swap_blocks=cache.swap.num_in_use,
+        cached_swap_blocks=cache.swap.num_cached,
         step_seconds=step_seconds,
         draining=draining,
         drafted_tokens=scheduler.counters.drafted_tokens,

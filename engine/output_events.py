@@ -5,21 +5,20 @@ from collections.abc import Iterator
 import numpy as np
 
 from octavo.engine.events import Event, NumberedTokens, OutputEvent
-from octavo.engine.scheduling.batch import Samples, StepOutput
+from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.sequence import GroupEvent, Sequence, SequenceGroup, TokenLogprob
 
 
-def output_events(output: StepOutput) -> list[Event]:
+def output_events(samples: Samples) -> list[Event]:
     """Return the events of a step's tokens, and of the beam searches that it ends.
 
     Tokens without separate events are in columns, one event per session. Columns come first, as an
     output's end must follow its tokens.
     """
-    samples = output.samples
     single = samples.numbers == 0  # whether a token has a separate event
-    single[output.ends] = True
-    single[list(output.logprobs)] = True
+    single[samples.ends] = True
+    single[list(samples.logprobs)] = True
     # A comprehension for speed, as nearly all tokens need no separate event.
     columns = enumerate(zip(samples.groups, samples.sequences, strict=True))
     rare = [i for i, (g, s) in columns if not g.decoding or g.prompt_logprobs or s.drafted_tokens]
@@ -29,34 +28,33 @@ def output_events(output: StepOutput) -> list[Event]:
             group.decoding = True
             group.record(GroupEvent.DECODE)
         single[i] |= _ends_draft(samples, i) or bool(_scores_to_report(group, sequence))
-    events: list[Event] = list(_columns(output, ~single))
-    ends = set(output.ends)
-    events += [_output_event(output, i, ends=i in ends) for i in np.flatnonzero(single).tolist()]
-    for group in output.searches:
+    events: list[Event] = list(_columns(samples, ~single))
+    ends = set(samples.ends)
+    events += [_output_event(samples, i, ends=i in ends) for i in np.flatnonzero(single).tolist()]
+    for group in samples.searches:
         assert group.beam is not None
         events += _search_events(group, group.beam)
     return events
 
 
-def _columns(output: StepOutput, rows: np.ndarray) -> Iterator[NumberedTokens]:
+def _columns(samples: Samples, rows: np.ndarray) -> Iterator[NumberedTokens]:
     """Yield some tokens with their outputs' numbers, by session."""
-    samples, token_ids = output.samples, np.array(output.token_ids, np.int64)
+    token_ids = np.array(samples.token_ids, np.int64)
     for session in set(samples.sessions[rows].tolist()):
         chosen = rows & (samples.sessions == session)
         yield NumberedTokens(session, samples.numbers[chosen].tolist(), token_ids[chosen].tolist())
 
 
-def _output_event(output: StepOutput, i: int, *, ends: bool) -> OutputEvent:
+def _output_event(samples: Samples, i: int, *, ends: bool) -> OutputEvent:
     """Return the event of one token, with its log-probabilities, draft counts and end."""
-    samples = output.samples
     group, sequence = samples.groups[i], samples.sequences[i]
     counts = sequence.take_draft_counts() if _ends_draft(samples, i) else (0, 0)
     return OutputEvent(
         group.request.session,
         group.request.request_id,
         sequence.index,
-        [output.token_ids[i]],
-        output.logprobs.get(i),
+        [samples.token_ids[i]],
+        samples.logprobs.get(i),
         _scores_to_report(group, sequence),
         sequence.finish_reason if ends else None,
         None,

@@ -8,19 +8,20 @@ from queue import Empty, SimpleQueue
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.masks import Masks
 from octavo.engine.core.read_ahead import ReadAhead
-from octavo.engine.core.reporting import Publish, PublishPrefixes, Reporter
 from octavo.engine.core.requests import OnEnd, Requests
 from octavo.engine.core.step import StepError, Steps
-from octavo.engine.events import Load
+from octavo.engine.events import Event, Load, PrefixChange, measure_load
 from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor
-from octavo.engine.scheduling.batch import StepOutput
+from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
 
 HEARTBEAT_SECONDS = 1.0
 """Seconds between an idle core's reports of its load; a longer silence means that it hangs."""
+Publish = Callable[[list[Event | PrefixChange], Load], None]
+
 MAX_FAILED_STEPS = 3
 """Default number of consecutive failed steps after which the core ends."""
 
@@ -31,6 +32,10 @@ class EngineCore:
     Other threads call `submit`, `abort`, `open_session`, `close_session`, `drain` and `stop`. Such
     a call is queued, and runs between steps in the core's thread; events publish its results. So
     the engine's state needs no lock.
+
+    Attributes:
+        load: The last published load; read from any thread.
+        reported: Time of its publication, in `time.monotonic()` seconds; read from any thread.
     """
 
     def __init__(
@@ -43,7 +48,6 @@ class EngineCore:
         max_waiting: int,
         max_failed_steps: int = MAX_FAILED_STEPS,
         async_scheduling: bool = False,
-        publish_prefixes: PublishPrefixes = lambda _: None,
         on_end: OnEnd = lambda _group, _outcome: None,
         constraints: ConstraintCompiler | None = None,
         disk: DiskTier | None = None,
@@ -59,8 +63,6 @@ class EngineCore:
             max_failed_steps: Number of consecutive failed steps after which the core ends.
             async_scheduling: Whether to launch each step before collecting the previous step's
                 tokens. For executors whose `launch` returns at once.
-            publish_prefixes: Called with changes of the prefix cache, before the events of the
-                same step.
             on_end: Called with each ended group and the way it ended.
             constraints: Compiler of requests' constraints; None if constraints are not accepted.
             disk: Keeps prefix blocks on disk; None keeps them in memory alone.
@@ -68,6 +70,9 @@ class EngineCore:
         self._scheduler = scheduler
         self._executor = executor
         self._constraints = constraints
+        self._metrics = metrics
+        self._publish_events = publish
+        self._disk = disk
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopped = False
         self._read_ahead = (
@@ -82,22 +87,21 @@ class EngineCore:
             on_compiled=lambda *compiled: self._call(self.requests.constrain, *compiled),
             read_ahead=self._read_ahead,
         )
-        self._reporter = Reporter(
-            *(scheduler, self.requests, metrics, publish, publish_prefixes),
-            constraints=constraints,
-            disk=disk,
-        )
         wake_up = partial(self._call, lambda: None)
         masks = Masks(scheduler, metrics, self.requests.fail_constraint, wake_up)
         self.steps = Steps(
             scheduler,
             executor,
             masks,
-            self._reporter,
             self.requests,
+            metrics=metrics,
+            publish=self._publish,
             async_scheduling=async_scheduling,
             max_failed=max_failed_steps,
         )
+        self.reported = time.monotonic()
+        self.load = self._measured()
+        metrics.show(lambda: self.load)
 
     def submit(self, request: Request) -> None:
         """Queue a request; its events follow."""
@@ -109,7 +113,7 @@ class EngineCore:
 
     def open_session(self, session: int) -> None:
         """Publish the prefix cache's keys to a new session."""
-        self._call(self._reporter.publish_cache, session)
+        self._call(self._publish_cache, session)
 
     def close_session(self, session: int) -> None:
         """Stop all requests of a session."""
@@ -125,16 +129,6 @@ class EngineCore:
 
     def _call(self, function: Callable[..., None], *arguments: object) -> None:
         self._calls.put(partial(function, *arguments))
-
-    @property
-    def load(self) -> Load:
-        """The load as of the last step; read from any thread."""
-        return self._reporter.load
-
-    @property
-    def reported(self) -> float:
-        """Time when the load was last published, in `time.monotonic()` seconds; as `load`."""
-        return self._reporter.reported
 
     @property
     def idle(self) -> bool:
@@ -154,7 +148,7 @@ class EngineCore:
         Raises:
             EngineFailedError: The device is lost, or too many consecutive steps failed.
         """
-        self._reporter.reported = time.monotonic()
+        self.reported = time.monotonic()
         try:
             while not self._stopped:
                 self._take_calls()
@@ -165,16 +159,16 @@ class EngineCore:
                     except StepError as error:
                         self.steps.fail(error)
                 if self._scheduler.idle or self.steps.stalled:
-                    self._reporter.publish()  # or the next step, while the model runs
+                    self._publish()  # or the next step, while the model runs
         finally:
             if self._constraints is not None:
                 self._constraints.close()
             if self._read_ahead is not None:
                 self._read_ahead.close()
             self.requests.fail_all("the engine stopped; try again")
-            self._reporter.publish()
+            self._publish()
 
-    def step(self) -> StepOutput | None:
+    def step(self) -> Samples | None:
         """Compute one step; see `Steps.step`."""
         output = self.steps.step()
         if self._read_ahead is not None:
@@ -200,3 +194,30 @@ class EngineCore:
             if not self._executor.cache.populate():
                 return False
         return True
+
+    def _publish(self) -> None:
+        """Publish all events since the last call, the load, and the changes of the prefix cache."""
+        self.reported = time.monotonic()
+        self.load = self._measured()
+        self._metrics.observe_counters(self._scheduler)
+        if self._constraints is not None:
+            self._metrics.observe_constraints(self._constraints.counters)
+        if self._disk is not None:
+            self._metrics.observe_disk(self._disk.counters)
+        cache = self._scheduler.cache
+        stored, evicted = cache.take_changes()
+        if stored or evicted:
+            change = PrefixChange(None, stored, evicted, cache.contents(stored))
+            self.requests.events.append(change)
+        events, self.requests.events = self.requests.events, []
+        self._publish_events(events, self.load)
+
+    def _publish_cache(self, session: int) -> None:
+        """Publish the prefix cache's keys to a new session."""
+        cache = self._scheduler.cache
+        stored = frozenset(cache.published)
+        self.requests.events.append(PrefixChange(session, stored, (), cache.contents(stored)))
+
+    def _measured(self) -> Load:
+        waiting, draining = self.requests.num_waiting, self.requests.draining
+        return measure_load(self._scheduler, waiting, self.steps.seconds, draining=draining)

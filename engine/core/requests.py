@@ -1,4 +1,4 @@
-"""The core's requests: submit, abort, fail, and forget them at their end."""
+"""The core's requests: submit, report, abort, fail, and forget them at their end."""
 
 import math
 import time
@@ -13,8 +13,10 @@ from octavo.engine.constraints.compiler import (
 )
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
 from octavo.engine.core.read_ahead import ReadAhead
-from octavo.engine.events import Event, Failure, FailureCode
+from octavo.engine.events import Event, Failure, FailureCode, PrefixChange, Started
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.output_events import output_events
+from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup, new_group
@@ -53,7 +55,7 @@ class Requests:
         self._queue = (scheduler if read_ahead is None else read_ahead).submit
         self.groups: dict[tuple[int, str], SequenceGroup] = {}
         self.preparing: dict[SequenceGroup, Preparation] = {}
-        self.events: list[Event] = []
+        self.events: list[Event | PrefixChange] = []
         self._next_deadline = math.inf  # no request has an earlier one
         self._ids = count()
         self.draining = False
@@ -141,6 +143,23 @@ class Requests:
                 self.fail(group, FailureCode.DEADLINE_EXCEEDED, "the deadline passed")
         left = [group.request.deadline for group in self.groups.values()]
         self._next_deadline = min((d for d in left if d is not None), default=math.inf)
+
+    def report_starts(self, batch: Batch) -> None:
+        """Create a `Started` event for each request that is computed for the first time."""
+        for group in dict.fromkeys(g for g in batch.groups if not g.start_reported):
+            request, group.start_reported = group.request, True
+            group.record(GroupEvent.PREFILL)
+            self._metrics.observe_start(request, group.cached_tokens)
+            self.events.append(Started(request.session, request.request_id, group.cached_tokens))
+
+    def report_outputs(self, samples: Samples) -> None:
+        """Create the events of new tokens, and forget finished groups."""
+        self.events += output_events(samples)
+        ended = [samples.groups[i] for i in samples.ends]
+        finished = [group for group in ended if group.state is GroupState.FINISHED]
+        for group in dict.fromkeys([*finished, *samples.searches]):
+            self.forget(group, "finished")
+        self._metrics.output_tokens.inc(len(samples) + len(samples.continuations))
 
     def fail(self, group: SequenceGroup, code: FailureCode, message: str, field: str = "") -> None:
         """End a request with an error."""

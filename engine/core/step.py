@@ -1,17 +1,19 @@
 """One step: schedule, prepare, launch, sample, collect, update."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
 
 from octavo.engine.core.masks import Masks
-from octavo.engine.core.reporting import Reporter
 from octavo.engine.core.requests import Requests
 from octavo.engine.events import FailureCode
+from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor
 from octavo.engine.running.pending_step import PendingStep
-from octavo.engine.scheduling.batch import Batch, StepOutput
+from octavo.engine.scheduling.batch import Batch, Samples
+from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
@@ -39,6 +41,7 @@ class Steps:
     Attributes:
         pending: The launched step that is not collected yet, or None.
         stalled: Whether the last step did nothing because all groups wait for masks.
+        seconds: Duration of the last step.
     """
 
     def __init__(
@@ -46,24 +49,28 @@ class Steps:
         scheduler: Scheduler,
         executor: Executor,
         masks: Masks,
-        reporter: Reporter,
         requests: Requests,
         *,
+        metrics: EngineMetrics,
+        publish: Callable[[], None],
         async_scheduling: bool,
         max_failed: int,
     ) -> None:
         self._scheduler = scheduler
         self._executor = executor
         self._masks = masks
-        self._reporter = reporter
         self._requests = requests
+        self._metrics = metrics
+        self._publish = publish
         self._async_scheduling = async_scheduling
         self._max_failed = max_failed
         self._num_failed = 0  # consecutive
+        self._ended = 0.0
+        self.seconds = 0.0
         self.pending: PendingStep | None = None
         self.stalled = False
 
-    def step(self) -> StepOutput | None:
+    def step(self) -> Samples | None:
         """Compute one step: schedule, prepare, launch, sample, collect, update.
 
         With async scheduling, a step is launched before the previous step's tokens are collected,
@@ -80,7 +87,7 @@ class Steps:
         """
         previous = self.pending
         launched: PendingStep | None = None
-        output: StepOutput | None = None
+        output: Samples | None = None
         self._masks.begin_step()
         batch = self._schedule(previous)
         constrained = bool(batch.constrained)
@@ -109,12 +116,12 @@ class Steps:
 
     def _launch(self, batch: Batch, previous: PendingStep | None) -> PendingStep:
         """Prepare a step's inputs, publish earlier steps' events, and run the model."""
-        self._reporter.report_starts(batch)
+        self._requests.report_starts(batch)
         with _step_errors(batch):
             inputs = self._executor.prepare(batch, previous)
             # The event loop sends the messages while the model runs: the model releases the
             # interpreter's lock, which the rest of a step holds.
-            self._reporter.publish()
+            self._publish()
             late = None
             if not self._async_scheduling:
                 # On a CPU the model needs the cores that compute the masks.
@@ -128,18 +135,27 @@ class Steps:
         late = step.batch.late if step.greatest is None else step.late
         with _step_errors(step.batch):
             self._executor.sample(step, late)
-        self._scheduler.advance(step.batch, late)
+        advance(self._scheduler, step.batch, late)
 
-    def _collect(self, done: PendingStep) -> StepOutput:
+    def _collect(self, done: PendingStep) -> Samples:
         """Collect a step's tokens and update their sequences."""
         with _step_errors(done.batch):
             output = done.collect()
-        self._scheduler.update(done.batch, output)
+        update(self._scheduler, done.batch, output)
         self._masks.request(done.batch)
-        self._reporter.report_outputs(output)
-        self._reporter.measure(done.batch, self._executor)
+        self._requests.report_outputs(output)
+        self._measure(done.batch)
         self._num_failed = 0
         return output
+
+    def _measure(self, batch: Batch) -> None:
+        """Update the metrics, and the rates that the preemption policy compares."""
+        now, executor = time.perf_counter(), self._executor
+        self.seconds = now - max(batch.created, self._ended)
+        self._ended = now
+        self._scheduler.observe_step(batch, self.seconds, executor.take_copy_times())
+        compiled, eager_steps = executor.compiled, executor.eager_steps
+        self._metrics.observe_step(batch, self.seconds, compiled=compiled, eager_steps=eager_steps)
 
     def fail(self, error: StepError) -> None:
         """Fail the requests that a failed step may have harmed.

@@ -6,13 +6,13 @@ has its own table for each sequence (`octavo.common.kv_cache.layer_groups`), and
 blocks from one pool. A method that raises changes nothing, except that blocks outside a window stay
 released.
 
-`prefix_publishing.py` makes blocks findable by other requests, `prefixes.py` finds them, and
-`swap_moves.py` orders copies. Sequences that got blocks in a step keep them until its copies are
+`prefixes.py` makes blocks findable by other requests and finds them, and `swap_moves.py` orders
+copies. Sequences that got blocks in a step keep them until its copies are
 taken.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from collections.abc import Sequence as Tokens
 from contextlib import ExitStack
 
@@ -24,9 +24,8 @@ from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
 from octavo.engine.kv_cache.invariants import check_pool, check_table
-from octavo.engine.kv_cache.prefix_publishing import BlockContents, PrefixPublisher
-from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixFinder
-from octavo.engine.kv_cache.stats import CacheCounters, CacheStats, wasted_slots
+from octavo.engine.kv_cache.prefixes import BlockContents, Hit, IsStored, Prefix, PrefixCache
+from octavo.engine.kv_cache.stats import CacheCounters, wasted_slots
 from octavo.engine.kv_cache.stored_prefixes import StoredPrefixes
 from octavo.engine.kv_cache.swap_moves import SwapMoves
 from octavo.engine.kv_cache.transfers import Transfers
@@ -59,10 +58,9 @@ class KVCacheManager:
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
         self._step_tokens = step_tokens
-        self._finder = PrefixFinder(self.groups, self.device, self.swap)
-        self._publisher = PrefixPublisher(self.groups, self.device, self.swap)
-        self._moves = SwapMoves(self.device, self.swap, self._publisher)
-        self._keeps_states = prefix_caching and self._publisher.keeps_states
+        self._prefixes = PrefixCache(self.groups, self.device, self.swap)
+        self._moves = SwapMoves(self.device, self.swap, self._prefixes)
+        self._keeps_states = prefix_caching and self._prefixes.keeps_states
         self._grows_only = not any(g.state_blocks or g.bounded for g in self.groups)
         self._tables: dict[int, BlockTable] = {}
 
@@ -83,25 +81,13 @@ class KVCacheManager:
         return sequence_id in self._tables
 
     @property
-    def stats(self) -> CacheStats:
-        """The current numbers of blocks by state."""
-        return CacheStats(
-            total_blocks=self.device.num_blocks,
-            free_blocks=self.device.num_free,
-            cached_blocks=self.device.num_cached,
-            shared_blocks=self.device.num_shared,
-            wasted_slots=self._wasted_slots(),
-            total_swap_blocks=self.swap.num_blocks,
-            used_swap_blocks=self.swap.num_in_use,
-            cached_swap_blocks=self.swap.num_cached,
-        )
-
-    @property
     def counters(self) -> CacheCounters:
         """Counters of prefix blocks offloaded and restored."""
         return self._moves.counters
 
-    def _wasted_slots(self) -> int:
+    @property
+    def wasted_slots(self) -> int:
+        """Places for a token in blocks that sequences hold, that no token has; see `stats.py`."""
         tables = self._tables.values()
         if not self._grows_only or self.device.num_shared:
             return wasted_slots(self.groups, tables)
@@ -118,52 +104,53 @@ class KVCacheManager:
     def forget_contents(self) -> None:
         """Drop pending copies and unpublish everything: contents cannot be trusted."""
         self.take_transfers()
-        self._publisher.unsaved.clear()
+        self._prefixes.unsaved.clear()
         self.device.forget_contents()
         self.swap.forget_contents()
 
     # Prefixes.
 
-    def use_tier(self, is_stored: Callable[[bytes], bool]) -> StoredPrefixes:
+    def use_tier(self, is_stored: IsStored) -> StoredPrefixes:
         """Link a slower tier of prefix blocks; `is_stored` tests whether it has a key."""
-        anywhere = PrefixFinder(self.groups, self.device, self.swap, is_stored)
-        return StoredPrefixes(self._finder, anywhere, self._publisher, self._moves)
+        return StoredPrefixes(self._prefixes, self._moves, is_stored)
 
     def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> Prefix:
         """Return the blocks that already hold a prefix of `token_ids`.
 
         They never include the last token, whose logits must be computed.
         """
-        return self._finder.find(token_ids, salt) if self.prefix_caching else self._finder.nothing
+        return (
+            self._prefixes.find(token_ids, salt) if self.prefix_caching else self._prefixes.nothing
+        )
 
     def publish(self, sequence_id: int, token_ids: Tokens[int], num_computed: int) -> None:
-        """Make a sequence's full, computed blocks findable; see `PrefixPublisher.publish`."""
+        """Make a sequence's full, computed blocks findable; see `PrefixCache.publish`."""
         if self.prefix_caching:
-            self._publisher.publish(self._tables[sequence_id], token_ids, num_computed)
+            self._prefixes.publish(self._tables[sequence_id], token_ids, num_computed)
 
     def pause_before(self, sequence_id: int, start: int, end: int) -> int:
-        """Return the end for a prefill; see `PrefixPublisher.pause_before`."""
+        """Return the end for a prefill; see `PrefixCache.pause_before`."""
         if not self.prefix_caching:
             return end
-        return self._publisher.pause_before(self._tables[sequence_id], start, end)
+        return self._prefixes.pause_before(self._tables[sequence_id], start, end)
 
     @property
     def published(self) -> set[bytes]:
         """Keys of prefix blocks in either pool, as of the last `take_changes`."""
-        return self._publisher.published
+        return self._prefixes.published
 
     def keep_contents(self) -> None:
         """Keep from now on what `contents` returns."""
-        self._publisher.contents = {}
+        self._prefixes.contents = {}
 
     def contents(self, keys: Iterable[bytes]) -> dict[bytes, BlockContents]:
         """Return the contents of published blocks, of those that are kept."""
-        kept = self._publisher.contents or {}
+        kept = self._prefixes.contents or {}
         return {key: kept[key] for key in keys if key in kept}
 
     def take_changes(self) -> tuple[set[bytes], set[bytes]]:
         """Return the keys published and the keys dropped since the last call."""
-        return self._publisher.take_changes()
+        return self._prefixes.take_changes()
 
     # A sequence's blocks.
 
@@ -185,7 +172,7 @@ class KVCacheManager:
             OutOfBlocksError: Not enough blocks are available.
         """
         assert sequence_id not in self._tables
-        prefix = self.find_prefix(token_ids, salt) if reuse else self._finder.nothing
+        prefix = self.find_prefix(token_ids, salt) if reuse else self._prefixes.nothing
         self.device.require(self._blocks_beside(prefix, len(token_ids)))
         table = BlockTable([], len(token_ids), [], root=root_key(salt), keys=list(prefix.keys))
         table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
@@ -228,7 +215,7 @@ class KVCacheManager:
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Return the number of available blocks that `admit` would take."""
-        prefix = self.find_prefix(token_ids, salt) if reuse else self._finder.nothing
+        prefix = self.find_prefix(token_ids, salt) if reuse else self._prefixes.nothing
         return self._blocks_beside(prefix, len(token_ids))
 
     def _reserved(self, group: int, num_cached: int, num_tokens: int) -> tuple[int, int]:

@@ -1,16 +1,27 @@
-"""Finds the blocks that already hold a prompt's prefix."""
+"""The prefix cache: finds the blocks that already hold a prompt's prefix, and publishes others.
+
+A full block of K and V is published under the key of the prefix that ends with it.
+A state is overwritten in each step. To keep it for the prefix cache, its blocks are published like
+full blocks of K and V, and the next step's writer gets a copy (`KVCacheManager.extend`). As in
+Marconi (Pan et al., MLSys 2025), the kept states are those at a prompt's end, at the end of a
+prefix that prompts share, and a decode's latest.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
-from octavo.common.kv_cache.prefix_hash import block_key, root_key
+from octavo.common.kv_cache.prefix_hash import ROOT_KEY, block_key, chain_keys, root_key
 from octavo.engine.kv_cache.block_pool import BlockPool
+from octavo.engine.kv_cache.block_table import BlockTable
 
 KEY_BYTES = 32
 STORED = -1
 """Block number of a hit in a slower tier."""
+
+IsStored = Callable[[bytes], bool]
+"""Returns whether a slower tier has a key."""
 
 
 class Hit(NamedTuple):
@@ -63,33 +74,36 @@ def is_shared_key(key: bytes) -> bool:
     return len(key) == KEY_BYTES
 
 
-class PrefixFinder:
-    """Looks prompts up in the device's blocks and in swap space.
+class BlockContents(NamedTuple):
+    """What a published block holds.
+
+    Attributes:
+        parent: Key of the block before it; empty for the first.
+        token_ids: The block's tokens.
+    """
+
+    parent: bytes
+    token_ids: tuple[int, ...]
+
+
+class PrefixCache:
+    """The published blocks of the device and of swap space.
 
     Attributes:
         nothing: The empty prefix.
         stride: Prefixes end at multiples of this many tokens.
+        keeps_states: Whether any layer group has states.
+        contents: The contents of published blocks whose prefix has no salt; None: not kept.
+        published: Keys of prefix blocks in either pool, as of the last `take_changes`.
+        lists_unsaved: Whether to list published blocks in `unsaved`.
+        unsaved: Device blocks published, with their keys; whoever saves them clears the list. A
+            decode's states are not listed: each replaces the one before.
     """
 
-    def __init__(
-        self,
-        groups: Sequence[LayerGroup],
-        device: BlockPool,
-        swap: BlockPool,
-        is_stored: Callable[[bytes], bool] = lambda _: False,
-    ) -> None:
-        """Look prefixes up in these pools.
-
-        Args:
-            groups: The model's layer groups.
-            device: The device's blocks.
-            swap: The blocks of swap space.
-            is_stored: Whether a slower tier has a key; such hits have the block `STORED`.
-        """
+    def __init__(self, groups: Sequence[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
         self._groups = groups
         self._device = device
         self._swap = swap
-        self._is_stored = is_stored
         self._block_size = min(group.block_size for group in groups)
         self.stride = max(group.block_size for group in groups)
         self._unbounded = [
@@ -98,11 +112,23 @@ class PrefixFinder:
             if not group.bounded and not group.state_blocks
         ]
         self.nothing = Prefix(0, [], [[] for _ in groups])
+        self.keeps_states = any(group.state_blocks for group in groups)
+        self.contents: dict[bytes, BlockContents] | None = None
+        self.published: set[bytes] = set()
+        self.lists_unsaved = False
+        self.unsaved: list[tuple[int, bytes]] = []
 
-    def find(self, token_ids: Sequence[int], salt: str) -> Prefix:
+    def find(
+        self, token_ids: Sequence[int], salt: str, is_stored: IsStored = lambda _: False
+    ) -> Prefix:
         """Return the longest prefix for which every group has the blocks that later tokens need.
 
         It never includes the last token, whose logits must be computed.
+
+        Args:
+            token_ids: The tokens.
+            salt: The salt of their keys.
+            is_stored: Whether a slower tier has a key; such hits have the block `STORED`.
         """
         size = self._block_size
         keys: list[bytes] = []
@@ -110,27 +136,29 @@ class PrefixFinder:
         key = root_key(salt)
         for end in range(size, len(token_ids), size):
             key = block_key(key, token_ids[end - size : end])
-            if not self._extend(known, key, end // size):
+            if not self._extend(known, key, end // size, is_stored):
                 break
             keys.append(key)
         reach = len(keys) * size // self.stride * self.stride
         for end in range(reach, 0, -self.stride):
-            if (groups := self._groups_at(end, keys, known)) is not None:
+            if (groups := self._groups_at(end, keys, known, is_stored)) is not None:
                 return Prefix(end, keys[: end // size], groups, reach)
         return Prefix(0, [], self.nothing.groups, reach)
 
-    def _extend(self, known: dict[int, list[Hit]], key: bytes, count: int) -> bool:
+    def _extend(
+        self, known: dict[int, list[Hit]], key: bytes, count: int, is_stored: IsStored
+    ) -> bool:
         """Look up the block of each unbounded group that ends with the prefix's block `count`."""
         for group, ratio in self._unbounded:
             if count % ratio == 0:
-                hits = self._look_up(block_keys(key, group))
+                hits = self._look_up(block_keys(key, group), is_stored)
                 if hits is None:
                     return False
                 known[group] += hits
         return True
 
     def _groups_at(
-        self, end: int, keys: list[bytes], known: dict[int, list[Hit]]
+        self, end: int, keys: list[bytes], known: dict[int, list[Hit]], is_stored: IsStored
     ) -> list[list[Hit]] | None:
         """Return each group's blocks of a prefix of `end` tokens; None if a group lacks some."""
         groups = []
@@ -144,13 +172,13 @@ class PrefixFinder:
                 ratio = layers.block_size // self._block_size
                 needed = range(layers.first_block(end), end // layers.block_size)
                 names = [block_keys(keys[(i + 1) * ratio - 1], group)[0] for i in needed]
-            hits = self._look_up(names)
+            hits = self._look_up(names, is_stored)
             if hits is None:
                 return None
             groups.append(hits)
         return groups
 
-    def _look_up(self, keys: list[bytes]) -> list[Hit] | None:
+    def _look_up(self, keys: list[bytes], is_stored: IsStored) -> list[Hit] | None:
         """Return the blocks of keys, on the device or in swap space; None if a key has none."""
         hits = []
         for key in reversed(keys):  # missing blocks are most likely at the end
@@ -158,9 +186,120 @@ class PrefixFinder:
                 hits.append(Hit(key, block, swapped=False))
             elif (block := self._swap.find(key)) is not None:
                 hits.append(Hit(key, block, swapped=True))
-            elif self._is_stored(key):
+            elif is_stored(key):
                 hits.append(Hit(key, STORED, swapped=False))
             else:
                 return None
         hits.reverse()
         return hits
+
+    def publish(self, table: BlockTable, token_ids: Sequence[int], num_computed: int) -> None:
+        """Publish a sequence's full blocks of K and V that are not published yet.
+
+        Its state is published too, if it covers `num_computed` tokens and these fill all blocks.
+
+        Args:
+            table: The sequence's block table, on the device.
+            token_ids: The sequence's tokens.
+            num_computed: Number of leading tokens that have K/V.
+        """
+        keys, size = table.keys, self._block_size
+        before, count = len(keys), num_computed // size
+        if count <= before:
+            return
+        parent = keys[-1] if keys else table.root
+        keys += chain_keys(parent, token_ids[before * size : count * size], size)
+        for block, key in self._full_blocks(table, before, count):
+            self.publish_block(self._device, block, key)
+            if self.lists_unsaved:
+                self.unsaved.append((block, key))
+        if self.contents is not None and table.root == ROOT_KEY:
+            self.contents.update(self._contents(keys, token_ids, before, count))
+        if self.keeps_states and num_computed == table.computed:
+            self._publish_state(table, len(token_ids))
+
+    def _contents(
+        self, keys: Sequence[bytes], token_ids: Sequence[int], begin: int, end: int
+    ) -> Iterator[tuple[bytes, BlockContents]]:
+        """Yield the contents of the first group's blocks, from key `begin` to key `end`.
+
+        Without the blocks before them, those of a window tell nothing.
+        """
+        layers = self._groups[0]
+        if layers.state_blocks or layers.bounded:
+            return
+        size, ratio = layers.block_size, layers.block_size // self._block_size
+        for i in range(begin // ratio, end // ratio):
+            key = keys[(i + 1) * ratio - 1]
+            if self._device.find(key) is not None:
+                parent = keys[i * ratio - 1] if i else ROOT_KEY
+                yield key, BlockContents(parent, tuple(token_ids[i * size : (i + 1) * size]))
+
+    def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
+        """Publish the state if it covers full blocks; a decode's replaces its previous one."""
+        if table.computed % self.stride:
+            return
+        key = table.keys[table.computed // self._block_size - 1]
+        decoding = table.computed >= num_tokens
+        if decoding:
+            for old in table.snapshot:
+                if not self._device.was_hit(old):
+                    self._device.forget(old)
+            table.snapshot = []
+        for group, layers in enumerate(self._groups):
+            if layers.state_blocks:
+                names = block_keys(key, group, layers.state_blocks)
+                for block, name in zip(table.groups[group], names, strict=True):
+                    self.publish_block(self._device, block, name)
+                    if self.lists_unsaved and not decoding:
+                        self.unsaved.append((block, name))
+                table.snapshot += names if decoding else []
+
+    def pause_before(self, table: BlockTable, start: int, end: int) -> int:
+        """Return the end for a prefill of tokens [start, end), so that a state can be kept.
+
+        States are useful where prompts can find them: after the last full block before the prompt's
+        end, and at the end of a prefix shared with another prompt.
+        """
+        if not self.keeps_states:
+            return end
+        if start < table.branch < end:
+            return table.branch
+        whole = (end - 1) // self.stride * self.stride
+        return whole if whole > start else end
+
+    def publish_block(self, pool: BlockPool, block: int, key: bytes) -> None:
+        """Publish a block; a key that was hit in one pool is marked hit in the other."""
+        pool.publish(block, key)
+        if self._device.was_hit(key) or self._swap.was_hit(key):
+            pool.mark_hit(key)
+
+    def full_blocks(self, table: BlockTable) -> Iterator[tuple[int, bytes]]:
+        """Yield the full blocks of K and V that a table holds, with their keys."""
+        return self._full_blocks(table, 0, len(table.keys))
+
+    def _full_blocks(self, table: BlockTable, begin: int, end: int) -> Iterator[tuple[int, bytes]]:
+        """Yield the full blocks from key `begin` to key `end` of the table."""
+        for group, layers in enumerate(self._groups):
+            if layers.state_blocks:
+                continue
+            ratio, blocks = layers.block_size // self._block_size, table.groups[group]
+            first = max(begin // ratio, table.passed[group])
+            for i in range(first, min(end // ratio, len(blocks))):
+                yield blocks[i], block_keys(table.keys[(i + 1) * ratio - 1], group)[0]
+
+    def take_changes(self) -> tuple[set[bytes], set[bytes]]:
+        """Update `published`.
+
+        Returns:
+            The keys added, and the keys removed, since the last call.
+        """
+        changed = self._device.take_changed() | self._swap.take_changed()
+        changed = set(filter(is_shared_key, changed))
+        held = self._device.held_of(changed) | self._swap.held_of(changed)
+        added, removed = held - self.published, (changed - held) & self.published
+        self.published ^= added | removed
+        if self.contents is not None:
+            for key in changed - held:
+                self.contents.pop(key, None)
+        return added, removed

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable
-from octavo.engine.kv_cache.prefix_publishing import PrefixPublisher
+from octavo.engine.kv_cache.prefixes import PrefixCache
 from octavo.engine.kv_cache.stats import CacheCounters
 from octavo.engine.kv_cache.transfers import Transfers
 
@@ -34,10 +34,10 @@ class SwapMoves:
         counters: Numbers of prefix blocks offloaded and restored.
     """
 
-    def __init__(self, device: BlockPool, swap: BlockPool, publisher: PrefixPublisher) -> None:
+    def __init__(self, device: BlockPool, swap: BlockPool, prefixes: PrefixCache) -> None:
         self._device = device
         self._swap = swap
-        self._publisher = publisher
+        self._prefixes = prefixes
         self.counters = CacheCounters()
         self._transfers = Transfers()
         self._offloading: dict[int, int] = {}  # swap block: the evicted device block copied there
@@ -99,7 +99,7 @@ class SwapMoves:
         """Copy a prefix block back from swap space to a block of the device."""
         self._reading.append(kept)
         self._transfers.swap_in.append((kept, block))
-        self._publisher.publish_block(self._device, block, key)
+        self._prefixes.publish_block(self._device, block, key)
         self.counters.restored_blocks += 1
 
     def swap_out(self, tables: Sequence[BlockTable]) -> None:
@@ -133,7 +133,7 @@ class SwapMoves:
         moved = {
             block: there
             for table in tables
-            for block, key in self._publisher.full_blocks(table)
+            for block, key in self._prefixes.full_blocks(table)
             if (there := target.find(key)) is not None
         }
         copied = [block for block in holders if block not in moved]
@@ -171,8 +171,8 @@ class SwapMoves:
                     moved[block] if block != RELEASED else RELEASED for block in blocks
                 ]
             table.swapped = target is self._swap
-            for block, key in self._publisher.full_blocks(table):
-                self._publisher.publish_block(target, block, key)
+            for block, key in self._prefixes.full_blocks(table):
+                self._prefixes.publish_block(target, block, key)
         return [(block, moved[block]) for block in copied]
 
     def held(self, *, in_swap: bool) -> list[int]:

@@ -24,7 +24,7 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.adapter_service import AdapterService
 from octavo.engine.rpc.event_sink import EventSink
 from octavo.engine.rpc.session import Session, to_load
-from octavo.engine.rpc.thread_bridge import ThreadBridge
+from octavo.engine.rpc.thread_bridge import thread_bridge
 from octavo.engine.rpc.tracing import RequestTracer
 from octavo.engine.rpc.validation import to_request
 from octavo.engine.rpc.vllm.metrics import VllmMetrics
@@ -74,17 +74,15 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         if parts.leader is not None:
             metrics.show_rank_times(parts.leader.world.times)
         loop = asyncio.get_running_loop()
-        bridge = ThreadBridge(loop, self._add_prefixes, self._add_events, self._fail_sessions)
         self._tracer = RequestTracer(tracing.tracer, settings.model_name) if tracing.on else None
         self.core = EngineCore(
             parts.scheduler,
             parts.executor,
             metrics,
-            bridge.publish,
+            thread_bridge(loop, self._add_events, self._fail_sessions),
             max_waiting=settings.max_waiting,
             max_failed_steps=settings.max_failed_steps,
             async_scheduling=settings.async_scheduling and parts.executor.asynchronous,
-            publish_prefixes=bridge.publish_prefixes,
             on_end=self._request_ended,
             constraints=_compiler(settings, parts),
             disk=parts.disk,
@@ -226,10 +224,13 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
                 with _isolated(session):
                     session.add_prefixes(change)
 
-    def _add_events(self, events: list[Event], load: Load) -> None:
+    def _add_events(self, events: list[Event | PrefixChange], load: Load) -> None:
         by_session: defaultdict[int, list[Event]] = defaultdict(list)
         for event in events:
-            by_session[event.session].append(event)
+            if isinstance(event, PrefixChange):
+                self._add_prefixes(event)
+            else:
+                by_session[event.session].append(event)
         message = to_load(load)
         for number, session in self._sessions.items():
             with _isolated(session):

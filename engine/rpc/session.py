@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import fields
 
 import grpc
 
@@ -23,6 +24,8 @@ from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
 
 Translate = Callable[[engine_pb2.Submit], Request]
+
+LOAD_FIELDS = [field.name for field in fields(Load)]
 
 
 class Session:
@@ -199,21 +202,4 @@ def _to_logprob(logprob: TokenLogprob) -> sampling_pb2.TokenLogprob:
 
 def to_load(load: Load) -> engine_pb2.Load:
     """Return a load as its protobuf message."""
-    return engine_pb2.Load(
-        running=load.running,
-        waiting=load.waiting,
-        swapped=load.swapped,
-        total_blocks=load.cache.total_blocks,
-        free_blocks=load.cache.free_blocks,
-        cached_blocks=load.cache.cached_blocks,
-        total_swap_blocks=load.cache.total_swap_blocks,
-        used_swap_blocks=load.cache.used_swap_blocks,
-        shared_blocks=load.cache.shared_blocks,
-        wasted_slots=load.cache.wasted_slots,
-        cached_swap_blocks=load.cache.cached_swap_blocks,
-        step_seconds=load.step_seconds,
-        draining=load.draining,
-        step_running_seconds=load.step_running_seconds,
-        drafted_tokens=load.drafted_tokens,
-        accepted_tokens=load.accepted_tokens,
-    )
+    return engine_pb2.Load(**{name: getattr(load, name) for name in LOAD_FIELDS})

@@ -146,7 +146,7 @@ class DraftModel:
             return []
         batch.transfers = self._cache.take_transfers()
         output = self._executor.execute(batch)
-        for sequence, token_id in zip(output.samples.sequences, output.token_ids, strict=True):
+        for sequence, token_id in zip(output.sequences, output.token_ids, strict=True):
             sequence.token_ids.append(token_id)
         return [
             self._shadows[scheduled.sequence.id] for scheduled in batch.rest if scheduled.sampled

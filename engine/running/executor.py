@@ -29,10 +29,9 @@ from octavo.engine.sampling.sampler import (
     continue_beams,
     masks_of,
     penalizes_placeholders,
-    rows_of,
     sample,
 )
-from octavo.engine.scheduling.batch import Batch, ScheduledSequence, StepOutput
+from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
 from octavo.kernels.host import to_device
 from octavo.kernels.logits import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -151,14 +150,17 @@ class Executor:
         samples, rows = inputs.samples, inputs.sample_rows
         if left_out:
             kept = [i for i, s in enumerate(samples.sequences) if s.id not in left_out]
-            samples, rows = samples.select(kept), [rows[i] for i in kept]
+            samples.keep(kept)
+            rows = [rows[i] for i in kept]
         if logits is None:
             assert step.greatest is not None
             chosen = np.array([step.greatest[row] for row in rows], np.int64)
             step.set_tokens(samples, torch.from_numpy(chosen))
             return
         scores = [(each.group, self._score(logits, row, each)) for each, row in inputs.scored]
-        continued = continue_beams(logits, inputs.beams) if inputs.beams else None
+        continued = None
+        if inputs.beams:
+            continued = continue_beams(logits, inputs.beams, inputs.beam_rows)
         tokens, reports = torch.empty(0, dtype=torch.int64), None
         if rows:
             before: torch.Tensor | None = None
@@ -167,7 +169,7 @@ class Executor:
             tokens, reports = sample(logits, samples, rows, before)
         step.set_tokens(samples, tokens, reports, continued=continued, scores=scores)
 
-    def execute(self, batch: Batch) -> StepOutput:
+    def execute(self, batch: Batch) -> Samples:
         """Run one step by itself, and wait for it."""
         step = self.launch(batch, self.prepare(batch))
         self.sample(step)
@@ -324,10 +326,11 @@ class Executor:
             if isinstance(forward, RankForward):
                 return forward.most_likely(*arguments)
             if isinstance(forward, TracedForward):
-                samples = inputs.samples
-                masked = rows_of(samples, inputs.sample_rows, samples.constrained)
-                ready = [row for row in masked if row.sequence.id not in late]
-                return forward.most_likely(*arguments, masks_of(ready))
+                # New outputs share a row. They have no tokens yet, so their masks are equal.
+                samples, rows = inputs.samples, inputs.sample_rows
+                ready = [i for i in samples.constrained if samples.sequences[i].id not in late]
+                masks = masks_of(samples, ready)
+                return forward.most_likely(*arguments, {rows[i]: m for i, m in masks.items()})
         return None
 
     @contextmanager

@@ -8,8 +8,7 @@ import torch
 
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout, Planner
-from octavo.engine.sampling.sampler import SamplingRow
-from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
+from octavo.engine.scheduling.batch import NO_SAMPLES, Batch, Samples, ScheduledSequence
 from octavo.kernels.host import to_device
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata
@@ -48,6 +47,7 @@ class StepInputs:
         samples: The tokens to sample, except beams'.
         sample_rows: Row of logits of each of `samples`.
         beams: The beams to find continuations of.
+        beam_rows: Row of logits of each of `beams`.
         scored: Sequences with prompt log-probabilities to compute, each with the first row of its
             prompt's logits.
         adapters: The sequences' adapters; None if no sequence has one.
@@ -58,9 +58,10 @@ class StepInputs:
     positions: torch.Tensor
     logit_rows: torch.Tensor
     groups: Sequence[AttentionMetadata]
-    samples: Samples = field(default_factory=Samples)
+    samples: Samples = field(default_factory=lambda: NO_SAMPLES)
     sample_rows: list[int] = field(default_factory=list)
-    beams: list[SamplingRow] = field(default_factory=list)
+    beams: Samples = field(default_factory=lambda: NO_SAMPLES)
+    beam_rows: list[int] = field(default_factory=list)
     scored: list[tuple[ScheduledSequence, int]] = field(default_factory=list)
     adapters: StepAdapters | None = None
     num_chunks: int = 0
@@ -110,10 +111,13 @@ def make_inputs(
     first = np.ones(len(flat), np.bool_)
     first[1:] = flat[1:] != flat[:-1]  # new outputs share their prompt's logits
     wanted, others = flat[first], list[int]()
-    beams: list[SamplingRow] = []
+    beam_rows: list[int] = []
+    beams = Samples() if batch.beams else NO_SAMPLES
     scored: list[tuple[ScheduledSequence, int]] = []
     for i, each in batch.beams:
-        beams += [SamplingRow(each.group, s, len(wanted) + len(others)) for s in each.sampled]
+        beams.groups += [each.group] * len(each.sampled)
+        beams.sequences += each.sampled
+        beam_rows += [len(wanted) + len(others)] * len(each.sampled)
         others.append(int(query_starts[i + 1]) - 1)
     for i, each in batch.scored:
         scored.append((each, len(wanted) + len(others)))
@@ -133,6 +137,7 @@ def make_inputs(
         samples=samples,
         sample_rows=(first.cumsum() - 1).tolist(),
         beams=beams,
+        beam_rows=beam_rows,
         scored=scored,
     )
     return arrays, inputs

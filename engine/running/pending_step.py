@@ -8,7 +8,7 @@ import torch
 
 from octavo.engine.running.inputs import StepInputs
 from octavo.engine.sampling.reports import Continued, Report
-from octavo.engine.scheduling.batch import Batch, Samples, StepOutput
+from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.kernels.host import AsyncCopy, to_device
 
@@ -67,9 +67,9 @@ class PendingStep:
         self._reports, self._continued = reports, continued
         self._scores = scores or []
 
-    def collect(self) -> StepOutput:
-        """Wait until the step is computed and return its output."""
-        output = StepOutput(self.samples)
+    def collect(self) -> Samples:
+        """Wait until the step is computed and return what it sampled."""
+        output = self.samples
         if self._arriving is not None:
             output.token_ids = self._arriving.tolist()
         if self._reports is not None:

@@ -6,10 +6,9 @@ result. Log-probabilities are those of the model's own distribution.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from collections.abc import Sequence as Rows
 from itertools import chain
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -18,50 +17,9 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Samples
-from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.kernels.host import to_device
 from octavo.kernels.logits import argmax, draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
-
-
-class SamplingRow(NamedTuple):
-    """A sequence to sample a token for.
-
-    Attributes:
-        group: The sequence's group.
-        sequence: The sequence.
-        row: Row of the step's logits to sample from.
-        draft: Drafted tokens between the sequence's own tokens and this one.
-    """
-
-    group: SequenceGroup
-    sequence: Sequence
-    row: int
-    draft: Rows[int] = ()
-
-    @property
-    def params(self) -> SamplingParams:
-        """The request's sampling parameters."""
-        return self.group.request.sampling
-
-    @property
-    def token_ids(self) -> list[int]:
-        """The tokens before the sampled one."""
-        token_ids = self.sequence.token_ids
-        return [*token_ids, *self.draft] if self.draft else token_ids
-
-    @property
-    def mask(self) -> np.ndarray | None:
-        """The mask of the tokens that its constraint allows; None without a constraint."""
-        matcher = self.sequence.matcher
-        if matcher is None:
-            return None
-        return matcher.draft_masks[len(self.draft) - 1] if self.draft else matcher.mask
-
-    @property
-    def num_output(self) -> int:
-        """Tokens of the output before the sampled one."""
-        return self.sequence.num_output + len(self.draft)
 
 
 def sample(
@@ -85,37 +43,25 @@ def sample(
     """
     logits = _select_logits(logits, list(rows))
     if samples.take_greatest:
-        constrained = samples.constrained
-        _constrain(logits, dict(zip(constrained, rows_of(samples, rows, constrained), strict=True)))
+        _constrain(logits, samples)
         return argmax(logits), None
-    chosen = rows_of(samples, rows)
     logits = logits.float().contiguous()
-    reporting = [i for i, row in enumerate(chosen) if row.params.logprobs is not None]
-    some = len(reporting) < len(chosen)
+    params = [group.request.sampling for group in samples.groups]
+    reporting = [i for i, each in enumerate(params) if each.logprobs is not None]
+    some = len(reporting) < len(samples)
     model_logits = logits
-    if reporting and (some or any(map(_changes_logits, chosen))):
+    if reporting and (some or _changes_logits(samples)):
         model_logits = _copy_rows(logits, reporting)  # a copy, before they are changed
-    _add_bias(logits, chosen)
-    _penalize(logits, chosen, inputs)
-    _mask_stop_tokens(logits, chosen)
-    _constrain(logits, dict(enumerate(chosen)))
-    tokens = draw_tokens(logits, _sampling_tensors(chosen))
+    _add_bias(logits, params)
+    _penalize(logits, samples, rows, inputs)
+    _mask_stop_tokens(logits, samples)
+    _constrain(logits, samples)
+    tokens = draw_tokens(logits, _sampling_tensors(samples, params))
     if not reporting:
         return tokens, None
     reported = _copy_rows(tokens, reporting) if some else tokens
-    report = Report(model_logits, reported, [chosen[i].params.logprobs or 0 for i in reporting])
+    report = Report(model_logits, reported, [params[i].logprobs or 0 for i in reporting])
     return tokens, (reporting, report)
-
-
-def rows_of(
-    samples: Samples, rows: Rows[int], chosen: Iterable[int] | None = None
-) -> list[SamplingRow]:
-    """Return some tokens to sample, or all, one by one."""
-    groups, sequences, drafts = samples.groups, samples.sequences, samples.drafts
-    if chosen is None and not drafts:
-        return list(map(SamplingRow, groups, sequences, rows))
-    indices = range(len(samples)) if chosen is None else chosen
-    return [SamplingRow(groups[i], sequences[i], rows[i], drafts.get(i, ())) for i in indices]
 
 
 def _select_logits(logits: torch.Tensor, chosen: list[int]) -> torch.Tensor:
@@ -127,7 +73,7 @@ def _copy_rows(tensor: torch.Tensor, chosen: Rows[int]) -> torch.Tensor:
     return tensor.index_select(0, to_device(np.array(chosen, np.int64), tensor.device))
 
 
-def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> Continued:
+def continue_beams(logits: torch.Tensor, beams: Samples, rows: Rows[int]) -> Continued:
     """Find each beam's most likely next tokens, as many as its search looks at.
 
     On a GPU this does not wait for the device.
@@ -135,19 +81,18 @@ def continue_beams(logits: torch.Tensor, beams: Rows[SamplingRow]) -> Continued:
     Args:
         logits: `[num_rows, vocab_size]`, the model's unchanged logits.
         beams: Running beams, at least one.
+        rows: Row of logits of each one.
     """
-    logprobs = torch.log_softmax(
-        _select_logits(logits, [beam.row for beam in beams]).float(), dim=-1
-    )
+    logprobs = torch.log_softmax(_select_logits(logits, list(rows)).float(), dim=-1)
     _mask_stop_tokens(logprobs, beams)
-    _constrain(logprobs, dict(enumerate(beams)))
+    _constrain(logprobs, beams)
     counts = [
-        beam.group.beam.candidates_for(len(beam.group.request.stopping))
-        for beam in beams
-        if beam.group.beam
+        group.beam.candidates_for(len(group.request.stopping))
+        for group in beams.groups
+        if group.beam
     ]
     top = logprobs.topk(min(max(counts), logprobs.shape[1]), dim=-1)
-    ids = [beam.sequence.id for beam in beams]
+    ids = [sequence.id for sequence in beams.sequences]
     return Continued(ids, counts, top.indices, top.values)
 
 
@@ -159,36 +104,51 @@ def penalizes_placeholders(samples: Samples) -> bool:
     )
 
 
-def masks_of(rows: Rows[SamplingRow]) -> dict[int, np.ndarray]:
-    """Return the masks of constrained rows, by row of logits.
-
-    New outputs share a row. They have no tokens yet, so their masks are equal.
-    """
-    return {row.row: mask for row in rows if (mask := row.mask) is not None}
+def masks_of(samples: Samples, chosen: Iterable[int]) -> dict[int, np.ndarray]:
+    """Return the masks of what constraints allow, by the index of the token."""
+    return {i: mask for i in chosen if (mask := _mask(samples, i)) is not None}
 
 
-def _changes_logits(row: SamplingRow) -> bool:
-    return _moves_logits(row) or row.sequence.matcher is not None
+def _mask(samples: Samples, i: int) -> np.ndarray | None:
+    """Return the mask of a token; None without a constraint."""
+    matcher, draft = samples.sequences[i].matcher, samples.drafts.get(i)
+    if matcher is None:
+        return None
+    return matcher.draft_masks[len(draft) - 1] if draft else matcher.mask
 
 
-def _moves_logits(row: SamplingRow) -> bool:
-    """Return whether anything but a constraint changes a row's logits."""
-    return row.params.moves_logits or _masks_stop_tokens(row)
+def _num_output(samples: Samples, i: int) -> int:
+    """Return how many tokens of its output a token follows."""
+    return samples.sequences[i].num_output + len(samples.drafts.get(i, ()))
 
 
-def _masks_stop_tokens(row: SamplingRow) -> bool:
-    """Return whether an output is too short to stop; a constraint's mask includes this already."""
-    least = row.group.request.min_tokens
-    return least > 0 and row.num_output < least and row.sequence.matcher is None
+def _changes_logits(samples: Samples) -> bool:
+    """Return whether the logits of any token are changed."""
+    return (
+        any(group.request.sampling.moves_logits for group in samples.groups)
+        or bool(samples.constrained)
+        or bool(_too_short(samples))
+    )
+
+
+def _too_short(samples: Samples) -> list[int]:
+    """Return the tokens of outputs too short to stop; a constraint's mask includes this already."""
+    return [
+        i
+        for i, (group, sequence) in enumerate(zip(samples.groups, samples.sequences, strict=True))
+        if group.request.min_tokens > 0
+        and _num_output(samples, i) < group.request.min_tokens
+        and sequence.matcher is None
+    ]
 
 
 # Changes to the logits, in place.
 
 
-def _add_bias(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
+def _add_bias(logits: torch.Tensor, params: Rows[SamplingParams]) -> None:
     places, values = list[int](), list[float]()
-    for i, row in enumerate(rows):
-        biases = row.params.logit_bias
+    for i, each in enumerate(params):
+        biases = each.logit_bias
         places += [i * logits.shape[1] + token for token in biases]
         values += biases.values()
     if places:
@@ -196,29 +156,33 @@ def _add_bias(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
         logits.view(-1).index_add_(0, to_device(np.array(places), logits.device), added)
 
 
-def _penalize(logits: torch.Tensor, rows: Rows[SamplingRow], inputs: torch.Tensor | None) -> None:
+def _penalize(
+    logits: torch.Tensor, samples: Samples, rows: Rows[int], inputs: torch.Tensor | None
+) -> None:
     """Apply the penalties of the CTRL paper (repetition) and the OpenAI API (the others)."""
-    penalized = [i for i, row in enumerate(rows) if row.params.penalised]
+    penalized = [i for i, g in enumerate(samples.groups) if g.request.sampling.penalised]
     if not penalized:
         return
-    flat, chosen = logits.view(-1), [rows[i] for i in penalized]
-    starts = [i * logits.shape[1] for i in penalized]
-    pending = [i for i, row in enumerate(chosen) if row.sequence.num_placeholders]
+    flat, starts = logits.view(-1), [i * logits.shape[1] for i in penalized]
+    params = [samples.groups[i].request.sampling for i in penalized]
+    sequences = [samples.sequences[i] for i in penalized]
+    tokens = [[*samples.sequences[i].token_ids, *samples.drafts.get(i, ())] for i in penalized]
+    pending = [i for i, sequence in enumerate(sequences) if sequence.num_placeholders]
     lasts: torch.Tensor | None = None
     if pending:
         assert inputs is not None
-        lasts = _copy_rows(inputs, [chosen[i].row for i in pending])
-    anywhere = _Occurrences(flat, starts, [row.token_ids for row in chosen], pending, lasts)
-    repetition = anywhere.each([row.params.repetition_penalty for row in chosen])
+        lasts = _copy_rows(inputs, [rows[penalized[i]] for i in pending])
+    anywhere = _Occurrences(flat, starts, tokens, pending, lasts)
+    repetition = anywhere.each([each.repetition_penalty for each in params])
     before = flat[anywhere.places]
     # A token that occurs twice is written twice, with the same value. Logits are clamped, as the
     # smallest penalties would make them infinite, which softmax cannot take.
     factor = torch.where(before > 0, 1 / repetition, repetition)
     flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
-    in_output = [row.token_ids[row.sequence.num_prompt :] for row in chosen]
+    in_output = [ids[s.num_prompt :] for ids, s in zip(tokens, sequences, strict=True)]
     outputs = _Occurrences(flat, starts, in_output, pending, lasts)
-    flat[outputs.places] -= outputs.each([row.params.presence_penalty for row in chosen])
-    frequency = outputs.each([row.params.frequency_penalty for row in chosen])
+    flat[outputs.places] -= outputs.each([each.presence_penalty for each in params])
+    frequency = outputs.each([each.frequency_penalty for each in params])
     flat.scatter_add_(0, outputs.places, -frequency)  # once per token
 
 
@@ -260,37 +224,34 @@ class _Occurrences:
         return to_device(repeated, self._like.device)
 
 
-def _mask_stop_tokens(logits: torch.Tensor, rows: Rows[SamplingRow]) -> None:
+def _mask_stop_tokens(logits: torch.Tensor, samples: Samples) -> None:
     """Make stop tokens impossible before `min_tokens`."""
     places = [
         i * logits.shape[1] + token
-        for i, row in enumerate(rows)
-        if _masks_stop_tokens(row)
-        for token in row.group.request.stopping
+        for i in _too_short(samples)
+        for token in samples.groups[i].request.stopping
     ]
     if places:
         logits.view(-1).index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
 
 
-def _constrain(logits: torch.Tensor, rows: Mapping[int, SamplingRow]) -> None:
+def _constrain(logits: torch.Tensor, samples: Samples) -> None:
     """Mask the tokens that outputs' constraints do not allow.
 
     Args:
-        logits: `[n, vocab_size]`.
-        rows: The samples by row of logits.
+        logits: `[len(samples), vocab_size]`.
+        samples: The tokens.
     """
-    masks = {i: mask for i, row in rows.items() if (mask := row.mask) is not None}
-    if masks:
+    if masks := masks_of(samples, samples.constrained):
         mask_logits(logits, list(masks), np.stack(list(masks.values())))
 
 
-def _sampling_tensors(rows: Rows[SamplingRow]) -> SamplingTensors:
-    """Return each row's sampling parameters, with its random number."""
-    params = [row.params for row in rows]
+def _sampling_tensors(samples: Samples, params: Rows[SamplingParams]) -> SamplingTensors:
+    """Return each token's sampling parameters, with its random number."""
     keys = (
         [p.seed for p in params],
-        [row.sequence.index for row in rows],
-        [row.num_output for row in rows],
+        [sequence.index for sequence in samples.sequences],
+        [_num_output(samples, i) for i in range(len(samples))],
     )
     return SamplingTensors(
         temperatures=np.array([p.temperature for p in params]),

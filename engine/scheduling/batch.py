@@ -1,4 +1,4 @@
-"""A step's work and its output: `Batch`, the tokens that it samples, and `StepOutput`."""
+"""A step's work, `Batch`, and the tokens that it samples, `Samples`."""
 
 import time
 from collections.abc import Sequence as Tokens
@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.kv_cache import Transfers
-from octavo.engine.scheduling.plain_decodes import NO_DECODES, PlainDecodes
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 
@@ -63,6 +62,8 @@ class ScheduledSequence(NamedTuple):
 class Samples:
     """The tokens that a step samples, in columns; plain decodes come first.
 
+    Which tokens they are is known once the step is collected.
+
     Attributes:
         groups: Group of each token's sequence.
         sequences: Sequence that each token is for.
@@ -73,6 +74,13 @@ class Samples:
         greedy: `[n]` bool, whether the token is the most likely allowed one.
         rows: `[n]` int64, index in the batch of the sequence computed for each token.
         drafts: Drafted tokens before a token, by the token's index.
+        token_ids: The tokens.
+        logprobs: Log-probabilities of tokens, by index, if requested.
+        ends: Indices of the tokens that end their output, in ascending order.
+        continuations: Most likely next tokens of each beam that has reached its last token, by
+            sequence id.
+        prompt_logprobs: Log-probabilities of prompts' tokens, a list per group.
+        searches: The beam searches that the step ends.
     """
 
     groups: list[SequenceGroup] = field(default_factory=list)
@@ -84,6 +92,12 @@ class Samples:
     greedy: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
     rows: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     drafts: dict[int, Tokens[int]] = field(default_factory=dict)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
+    ends: list[int] = field(default_factory=list)
+    continuations: dict[int, Continuations] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprob]]] = field(default_factory=list)
+    searches: list[SequenceGroup] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.sequences)
@@ -98,19 +112,20 @@ class Samples:
         """Indices of the tokens under a constraint."""
         return [i for i, s in enumerate(self.sequences) if s.matcher is not None]
 
-    def select(self, kept: list[int]) -> "Samples":
-        """Return some of the tokens."""
-        return Samples(
-            [self.groups[i] for i in kept],
-            [self.sequences[i] for i in kept],
-            self.positions[kept],
-            self.limits[kept],
-            self.numbers[kept],
-            self.sessions[kept],
-            self.greedy[kept],
-            self.rows[kept],
-            {new: self.drafts[old] for new, old in enumerate(kept) if old in self.drafts},
-        )
+    def keep(self, kept: list[int]) -> None:
+        """Drop all tokens except some."""
+        for column in ("groups", "sequences", "token_ids"):
+            values = getattr(self, column)
+            setattr(self, column, [values[i] for i in kept] if values else [])
+        for column in ("positions", "limits", "numbers", "sessions", "greedy", "rows"):
+            setattr(self, column, getattr(self, column)[kept])
+        for column in ("drafts", "logprobs"):
+            values = getattr(self, column)
+            setattr(self, column, {new: values[i] for new, i in enumerate(kept) if i in values})
+
+
+NO_SAMPLES = Samples()
+"""No tokens, where none are added later."""
 
 
 @dataclass(slots=True)
@@ -121,13 +136,16 @@ class Batch:
     of sequences, plain decodes first: `groups`, `sequences`, `starts`, `ends` and `tables`.
 
     Attributes:
-        plain: The plain decodes.
+        plain: The tokens of plain decodes: each one's last known token is computed.
+        plain_tables: `[n, width]` int32 for each layer group, block tables of the plain decodes,
+            padded with 0 to the width of the longest one.
         rest: The other sequences.
         transfers: Block copies to do before computing.
         created: Time at which scheduling began, in `time.perf_counter()` seconds.
     """
 
-    plain: PlainDecodes = NO_DECODES
+    plain: Samples = field(default_factory=lambda: NO_SAMPLES)
+    plain_tables: list[np.ndarray] = field(default_factory=list)
     rest: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
     created: float = field(default_factory=time.perf_counter)
@@ -145,12 +163,12 @@ class Batch:
     @property
     def starts(self) -> np.ndarray:
         """`[num_sequences]` int64, the first token to compute of each sequence."""
-        return _joined(self.plain.starts, [each.start for each in self.rest])
+        return _joined(self.plain.positions - 1, [each.start for each in self.rest])
 
     @property
     def ends(self) -> np.ndarray:
         """`[num_sequences]` int64, one past the last token of each sequence, drafts included."""
-        return _joined(self.plain.starts + 1, [each.end for each in self.rest])
+        return _joined(self.plain.positions, [each.end for each in self.rest])
 
     @property
     def drafts(self) -> dict[int, Tokens[int]]:
@@ -160,7 +178,7 @@ class Batch:
 
     def table(self, group: int) -> np.ndarray:
         """`[num_sequences, width]` int32, the block tables of a layer group, padded with 0."""
-        plain = self.plain.tables[group] if self.plain else np.empty((0, 0), np.int32)
+        plain = self.plain_tables[group] if self.plain else np.empty((0, 0), np.int32)
         if not self.rest:
             return plain
         rest = [each.tables[group] for each in self.rest]
@@ -199,12 +217,12 @@ class Batch:
         return Samples(
             [*plain.groups, *(group for group, _, _ in rest)],
             [*plain.sequences, *sequences],
-            _joined(plain.starts + 1, positions),
+            _joined(plain.positions, positions),
             _joined(plain.limits, [s.num_prompt + r.max_tokens - 1 for r, s, _ in columns]),
             _joined(plain.numbers, [r.number_of(s.index) for r, s, _ in columns]),
             _joined(plain.sessions, [r.session for r in requests]),
             _joined(plain.greedy, [_takes_greatest(*each) for each in columns]),
-            _joined(np.arange(count), [row for _, _, row in rest]),
+            _joined(plain.rows, [row for _, _, row in rest]),
             drafts,
         )
 
@@ -278,35 +296,3 @@ def _takes_greatest(request: Request, sequence: Sequence, position: int) -> bool
 def _joined(plain: np.ndarray, rest: Tokens[int]) -> np.ndarray:
     """Return a column of the plain decodes, then the rest."""
     return np.concatenate([plain, np.array(rest, plain.dtype)]) if rest else plain
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """The output of one step.
-
-    Attributes:
-        samples: The sequences that got tokens.
-        token_ids: The sampled tokens, one for each of `samples`.
-        logprobs: Log-probabilities of tokens, by index, if requested.
-        ends: Indices of the tokens that end their output, in ascending order.
-        continuations: Most likely next tokens of each beam that has reached its last token, by
-            sequence id.
-        prompt_logprobs: Log-probabilities of prompts' tokens, a list per group.
-        searches: The beam searches that the step ends.
-    """
-
-    samples: Samples = field(default_factory=Samples)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: dict[int, TokenLogprob] = field(default_factory=dict)
-    ends: list[int] = field(default_factory=list)
-    continuations: dict[int, Continuations] = field(default_factory=dict)
-    prompt_logprobs: list[tuple[SequenceGroup, list[TokenLogprob]]] = field(default_factory=list)
-    searches: list[SequenceGroup] = field(default_factory=list)
-
-    def keep(self, kept: list[int]) -> None:
-        """Drop all tokens except some."""
-        self.samples = self.samples.select(kept)
-        self.token_ids = [self.token_ids[i] for i in kept]
-        self.logprobs = {
-            new: self.logprobs[old] for new, old in enumerate(kept) if old in self.logprobs
-        }

@@ -13,7 +13,7 @@ from itertools import chain
 from typing import NamedTuple, Protocol
 
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.scheduling.batch import Batch, StepOutput
+from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.speculation.guess import NO_GUESS, Guess
@@ -165,13 +165,13 @@ def waits_to_draft(speculation: Speculation, batch: Batch) -> bool:
     )
 
 
-def rejected(output: StepOutput) -> set[int]:
+def rejected(samples: Samples) -> set[int]:
     """Return the indices of sampled tokens after a wrong drafted token or an output's end.
 
     They were computed from tokens that the output does not have. A drafted token is right if it
     equals the token sampled in its place.
     """
-    samples, token_ids = output.samples, output.token_ids
+    token_ids = samples.token_ids
     wrong = set[int]()
     for i, draft in samples.drafts.items():
         right = token_ids[i - len(draft) : i] == list(draft)

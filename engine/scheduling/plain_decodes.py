@@ -7,45 +7,13 @@ host work: see `benchmarks/results/host_time.md`.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 
 import numpy as np
 
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.kv_cache.block_table import BlockTable
+from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
-
-
-@dataclass(frozen=True, slots=True)
-class PlainDecodes:
-    """The plain decodes of one step: the last token of each of several sequences.
-
-    Attributes:
-        groups: Group of each sequence.
-        sequences: The sequences.
-        starts: `[n]` int64, position of each sequence's token.
-        limits: `[n]` int64, maximum position of a token of each output.
-        numbers: `[n]` uint64, the session's number of each output; 0 if it has none.
-        sessions: `[n]` int64, session of each request.
-        greedy: `[n]` bool, whether the most likely token is sampled.
-        tables: `[n, width]` int32 for each layer group: block tables, padded with 0 to the width
-            of the longest one.
-    """
-
-    groups: list[SequenceGroup] = field(default_factory=list)
-    sequences: list[Sequence] = field(default_factory=list)
-    starts: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    limits: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    numbers: np.ndarray = field(default_factory=lambda: np.empty(0, np.uint64))
-    sessions: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
-    greedy: np.ndarray = field(default_factory=lambda: np.empty(0, np.bool_))
-    tables: list[np.ndarray] = field(default_factory=list)
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-
-NO_DECODES = PlainDecodes()
 
 
 class KeptDecodes:
@@ -172,27 +140,28 @@ class KeptDecodes:
             blocks[rows, places] = lasts
         return True
 
-    def next_step(self) -> PlainDecodes:
-        """Return the next step's decodes, and count their tokens as computed."""
+    def next_step(self) -> tuple[Samples, list[np.ndarray]]:
+        """Return the tokens of the next step and the block tables, and count it as computed."""
         count = len(self)
-        starts = self._starts[:count].copy()
         self._starts[:count] += 1
-        for table, end in zip(self._tables, self._starts[:count].tolist(), strict=True):
+        positions = self._starts[:count].copy()
+        for table, end in zip(self._tables, positions.tolist(), strict=True):
             table.num_tokens = table.computed = end
-        most = int(starts.max()) if count else 0
-        return PlainDecodes(
+        most = int(positions.max()) - 1 if count else 0
+        samples = Samples(
             list(self._groups),
             list(self._sequences),
-            starts,
+            positions,
             self._limits[:count].copy(),
             self._numbers[:count].copy(),
             self._sessions[:count].copy(),
             self._greedy[:count].copy(),
-            [
-                blocks[:count, : most // size + 1].copy()
-                for blocks, size in zip(self._blocks, self._block_sizes, strict=True)
-            ],
+            np.arange(count),
         )
+        return samples, [
+            blocks[:count, : most // size + 1].copy()
+            for blocks, size in zip(self._blocks, self._block_sizes, strict=True)
+        ]
 
 
 def _grown(array: np.ndarray, *shape: int) -> np.ndarray:

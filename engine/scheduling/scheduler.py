@@ -5,15 +5,19 @@ chunks of prefills alike (Sarathi-Serve, OSDI 2024), over a paged KV cache with
 preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 """
 
-from collections.abc import Iterable
+import itertools
+from bisect import insort
+from collections.abc import Iterable, Iterator
+from operator import attrgetter
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
+from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
+from octavo.engine.scheduling.plain_decodes import KeptDecodes
 from octavo.engine.scheduling.preemption import choose_victim, preempt, with_blocks
-from octavo.engine.scheduling.progress import Progress
-from octavo.engine.scheduling.queues import ORDER, insert
+from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.speculation.speculation import Speculation
@@ -28,10 +32,15 @@ WATERMARK = 0.01
 decodes do not preempt it at once."""
 
 
-class Scheduler(Progress):
-    """Moves groups from queue to queue, and chooses each step's tokens.
+ORDER = attrgetter("order")
+_BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
 
-    A step serves running groups first, then swaps groups in, then admits waiting ones. When blocks
+
+class Scheduler:
+    """Keeps the queues of sequence groups, and chooses each step's tokens.
+
+    The queues are waiting, running and swapped, each sorted by `SequenceGroup.order`. A step serves
+    running groups first, then swaps groups in, then admits waiting ones. When blocks
     run out, `preemption` chooses the running group that gives up its blocks.
     """
 
@@ -47,7 +56,15 @@ class Scheduler(Progress):
         speculation: Speculation | None = None,
         draft_model: DraftModel | None = None,
     ) -> None:
-        super().__init__(cache, speculation, draft_model)
+        self.cache = cache
+        self.speculation = speculation
+        self.draft_model = draft_model
+        self.counters = Counters()
+        self.waiting: list[SequenceGroup] = []
+        self.running: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
+        self.fork_ids = itertools.count(-1, -1)  # submitted sequences count up from 0
+        self._decodes = KeptDecodes(layers.block_size for layers in cache.groups)
         self.policy = policy
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
@@ -55,6 +72,72 @@ class Scheduler(Progress):
         self.adapter_limit = adapter_limit
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
         self._watermark = int(WATERMARK * cache.device.num_blocks)
+
+    def submit(self, group: SequenceGroup) -> None:
+        """Queue a new group."""
+        insort(self.waiting, group, key=ORDER)
+
+    @property
+    def idle(self) -> bool:
+        """Whether no group is left."""
+        return not (self.running or self.swapped or self.waiting)
+
+    @property
+    def can_recompute(self) -> bool:
+        """Whether a token may be computed twice; not with states, which would count it twice."""
+        return not any(layers.state_blocks for layers in self.cache.groups)
+
+    @property
+    def waits_for_masks(self) -> bool:
+        """Return whether a group cannot be scheduled until a mask of its constraint is ready."""
+        return not all(group.ready for group in self.groups())
+
+    def groups(self) -> Iterator[SequenceGroup]:
+        """Yield every group that is not finished."""
+        yield from self.running
+        yield from self.swapped
+        yield from self.waiting
+
+    def finish(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
+        """End one output and free its blocks; the last output ends the group."""
+        sequence.finish_reason = reason
+        sequence.drop_placeholders()
+        if self.speculation is not None and sequence.drafting is not None:
+            self.speculation.end(sequence.drafting, sequence.token_ids)
+            sequence.drafting = None
+        self._forget_draft(sequence)
+        if self.cache.holds(sequence.id):
+            self.cache.free(sequence.id)
+        if not group.live:
+            self.remove(group)
+        elif group.state in _BEGUN and not with_blocks(group, self.cache):
+            self._leave_queue(group)  # the lead ended before its siblings shared the prompt
+            group.state = GroupState.WAITING
+            insort(self.waiting, group, key=ORDER)
+
+    def remove(self, group: SequenceGroup) -> None:
+        """Remove a group from its queue, and free all its blocks."""
+        self._decodes.remove(group)
+        for sequence in group.sequences:
+            sequence.drop_placeholders()
+            self._forget_draft(sequence)
+            if self.cache.holds(sequence.id):
+                self.cache.free(sequence.id)
+        self._leave_queue(group)
+        group.state = GroupState.FINISHED
+
+    def _forget_draft(self, sequence: Sequence) -> None:
+        if self.draft_model is not None:
+            self.draft_model.forget(sequence.id)
+
+    def _leave_queue(self, group: SequenceGroup) -> None:
+        queues = {
+            GroupState.WAITING: self.waiting,
+            GroupState.RUNNING: self.running,
+            GroupState.SWAPPED: self.swapped,
+        }
+        if group.state in queues:
+            queues[group.state].remove(group)
 
     def schedule(self) -> Batch:
         """Choose what the next step computes, and allocate the blocks for it."""
@@ -146,7 +229,7 @@ class Scheduler(Progress):
                 except OutOfBlocksError:
                     self._preempt(choose_victim(self.running))
                     preempted = True
-        batch.plain = self._decodes.next_step()
+        batch.plain, batch.plain_tables = self._decodes.next_step()
         return preempted
 
     def _draft(
@@ -256,7 +339,9 @@ class Scheduler(Progress):
         self.running.remove(group)
         self._decodes.remove(group)
         preempt(group, self.cache, self.policy, self.counters)
-        insert(self.swapped if group.state is GroupState.SWAPPED else self.waiting, group)
+        insort(
+            self.swapped if group.state is GroupState.SWAPPED else self.waiting, group, key=ORDER
+        )
 
     def _count_tokens(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
         """Return the tokens that each of a group's sequences could compute now; 1 is a decode.
@@ -384,7 +469,7 @@ class Scheduler(Progress):
         decodes = sum(count == 1 for _, count in counts)
         spans, _ = self._next_spans(counts, budget - decodes)
         self.cache.extend(spans)
-        insert(self.running, group)
+        insort(self.running, group, key=ORDER)
         self._add(batch, group, spans)
 
     def _next_spans(

@@ -28,8 +28,10 @@ class Sampled(NamedTuple):
 def parts_of(batch):
     """Return a batch's scheduled sequences, including plain decodes."""
     plain = batch.plain
-    tables = zip(*(table.tolist() for table in plain.tables), strict=True)
-    columns = zip(plain.groups, plain.sequences, plain.starts.tolist(), tables, strict=True)
+    tables = zip(*(table.tolist() for table in batch.plain_tables), strict=True)
+    columns = zip(
+        plain.groups, plain.sequences, (plain.positions - 1).tolist(), tables, strict=True
+    )
     return [
         ScheduledSequence(group, sequence, start, start + 1, list(blocks), [sequence])
         for group, sequence, start, blocks in columns
@@ -121,11 +123,12 @@ class Stepper:
 
     def step(self):
         """Compute a step; without async scheduling, return its batch."""
-        output = self.core.step()
-        if output is not None:
-            samples, logprobs = output.samples, output.logprobs
-            columns = zip(samples.groups, samples.sequences, output.token_ids, strict=True)
-            self.sampled += [Sampled(*each, logprobs.get(i)) for i, each in enumerate(columns)]
+        samples = self.core.step()
+        if samples is not None:
+            columns = zip(samples.groups, samples.sequences, samples.token_ids, strict=True)
+            self.sampled += [
+                Sampled(*each, samples.logprobs.get(i)) for i, each in enumerate(columns)
+            ]
         self.cache.check()
         return self.batches[-1]
 

@@ -134,8 +134,7 @@ def test_events_are_published_between_prepare_and_launch(tiny_model, monkeypatch
 
     monkeypatch.setattr(executor, "prepare", watched_prepare)
     monkeypatch.setattr(executor, "launch", watched_launch)
-    reporter = stepper.core.steps._reporter
-    monkeypatch.setattr(reporter, "_publish_events", lambda events, _: seen.append(len(events)))
+    monkeypatch.setattr(stepper.core, "_publish_events", lambda events, _: seen.append(len(events)))
     stepper.submit(range(3, 10), 2)
     stepper.run()
     assert seen == ["prepare", 1, "launch", "prepare", 1, "launch"]  # Started, then a token

@@ -11,7 +11,8 @@ import pytest
 
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.core import EngineCore, EngineFailedError
-from octavo.engine.events import Failure, FailureCode, OutputEvent, Started
+from octavo.engine.core import step as core_step
+from octavo.engine.events import Failure, FailureCode, OutputEvent, PrefixChange, Started
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.server import _drain
@@ -34,12 +35,10 @@ class Listener:
         with self._changed:
             self.load = load
             for event in events:
-                self.events[event.request_id].append(event)
-            self._changed.notify_all()
-
-    def hear_prefixes(self, change):
-        with self._changed:
-            self.opened.add(change.session)
+                if isinstance(event, PrefixChange):
+                    self.opened.add(event.session)
+                else:
+                    self.events[event.request_id].append(event)
             self._changed.notify_all()
 
     def wait(self, condition):
@@ -76,7 +75,6 @@ class Running:
             self.heard,
             max_waiting=50,
             async_scheduling=async_scheduling,
-            publish_prefixes=self.heard.hear_prefixes,
             disk=self.parts.disk,
         )
         self.thread = threading.Thread(target=self.core.run, daemon=True)
@@ -342,7 +340,7 @@ def test_a_lost_device_ends_the_core_at_once_and_nobody_waits(running, monkeypat
 
 def test_whatever_ends_the_core_nobody_waits(running, monkeypatch):
     engine = running(begin=False)
-    monkeypatch.setattr(engine.parts.scheduler, "advance", fail)
+    monkeypatch.setattr(core_step, "advance", fail)
     engine.submit("a", max_tokens=3)
     engine.run_until_it_fails()
     engine.thread.join(PATIENCE)

@@ -104,14 +104,14 @@ class VllmMetrics(Collector):
         yield self._gauge(
             "kv_cache_usage_perc",
             "Share of KV-cache blocks in use, 0 to 1.",
-            load.cache.usage_ratio,
+            load.usage_ratio,
         )
         yield self._gauge(
             "cache_config_info",
             "The KV cache.",
             1,
             block_size=str(self._budget.block_size),
-            num_gpu_blocks=str(load.cache.total_blocks),
+            num_gpu_blocks=str(load.total_blocks),
         )
         yield self._lora_info()
         for source, name in (

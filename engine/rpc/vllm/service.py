@@ -208,15 +208,15 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Return the load of the only rank."""
         loaded = self._engine()
         load, (budget,) = loaded.engine.core.load, loaded.parts.limits.budgets
-        cache, size = load.cache, budget.block_size
+        size = budget.block_size
         running, most = load.running, loaded.parts.max_num_seqs
         scheduler_load = vllm_pb2.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=load.waiting + load.swapped,
             num_total_reqs=running + load.waiting + load.swapped,
-            num_used_tokens=cache.used_blocks * size - cache.wasted_slots,
-            max_total_num_tokens=cache.total_blocks * size,
-            token_usage=cache.usage_ratio,
+            num_used_tokens=load.used_blocks * size - load.wasted_slots,
+            max_total_num_tokens=load.total_blocks * size,
+            token_usage=load.usage_ratio,
             # A running request gets a token in each step.
             gen_throughput=running / load.step_seconds if load.step_seconds else 0.0,
             cache_hit_rate=self._metrics.prefix_hit_rate,

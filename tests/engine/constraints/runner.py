@@ -16,7 +16,7 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Event, Failure, Load, OutputEvent
+from octavo.engine.events import Event, Failure, Load, OutputEvent, PrefixChange
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
@@ -192,7 +192,8 @@ class Runner:
         now = time.perf_counter()
         with self._changed:
             for event in events:
-                self._take(event, now)
+                if not isinstance(event, PrefixChange):
+                    self._take(event, now)
             self._changed.notify_all()
 
     def _take(self, event: Event, now: float) -> None:

@@ -215,17 +215,17 @@ def test_swap_out_without_room_changes_nothing():
 def test_what_is_shared_and_what_is_wasted_is_counted():
     cache = manager()
     cache.admit(0, [1] * 6)
-    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (0, 2)
+    assert (cache.device.num_shared, cache.wasted_slots) == (0, 2)
     for child in (1, 2):
         cache.fork(0, child, 6)
-    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (2, 2)
+    assert (cache.device.num_shared, cache.wasted_slots) == (2, 2)
     cache.extend([Span(i, 6, 7) for i in range(3)])  # each has its own last block of 3 tokens
-    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (1, 3)
+    assert (cache.device.num_shared, cache.wasted_slots) == (1, 3)
     cache.swap_out([1])
-    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (1, 2)
+    assert (cache.device.num_shared, cache.wasted_slots) == (1, 2)
     cache.free(2)
     cache.trim(0, 4)
-    assert (cache.stats.shared_blocks, cache.stats.wasted_slots) == (0, 0)
+    assert (cache.device.num_shared, cache.wasted_slots) == (0, 0)
 
 
 def cached_prefix(cache, tokens, *, hit=True):
@@ -301,7 +301,7 @@ def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
     cache.admit(1, [99] * 13)  # evicts all three
     offloaded = cache.take_transfers().swap_out
     assert [block for block, _ in offloaded] == blocks[::-1]
-    assert cache.stats.cached_swap_blocks == 3
+    assert cache.swap.num_cached == 3
     cache.free(1)
     assert cache.admit(2, [*tokens, 0]) == 12
     returned = cache.take_transfers()
@@ -321,15 +321,15 @@ def test_preempted_sequences_evict_prefixes_from_swap_space_and_never_the_revers
     cache.admit(0, [5] * 8)
     cached_prefix(cache, list(range(12)))
     cache.admit(1, [99] * 16)
-    assert cache.stats.cached_swap_blocks == 3
+    assert cache.swap.num_cached == 3
     cache.swap_out([0])  # in the same step: two of the blocks are no longer offloaded
     moves = cache.take_transfers()
     assert len(moves.swap_out) == len({kept for _, kept in moves.swap_out}) == 3
-    assert (cache.stats.used_swap_blocks, cache.stats.cached_swap_blocks) == (2, 1)
+    assert (cache.swap.num_in_use, cache.swap.num_cached) == (2, 1)
     cache.free(1)
     cached_prefix(cache, list(range(40, 60)))
     cache.admit(2, [98] * 24)
-    assert cache.stats.used_swap_blocks == 2
+    assert cache.swap.num_in_use == 2
     cache.check()
 
 
@@ -722,12 +722,12 @@ class Contents(RuleBasedStateMachine):
             )
             assert self.cache.device.num_in_use == len(held)
             shared = sum(count > 1 for count in held.values())
-            assert self.cache.stats.shared_blocks == shared
+            assert self.cache.device.num_shared == shared
 
     @invariant()
     def less_than_a_block_is_wasted(self):
         if hasattr(self, "cache"):
-            assert 0 <= self.cache.stats.wasted_slots <= (BLOCK_SIZE - 1) * len(self.tokens)
+            assert 0 <= self.cache.wasted_slots <= (BLOCK_SIZE - 1) * len(self.tokens)
 
     def teardown(self):
         if hasattr(self, "cache"):

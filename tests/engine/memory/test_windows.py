@@ -68,7 +68,7 @@ def test_8192_tokens_hold_blocks_of_a_window(window_model, prefix_caching):
     group, held = engine.submit(prompt, OUTPUT_TOKENS), []
     while engine.core.working:
         engine.step()
-        held.append(engine.cache.stats.used_blocks)
+        held.append(engine.cache.device.num_in_use)
     assert len(held) > CONTEXT // STEP_TOKENS
     assert max(held) <= MOST_HELD
     assert max(held[1 - OUTPUT_TOKENS :]) <= WINDOW // BLOCK_SIZE + 2, "decodes hold a window"

@@ -10,6 +10,7 @@ import pytest
 from octavo.common.kv_cache.prefix_hash import reusable_keys, short_key
 from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
+from octavo.engine.events import PrefixChange
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.session import Session, to_load
 from octavo.engine.rpc.validation import to_request
@@ -27,10 +28,13 @@ async def open_session(tiny_model):
     messages: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
 
     def publish(events, load):
-        loop.call_soon_threadsafe(session.add, events, to_load(load))
+        loop.call_soon_threadsafe(take, events, load)
 
-    def publish_prefixes(change):
-        loop.call_soon_threadsafe(session.add_prefixes, change)
+    def take(events, load):
+        changes = [event for event in events if isinstance(event, PrefixChange)]
+        for change in changes:
+            session.add_prefixes(change)
+        session.add([event for event in events if event not in changes], to_load(load))
 
     async def read():
         while True:
@@ -42,7 +46,6 @@ async def open_session(tiny_model):
         EngineMetrics(),
         publish,
         max_waiting=50,
-        publish_prefixes=publish_prefixes,
     )
     translate = partial(to_request, session=0, limits=parts.limits, eos_token_ids=())
     session = Session(core, translate)

@@ -6,42 +6,35 @@ import time
 
 import pytest
 
-from octavo.engine.events import Load, PrefixChange, Started
-from octavo.engine.kv_cache import CacheStats
-from octavo.engine.rpc.thread_bridge import ThreadBridge
+from octavo.engine.events import Load, Started
+from octavo.engine.rpc.thread_bridge import thread_bridge
 
 STEPS = 1000
 
 
 def load(step: int) -> Load:
-    return Load(step, 0, 0, CacheStats(1, 1, 0, 0, 0, 0, 0, 0), 0.0, False)
+    return Load(running=step, waiting=0)
 
 
 async def test_a_loop_that_is_behind_gets_all_in_one_go():
     told = []
-    bridge = ThreadBridge(
-        asyncio.get_running_loop(),
-        told.append,
-        lambda events, load: told.append((events, load)),
-        pytest.fail,
+    publish = thread_bridge(
+        asyncio.get_running_loop(), lambda events, load: told.append((events, load)), pytest.fail
     )
-    changes = [PrefixChange(None, [bytes([i % 256])], []) for i in range(STEPS)]
     started = [Started(0, str(i), 0) for i in range(STEPS)]
 
     def step():
         for i in range(STEPS):
-            bridge.publish_prefixes(changes[i])
-            bridge.publish([started[i]], load(i))
+            publish([started[i]], load(i))
 
     core = threading.Thread(target=step)
     core.start()
     core.join()  # blocks the loop
     await asyncio.sleep(0)
-    *spread, (events, newest) = told
-    assert spread == changes
+    ((events, newest),) = told
     assert events == started
     assert newest.running == STEPS - 1
-    bridge.publish([], load(7))
+    publish([], load(7))
     await asyncio.sleep(0)
     assert told[-1] == ([], load(7))
 
@@ -56,11 +49,11 @@ async def test_nothing_is_left_behind_while_both_run():
         if load.running == STEPS - 1:
             done.set()
 
-    bridge = ThreadBridge(asyncio.get_running_loop(), lambda _: None, distribute, pytest.fail)
+    publish = thread_bridge(asyncio.get_running_loop(), distribute, pytest.fail)
 
     def step():
         for i in range(STEPS):
-            bridge.publish([Started(0, str(i), 0)], load(i))
+            publish([Started(0, str(i), 0)], load(i))
             if i % 100 == 0:
                 time.sleep(0.001)
 
@@ -80,8 +73,8 @@ async def test_what_cannot_be_handed_over_is_said_and_the_next_is_handed_over():
         told.append(load.running)
 
     loop = asyncio.get_running_loop()
-    bridge = ThreadBridge(loop, lambda _: None, distribute, lambda: told.append("failed"))
+    publish = thread_bridge(loop, distribute, lambda: told.append("failed"))
     for step in range(2):
-        bridge.publish([Started(0, str(step), 0)], load(step))
+        publish([Started(0, str(step), 0)], load(step))
         await asyncio.sleep(0)
     assert told == ["failed", 1]

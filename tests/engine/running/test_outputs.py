@@ -97,7 +97,7 @@ def test_outputs_of_one_request_share_the_prompt_and_differ(stepper, prompt):
     used = 0
     while not engine.scheduler.idle:
         engine.step()
-        used = max(used, engine.cache.stats.used_blocks)
+        used = max(used, engine.cache.device.num_in_use)
     outputs = [tuple(own_tokens(group, i)) for i in range(4)]
     assert len(set(outputs)) == 4
     assert used == 100 // 16 + 4 * 2  # 6 full blocks shared; each output's own 24 tokens

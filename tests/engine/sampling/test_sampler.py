@@ -21,7 +21,6 @@ from transformers import (
 from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling import sampler
 from octavo.engine.sampling.random_numbers import uniforms
-from octavo.engine.sampling.sampler import SamplingRow
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
@@ -37,7 +36,7 @@ def sampling_row(output=(), *, index=0, min_tokens=0, eos=(), **params):
         0, "r", PROMPT, sampling, 100, 0.0, min_tokens=min_tokens, eos_token_ids=frozenset(eos)
     )
     sequence = Sequence(0, index, [*PROMPT, *output], len(PROMPT))
-    return SamplingRow(SequenceGroup(request, [sequence]), sequence, 0)
+    return SequenceGroup(request, [sequence])
 
 
 class Draw(NamedTuple):
@@ -49,8 +48,9 @@ class Draw(NamedTuple):
 
 def sample(logits, rows):
     whole = [
-        ScheduledSequence(row.group, row.sequence, 0, row.sequence.num_tokens, [], [row.sequence])
-        for row in rows
+        ScheduledSequence(group, sequence, 0, sequence.num_tokens, [], [sequence])
+        for group in rows
+        for sequence in group.sequences
     ]
     samples = Batch(rest=whole).samples()
     tokens, reports = sampler.sample(logits, samples, range(len(rows)))
@@ -200,8 +200,8 @@ def test_each_row_has_its_own_penalties():
     ]
     expected = logits.clone()
     for i in (0, 3):
-        ids = torch.tensor([rows[i].sequence.token_ids])
-        penalty = RepetitionPenaltyLogitsProcessor(rows[i].params.repetition_penalty)
+        ids = torch.tensor([rows[i].sequences[0].token_ids])
+        penalty = RepetitionPenaltyLogitsProcessor(rows[i].request.sampling.repetition_penalty)
         expected[i] = penalty(ids, expected[i : i + 1])
     expected[2, 9] -= 1.5
     expected[2, 8] -= 0.5

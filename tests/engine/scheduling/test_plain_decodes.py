@@ -12,7 +12,6 @@ from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.inputs import make_inputs
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.batch import Batch
-from octavo.engine.scheduling.plain_decodes import PlainDecodes
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState
@@ -96,7 +95,7 @@ class Machine(StandIn):
             assert part.end == part.sequence.num_tokens
         parts = [*plain, *batch.rest]
         assert len({part.sequence.id for part in parts}) == len(parts), "computed twice"
-        return Batch(PlainDecodes(), parts, batch.transfers)
+        return Batch(rest=parts, transfers=batch.transfers)
 
     def compute(self, batch, inputs):
         if inputs is None:

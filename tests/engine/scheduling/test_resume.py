@@ -6,7 +6,7 @@ import pytest
 
 from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Failure, OutputEvent
+from octavo.engine.events import Failure, OutputEvent, PrefixChange
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.validation import to_request
 from octavo.engine.settings import EngineSettings
@@ -37,7 +37,7 @@ class Engine:
 
     def hear(self, events, _):
         with self.changed:
-            self.events += events
+            self.events += (e for e in events if not isinstance(e, PrefixChange))
             self.changed.notify_all()
 
     def generate(self, request_id, **fields):

@@ -12,8 +12,8 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.reports import Continued
-from octavo.engine.sampling.sampler import SamplingRow
 from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.request import BeamSearch, FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
@@ -118,7 +118,7 @@ class Machine(StandIn):
 
         if self.memory is not None:
             self.memory.execute(batch, token_at)
-        beams = [SamplingRow(part.group, s, 0) for _, part in batch.beams for s in part.sampled]
+        beams = [(part.group, s) for _, part in batch.beams for s in part.sampled]
         samples = batch.samples()
         token_ids = torch.tensor(list(map(self.choose, samples.sequences)), dtype=torch.int64)
         scores = [(part.group, [Scores(part.scored)]) for _, part in batch.scored]
@@ -141,18 +141,18 @@ class Scores:
 
 def continuations_of(beams):
     """Return each beam's candidates, which depend only on its tokens; sometimes it may end."""
-    counts = [row.group.beam.candidates_for(len(row.group.request.stopping)) for row in beams]
+    counts = [group.beam.candidates_for(len(group.request.stopping)) for group, _ in beams]
     most = max(counts)
     token_ids = torch.zeros(len(beams), most, dtype=torch.int64)
-    for i, row in enumerate(beams):
-        tokens = row.sequence.token_ids
+    for i, (group, sequence) in enumerate(beams):
+        tokens = sequence.token_ids
         first = sum(tokens) * 7 + len(tokens)
         token_ids[i] = 100 + (first + torch.arange(most)) % 50
-        if first % 5 == 0 and row.group.request.stopping:
+        if first % 5 == 0 and group.request.stopping:
             token_ids[i, first % 3 % counts[i]] = 9
     falls = 0.1 + (token_ids[:, :1] % 4) / 10
     return Continued(
-        [row.sequence.id for row in beams], counts, token_ids, -falls * (1 + torch.arange(most))
+        [sequence.id for _, sequence in beams], counts, token_ids, -falls * (1 + torch.arange(most))
     )
 
 
@@ -175,8 +175,8 @@ def step(engine, choose=lambda sequence: 7, memory=None):
     batch = engine.schedule()
     if batch:
         pending = Machine(choose, memory).compute(batch, None)
-        engine.advance(batch)
-        engine.update(batch, pending.collect())
+        advance(engine, batch)
+        update(engine, batch, pending.collect())
     engine.cache.check()
     return batch
 
@@ -328,7 +328,7 @@ def searched(request):
     beams = [Sequence(0, 0, list(request.prompt), count)]
     while beams:
         group = SequenceGroup(request, beams, beam=search)
-        found = continuations_of([SamplingRow(group, beam, 0) for beam in beams]).collect()
+        found = continuations_of([(group, beam) for beam in beams]).collect()
         chosen = search.advance(
             [beam.token_ids[count:] for beam in beams],
             [found[beam.id] for beam in beams],
@@ -346,7 +346,8 @@ def checked_step(engine, core, batches):
     pending, number = core.steps.pending, len(batches)
     output = core.step()
     engine.cache.check()
-    assert len(batches) > number or output or engine.idle, "a step did nothing though work is left"
+    worked = len(batches) > number or output is not None
+    assert worked or engine.idle, "a step did nothing though work is left"
     for batch in batches[number:]:
         assert batch.num_tokens <= engine.max_num_batched_tokens
         for part in parts_of(batch):
@@ -515,12 +516,12 @@ def test_a_group_cancelled_while_swapped_out_leaves_nothing():
     while not engine.swapped:
         step(engine)
     (cancelled,) = engine.swapped
-    assert engine.cache.stats.used_swap_blocks > 0
+    assert engine.cache.swap.num_in_use > 0
     for sequence in cancelled.live:
         engine.finish(cancelled, sequence, FinishReason.ABORTED)
     assert cancelled.state is GroupState.FINISHED
     assert not engine.swapped
-    assert engine.cache.stats.used_swap_blocks == 0
+    assert engine.cache.swap.num_in_use == 0
     while not engine.idle:
         step(engine)
     engine.cache.check_idle()

@@ -53,7 +53,7 @@ async def refused(call):
 
 async def idle(engine):
     async with asyncio.timeout(20):
-        while not (engine.core.idle and engine.core.load.cache.used_blocks == 0):
+        while not (engine.core.idle and engine.core.load.used_blocks == 0):
             await asyncio.sleep(0.01)
 
 
