@@ -84,6 +84,7 @@ class Generator:
         self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
         self._checker = SchemaChecker()
         self._streams = 0
+        self._interval = 0.0
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics = RouterMetrics(
@@ -318,7 +319,7 @@ class Generator:
             tokenizer.pieces,
             usage=usage,
             metrics=self.metrics.of(model),
-            message_interval=lambda: message_interval(self._streams),
+            message_interval=lambda: self._interval,
             max_unread_tokens=self._settings.max_unread_tokens,
         )
 
@@ -404,7 +405,7 @@ class Generator:
         checked = state.request.checks is not None
         submit = state.begin_attempt(engine.address, trace_context)
         session_id = engine.submit(state, submit)
-        self._streams += 1
+        self._count_streams(1)
         try:
             async with limited(write, self._settings.write_timeout) as write_in_time:
                 while not state.done:
@@ -419,9 +420,14 @@ class Generator:
                 f"the client did not read its stream for {self._settings.write_timeout:g} s",
             ) from None
         finally:
-            self._streams -= 1
+            self._count_streams(-1)
             state.end_attempt()
             engine.end(session_id)
+
+    def _count_streams(self, change: int) -> None:
+        """Count a stream that begins or ends, which changes the interval between messages."""
+        self._streams += change
+        self._interval = message_interval(self._streams)
 
     async def _check(self, state: RequestState, finished: generation_pb2.Finished) -> None:
         """Add the schema violations of a finished output."""
