@@ -13,7 +13,7 @@ tenants wait, each is the least served in turn, and no slot stays empty.
 """
 
 import bisect
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import Claim
 from octavo.router.admission.rates import RECENT_SECONDS
-from octavo.router.admission.reserved_slots import Burst, RecentRequests
+from octavo.router.admission.reserved_slots import RECENT_REQUESTS, Burst, bursts
 from octavo.router.tenants.tenant import Tenant
 
 E = TypeVar("E")
@@ -60,7 +60,9 @@ class FairQueue(Generic[E]):
         self._turns: defaultdict[str, int] = defaultdict(int)  # number of its last turn
         self._turn = 0
         self._last = ""  # tenant of the last turn
-        self._recent: dict[str, RecentRequests] = {}  # by active tenant
+        # Times and numbers of sequences of each active tenant's newest requests.
+        self._recent: dict[str, deque[tuple[float, int]]] = {}
+        self._weights: dict[str, float] = {}
         self._shares: dict[str, _Share[E]] = {}
         self._priorities: Counter[int] = Counter()
         self.tokens = 0
@@ -187,7 +189,9 @@ class FairQueue(Generic[E]):
 
     def asked(self, tenant: Tenant, sequences: int, now: float) -> None:
         """Record a tenant's request, which makes the tenant active."""
-        self._recent.setdefault(tenant.name, RecentRequests()).add(sequences, now, tenant.weight)
+        recent = self._recent.setdefault(tenant.name, deque(maxlen=RECENT_REQUESTS))
+        recent.append((now, sequences))
+        self._weights[tenant.name] = tenant.weight
 
     def join(self, tenant: str, waiting: Iterable[str] = ()) -> None:
         """Raise a returning tenant's counter, given the tenants that are `waiting`."""
@@ -213,7 +217,7 @@ class FairQueue(Generic[E]):
         The tenant itself may be inactive: its last request may have waited since.
         """
         self._forget(now)
-        others = sum(d.weight for name, d in self._recent.items() if name != tenant.name)
+        others = sum(self._weights[name] for name in self._recent if name != tenant.name)
         return tenant.weight / (tenant.weight + others)
 
     def bursts_of_least(self, now: float) -> Sequence[Burst]:
@@ -221,13 +225,13 @@ class FairQueue(Generic[E]):
         self._forget(now)
         if not self._recent:
             return ()
-        return self._recent[min(self._recent, key=self._served.__getitem__)].bursts
+        return bursts(tuple(self._recent[min(self._recent, key=self._served.__getitem__)]))
 
     def _forget(self, now: float) -> None:
         self._recent = {
             name: recent
             for name, recent in self._recent.items()
-            if now - recent.newest <= RECENT_SECONDS
+            if now - recent[-1][0] <= RECENT_SECONDS
         }
 
     def admit(self, claim: Claim[Any]) -> None:

@@ -13,8 +13,8 @@ its first token's 99th percentile grows by 18% (benchmarks/results/router.md).
 """
 
 import math
-from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -33,54 +33,34 @@ class Burst(NamedTuple):
     seconds: float
 
 
-class RecentRequests:
-    """A tenant's recent requests: their times and numbers of sequences.
+@lru_cache(maxsize=64)
+def bursts(asked: tuple[tuple[float, int], ...]) -> Sequence[Burst]:
+    """Return a burst for each seen count of sequences, ascending.
 
-    Attributes:
-        weight: The tenant's weight at its newest request.
-        newest: Time of the newest request.
+    Args:
+        asked: Times of a tenant's requests, with their numbers of sequences.
     """
-
-    def __init__(self) -> None:
-        self.weight = 1.0
-        self.newest = -math.inf
-        self._requests: deque[tuple[float, int]] = deque(maxlen=RECENT_REQUESTS)
-        self._bursts: list[Burst] | None = None
-
-    def add(self, sequences: int, now: float, weight: float = 1.0) -> None:
-        """Record a request."""
-        self.weight = weight
-        self.newest = now
-        self._requests.append((now, sequences))
-        self._bursts = None
-
-    @property
-    def bursts(self) -> Sequence[Burst]:
-        """The bursts, one per number of sequences, in ascending order."""
-        if self._bursts is None:
-            shortest: dict[int, float] = {}
-            requests = list(self._requests)
-            for first, (begun, _) in enumerate(requests):
-                counts = accumulate(sequences for _, sequences in requests[first:])
-                for count, (time, _) in zip(counts, requests[first:], strict=True):
-                    shortest[count] = min(time - begun, shortest.get(count, math.inf))
-            counts_down = sorted(shortest, reverse=True)
-            seconds = accumulate((shortest[count] for count in counts_down), min)
-            self._bursts = list(map(Burst, counts_down, seconds))[::-1]
-        return self._bursts
+    shortest: dict[int, float] = {}
+    for first, (begun, _) in enumerate(asked):
+        counts = accumulate(sequences for _, sequences in asked[first:])
+        for count, (time, _) in zip(counts, asked[first:], strict=True):
+            shortest[count] = min(time - begun, shortest.get(count, math.inf))
+    counts_down = sorted(shortest, reverse=True)
+    seconds = accumulate((shortest[count] for count in counts_down), min)
+    return list(map(Burst, counts_down, seconds))[::-1]
 
 
-def reserved_slots(slots: int, bursts: Sequence[Burst], endings: Sequence[float]) -> int:
+def reserved_slots(slots: int, demand: Sequence[Burst], endings: Sequence[float]) -> int:
     """Return the number of an engine's slots to keep free for the least served tenant.
 
     Args:
         slots: Total slots of the engine.
-        bursts: The tenant's bursts.
+        demand: The tenant's bursts.
         endings: Expected seconds until each running sequence ends, ascending; empty if unknown.
     """
     horizon = endings[-1] if endings else math.inf
     reserved = ended = 0
-    for count, seconds in bursts:
+    for count, seconds in demand:
         if seconds > horizon:  # all slots are free by then
             break
         while ended < len(endings) and endings[ended] <= seconds:

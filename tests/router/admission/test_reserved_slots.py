@@ -7,7 +7,7 @@ from octavo.router.admission.reserved_slots import (
     MAX_RESERVED_SHARE,
     RECENT_REQUESTS,
     SPARE_SHARE,
-    RecentRequests,
+    bursts,
     reserved_slots,
 )
 
@@ -18,29 +18,21 @@ TOGETHER = [4.0] * 40
 
 
 def asking(*times: float, sequences: int = 1):
-    requests = RecentRequests()
-    for time in times:
-        requests.add(sequences, time)
-    return requests.bursts
+    return bursts(tuple((time, sequences) for time in times[-RECENT_REQUESTS:]))
 
 
-def test_a_requests_is_the_shortest_time_for_each_count():
-    requests = RecentRequests()
-    for time, sequences in ((0.0, 1), (0.5, 2), (1.25, 1), (1.5, 1), (3.0, 2)):
-        requests.add(sequences, time)
-    assert [tuple(burst) for burst in requests.bursts] == [
+def test_a_burst_is_the_shortest_time_for_each_count():
+    asked = ((0.0, 1), (0.5, 2), (1.25, 1), (1.5, 1), (3.0, 2))
+    assert [tuple(burst) for burst in bursts(asked)] == [
         *((1, 0.0), (2, 0.0), (3, 0.5), (4, 1.0), (5, 1.5), (6, 2.5), (7, 3.0))
     ]
 
 
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 3)), max_size=2 * RECENT_REQUESTS))
-def test_a_requests_never_takes_longer_for_fewer(asked):
-    requests = RecentRequests()
-    for time, sequences in sorted(asked):
-        requests.add(sequences, time)
-    bursts = requests.bursts
-    assert [s.sequences for s in bursts] == sorted({s.sequences for s in bursts})
-    assert [s.seconds for s in bursts] == sorted(s.seconds for s in bursts)
+def test_a_burst_never_takes_longer_for_fewer(asked):
+    found = bursts(tuple(sorted(asked)))
+    assert [s.sequences for s in found] == sorted({s.sequences for s in found})
+    assert [s.seconds for s in found] == sorted(s.seconds for s in found)
 
 
 def test_few_are_reserved_where_others_fall_free_in_time():
