@@ -8,17 +8,21 @@ most the time that computing the prefix takes. Then they are in swap space, wher
 them.
 """
 
+import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
+from itertools import count
 from queue import SimpleQueue
 from typing import NamedTuple
 
 import numpy as np
 import structlog
 
+from octavo.common.background import keep_thread_running
 from octavo.engine.kv_disk.block_files import BlockFiles, Bytes
 
 log = structlog.get_logger(__name__)
@@ -67,7 +71,6 @@ class Read:
 
     Attributes:
         keys: Keys of the blocks.
-        timer: Ends it when its time is over.
         ended: Whether it has ended.
         left: Whether its thread is done with it, maybe later than `ended`.
     """
@@ -77,7 +80,6 @@ class Read:
         self._on_end = on_end
         self._blocks: list[StoredBlock] = []
         self._lock = threading.Lock()
-        self.timer: threading.Timer | None = None
         self.ended = False
         self.left = False
 
@@ -114,9 +116,11 @@ class DiskTier:
         self._bytes_per_second: float | None = None
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._hanging: set[Read] = set()  # ended, but their readers still wait for the disk
+        self._deadlines: list[tuple[float, int, Read]] = []  # a heap
+        self._numbers = count()
         # An engine must be able to end while a disk hangs: so all threads are daemons.
-        for work in (self._write_blocks, *(READERS * [self._read_blocks])):
-            threading.Thread(target=work, name="kv-disk", daemon=True).start()
+        for work in (self._write_blocks, self._end_late_reads, *(READERS * [self._read_blocks])):
+            keep_thread_running(work, "kv-disk")
 
     @property
     def held(self) -> set[bytes]:
@@ -137,7 +141,7 @@ class DiskTier:
                 self.counters.dropped += 1
                 return
             self._pending.append((key, copy()))
-            self._wake.notify()
+            self._wake.notify_all()
 
     def worthwhile(self, num_blocks: int, prefill_seconds: float | None) -> bool:
         """Return whether reading blocks is faster than computing, or may be."""
@@ -161,9 +165,10 @@ class DiskTier:
             on_end: Called once, from another thread, with the blocks read until then.
         """
         read = Read(keys, on_end)
-        read.timer = threading.Timer(prefill_seconds or DEFAULT_SECONDS, self._end_late, [read])
-        read.timer.daemon = True
-        read.timer.start()
+        deadline = time.monotonic() + (prefill_seconds or DEFAULT_SECONDS)
+        with self._wake:
+            heappush(self._deadlines, (deadline, next(self._numbers), read))
+            self._wake.notify_all()
         self._reads.put(read)
         return read
 
@@ -171,16 +176,25 @@ class DiskTier:
         """Stop the threads; blocks not written yet are dropped."""
         with self._wake:
             self._closed = True
-            self._wake.notify()
+            self._wake.notify_all()
         for _ in range(READERS):
             self._reads.put(None)
 
-    def _end_late(self, read: Read) -> None:
-        if read.end():
-            self.counters.late += 1
-            self._hanging.add(read)
-            if read.left:  # meanwhile
-                self._hanging.discard(read)
+    def _end_late_reads(self) -> None:
+        while True:
+            with self._wake:
+                first = self._deadlines[0][0] if self._deadlines else math.inf
+                if (left := first - time.monotonic()) > 0:
+                    self._wake.wait(min(left, REFRESH_SECONDS))
+                    if self._closed:
+                        return
+                    continue
+                *_, read = heappop(self._deadlines)
+            if read.end():
+                self.counters.late += 1
+                self._hanging.add(read)
+                if read.left:  # meanwhile
+                    self._hanging.discard(read)
 
     def _read_blocks(self) -> None:
         while (read := self._reads.get()) is not None:
@@ -190,20 +204,18 @@ class DiskTier:
             self._hanging.discard(read)
 
     def _read(self, read: Read) -> None:
-        began, count = time.perf_counter(), 0
+        began, blocks = time.perf_counter(), 0
         try:
             for key in read.keys:
                 contents = np.empty(self._files.block_bytes, np.uint8)
                 if read.ended or not self._files.read(key, contents):
                     break
                 read.add(StoredBlock(key, contents))
-                count += 1
+                blocks += 1
         finally:
-            assert read.timer is not None
-            read.timer.cancel()
-            self.counters.read += count
-            if count:
-                self._observe(count * self._files.block_bytes / (time.perf_counter() - began))
+            self.counters.read += blocks
+            if blocks:
+                self._observe(blocks * self._files.block_bytes / (time.perf_counter() - began))
             read.end()
 
     def _observe(self, rate: float) -> None:

@@ -154,7 +154,7 @@ class Rank:
         """
         if not self._others:
             await asyncio.Event().wait()
-        ends = [asyncio.ensure_future(rank.ended.remote()) for rank in self._others]
+        ends = [start(_end_of(rank), "rank") for rank in self._others]
         done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         number = next(number for number, end in enumerate(ends, 1) if end in done)
         error = done.pop().exception()
@@ -167,6 +167,12 @@ class Rank:
         if not self._stopping:
             log.error("the engine ended by itself: Ray restarts it", engine=self._name, why=why)
             exit_at_once(1)
+
+
+async def _end_of(rank: Any) -> str:  # noqa: ANN401 - Ray's actor handles have no types
+    """Wait until a rank's process has ended; return what ended it."""
+    why: str = await rank.ended.remote()
+    return why
 
 
 def rank_actor(spec: EngineSpec, rank: int, group: Any, **options: Any) -> Any:  # noqa: ANN401

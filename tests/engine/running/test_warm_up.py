@@ -77,7 +77,9 @@ def test_no_request_is_the_first_to_need_a_kernel(launched, long_model, kv_cache
     )
     engine = Stepper(build(settings))
     executor = engine.parts.executor
-    executor.execute(largest_batch(32, 1, executor.cache.layout))  # as at startup on a GPU
+    # As at startup on a GPU.
+    executor.execute(largest_batch(32, 1, executor.cache.layout))
+    executor.warm_up(engine.parts.limits.max_model_len)
     ready = launched.copy()
     assert {kernel for kernel, _ in ready} == KERNELS
 
