@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import urllib.request
 from pathlib import Path
 
@@ -120,8 +119,13 @@ def test_forms_and_tools(gateway, engines):
     assert person.keys() == {"name", "age"}
     assert person["age"] in (7, 8)
     for choice in ("required", {"type": "function", "function": {"name": "weather"}}):
-        answer = gateway.chat(tools=TOOLS, tool_choice=choice, max_tokens=200)
-        (call,) = answer.choices[0].message.tool_calls
+        answer = gateway.chat(
+            messages=[{"role": "user", "content": "Weather in Rome?"}],
+            tools=TOOLS,
+            tool_choice=choice,
+            max_tokens=100,
+        )
+        call, *_ = answer.choices[0].message.tool_calls
         assert call.function.name == "weather"
         assert json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
     for extra, fits in (
@@ -153,35 +157,24 @@ def test_blocks_are_free_when_clients_or_the_gateway_leave(gateway, engines):
 
 
 def test_prompts_go_where_their_prefix_is_cached(engines, tmp_path):
-    """Also by a gateway that has just started: it learns what the engines hold."""
+    """A gateway that has just started learns from the engines what each holds."""
     prefixes = [f"Story {i}. " + " ".join(f"word{i}{j}" for j in range(150)) for i in range(8)]
 
     def ask(gateway, prefix, question):
         messages = [{"role": "user", "content": f"{prefix} {question}"}]
         return gateway.chat(messages=messages, max_tokens=2).usage
 
-    def cached():
-        return [engine.metric("octavo_engine_cached_tokens_total") for engine in engines]
-
-    gateway = Gateway(engines, tmp_path / "first.log")
-    try:
-        threads = [
-            threading.Thread(target=ask, args=(gateway, prefix, "What?")) for prefix in prefixes
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
+    halves = [(engines[:1], prefixes[:4]), (engines[1:], prefixes[4:])]
+    for i, (one, held) in enumerate(halves):
+        gateway = Gateway(one, tmp_path / f"{i}.log")
+        for prefix in held:
+            ask(gateway, prefix, "What?")
         gateway.kill()
-    assert all(engine.metric("octavo_engine_prompt_tokens_total") > 1000 for engine in engines)
-    gateway = Gateway(engines, tmp_path / "second.log")
+    gateway = Gateway(engines, tmp_path / "both.log")
     try:
-        before = cached()
         for prefix in prefixes:
             details = ask(gateway, prefix, "Why?").prompt_tokens_details
             assert details.cached_tokens > 300, prefix[:8]
-        assert all(after > earlier for after, earlier in zip(cached(), before, strict=True))
     finally:
         gateway.kill()
     all_free(engines)
