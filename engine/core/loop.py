@@ -7,11 +7,11 @@ from queue import Empty, SimpleQueue
 
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.masks import Masks
-from octavo.engine.core.read_ahead import ReadAhead
 from octavo.engine.core.requests import OnEnd, Requests
 from octavo.engine.core.step import StepError, Steps
 from octavo.engine.events import Event, Load, PrefixChange, measure_load
 from octavo.engine.kv_disk.disk_tier import DiskTier
+from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Samples

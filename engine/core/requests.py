@@ -12,8 +12,8 @@ from octavo.engine.constraints.compiler import (
     TokensMissingError,
 )
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
-from octavo.engine.core.read_ahead import ReadAhead
 from octavo.engine.events import Event, Failure, FailureCode, PrefixChange, Started
+from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_events import output_events
 from octavo.engine.scheduling.batch import Batch, Samples
