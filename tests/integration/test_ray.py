@@ -2,6 +2,11 @@
 
 import asyncio
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 from contextlib import contextmanager
 
 import psutil
@@ -9,6 +14,7 @@ import pytest
 
 import octavo
 from benchmarks.fixture import make_model
+from octavo.common.ports import free_port
 from tests.integration.harness import wait_until
 
 ray = pytest.importorskip("ray")
@@ -179,3 +185,136 @@ async def test_wrong_uses_end_with_a_message_and_a_full_cluster_waits(cluster, l
     assert first.terminate() == 0
     waiting.wait_ready(START_SECONDS)
     assert waiting.terminate() == 0
+
+
+async def test_a_node_that_drains_is_left_before_it_goes(cluster, launch, model):
+    server = serve(launch, model, "moving", *resources(CPU=4))
+    server.wait_ready(START_SECONDS)
+    (node,) = nodes_of(1)
+    async with octavo.AsyncClient(server.address) as client:
+        expected = await outputs(ask(client, "moving", TOKENS))
+        drain(cluster, node)
+        seconds = time.monotonic() + START_SECONDS
+        while [node] in engines_of(1):
+            assert await outputs(ask(client, "moving", TOKENS)) == expected
+            assert time.monotonic() < seconds, server.logs()
+        assert await outputs(ask(client, "moving", TOKENS)) == expected
+    assert "engine leaves a node that drains" in server.logs()
+    assert "engine stopped" in server.logs()
+    assert "engine lost" not in server.logs()
+
+
+def drain(cluster, node):
+    """Tell a node to drain, as `ray start` does when it gets SIGTERM."""
+    from ray.core.generated import autoscaler_pb2
+
+    reason = autoscaler_pb2.DrainNodeReason.DRAIN_NODE_REASON_PREEMPTION
+    deadline = int(time.time() * 1000) + 600_000
+    gcs = cluster.head_node.get_gcs_client()
+    accepted, message = gcs.drain_node(node, reason, "a test", deadline)
+    assert accepted, message
+
+
+@pytest.fixture
+def scaled(tmp_path, monkeypatch):
+    """A cluster whose autoscaler adds and removes nodes of one CPU, three at most."""
+    port = free_port()
+    address = f"{ray.util.get_node_ip_address()}:{port}"
+    commands = ("initialization", "setup", "head_setup", "worker_setup")
+    starts = ("head_start_ray", "worker_start_ray")
+    config = {
+        **{f"{name}_commands": [] for name in (*commands, *starts)},
+        **{name: {} for name in ("auth", "docker", "file_mounts")},
+        **{name: [] for name in ("cluster_synced_files", "rsync_exclude", "rsync_filter")},
+        "file_mounts_sync_continuously": False,
+        "cluster_name": "scaled",
+        "max_workers": 3,
+        "idle_timeout_minutes": 0.2,
+        "provider": {
+            "type": "fake_multinode",
+            "gcs_address": address,
+            "use_node_id_as_ip": True,  # all have one address
+            "disable_node_updaters": True,
+            "disable_launch_config_check": True,
+        },
+        "available_node_types": {
+            "ray.head.default": {"resources": {"CPU": 0}, "node_config": {}, "max_workers": 0},
+            "worker": {
+                "resources": {"CPU": 1, "object_store_memory": 80 << 20},
+                "node_config": {},
+                "min_workers": 0,
+                "max_workers": 3,
+            },
+        },
+        "head_node_type": "ray.head.default",
+        "upscaling_speed": 10,
+    }
+    file = tmp_path / "autoscaling.json"
+    file.write_text(json.dumps(config))
+    monkeypatch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+    fake = {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
+    with (tmp_path / "ray.log").open("wb") as log:
+        head = subprocess.Popen(
+            [
+                *(sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block"),
+                *("--port", str(port), "--num-cpus", "0", "--include-dashboard", "false"),
+                *("--object-store-memory", str(80 << 20), f"--autoscaling-config={file}"),
+            ],
+            env=os.environ | fake,
+            stdout=log,
+            stderr=log,
+        )
+    text = (tmp_path / "ray.log").read_text
+    wait_until(lambda: "To connect to this Ray cluster" in text(), 120, "the head")
+    monkeypatch.setenv("RAY_ADDRESS", address)
+    with connected():
+        yield
+    processes = psutil.Process(head.pid).children(recursive=True)
+    head.send_signal(signal.SIGTERM)
+    for process in [*processes, head]:
+        process.kill()
+    head.wait(10)
+
+
+async def test_engines_and_nodes_come_with_the_load_and_go_without(scaled, launch, model):
+    server = serve(
+        launch,
+        model,
+        "scaled",
+        *resources(CPU=1),
+        *("--ray-max-engines", "3", "--ray-target-wait", "0.5", "--ray-scale-down-delay", "10"),
+        *("--max-num-seqs", "2", "--dns-interval", "1"),
+    )
+    server.wait_ready(START_SECONDS)
+    assert engines(server) == 1
+    seen = {1}
+    async with octavo.AsyncClient(server.address) as client:
+        expected = await outputs(ask(client, "scaled", 300, 1))
+
+        async def keep_asking():
+            while max(seen) < 3:
+                assert await outputs(ask(client, "scaled", 300, 1)) == expected
+
+        callers = [asyncio.create_task(keep_asking()) for _ in range(24)]
+        seconds = time.monotonic() + START_SECONDS
+        while max(seen) < 3:
+            assert time.monotonic() < seconds, server.logs()
+            await asyncio.sleep(0.2)
+            seen.add(engines(server))
+        assert len(workers()) == 3, "the autoscaler has added a node for each"
+        await asyncio.gather(*callers)
+        began = time.monotonic()
+        while engines(server) > 1 or len(workers()) > 1:
+            assert time.monotonic() < began + START_SECONDS, server.logs()
+            await asyncio.sleep(0.5)
+        assert await outputs(ask(client, "scaled", 300, 1)) == expected
+    assert "engine lost" not in server.logs(), "each has drained"
+    assert server.terminate() == 0
+
+
+def engines(server):
+    return int(server.metric("octavo_router_engines_up"))
+
+
+def workers():
+    return [node for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
