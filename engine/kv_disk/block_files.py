@@ -23,7 +23,7 @@ Bytes = NDArray[np.uint8]
 
 _HEADER = struct.Struct("<8sQL")
 _MAGIC = b"octavoKV"
-_SUFFIX = ".kv"
+_SUFFIX, _INCOMPLETE = ".kv", ".kv-part"
 _LOCK = "lock"
 _TRIMMED_TO = 0.9
 """Share of the limit that is left after the least recently used files are deleted."""
@@ -88,9 +88,9 @@ class BlockFiles:
         """
         path = self._path(key)
         try:
-            with path.open("rb", buffering=0) as file:
+            with path.open("rb") as file:
                 header = file.read(_HEADER.size)
-                size = _read_whole(file.fileno(), contents)
+                size = file.readinto(contents.data)
                 whole = header == _header(contents) and size == len(contents) and not file.read(1)
             if whole:
                 os.utime(path)  # the least recently used are deleted first
@@ -109,7 +109,8 @@ class BlockFiles:
         """
         path = self._path(key)
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        with NamedTemporaryFile(dir=path.parent, delete=False) as file:  # only for its owner
+        # Only its owner may read a file that this makes.
+        with NamedTemporaryFile(dir=path.parent, suffix=_INCOMPLETE, delete=False) as file:
             try:
                 file.write(_header(contents))
                 file.write(contents.data)
@@ -148,23 +149,21 @@ class BlockFiles:
                     self.held.discard(bytes.fromhex(path.stem))
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
-        """Yield the time of last use, size and path of each block of any model."""
-        for path in self._root.glob("*/*/*"):
+        """Yield the time of last use, size and path of each block of any model.
+
+        Delete abandoned files. The directory may hold files of others, which must stay.
+        """
+        for path in self._root.glob(f"*/[0-9a-f][0-9a-f]/*{_SUFFIX}*"):
             with suppress(FileNotFoundError):
                 status = path.stat()
                 if path.suffix == _SUFFIX:
                     yield status.st_mtime, status.st_size, path
-                elif time.time() - status.st_mtime > _ABANDONED_SECONDS:
+                elif (
+                    path.suffix == _INCOMPLETE
+                    and time.time() - status.st_mtime > _ABANDONED_SECONDS
+                ):
                     path.unlink()
 
 
 def _header(contents: Bytes) -> bytes:
     return _HEADER.pack(_MAGIC, len(contents), zlib.crc32(contents.data))
-
-
-def _read_whole(file: int, contents: Bytes) -> int:
-    """Read until `contents` is full or the file ends; return the bytes read."""
-    view, size = contents.data, 0
-    while size < len(view) and (count := os.readv(file, [view[size:]])):
-        size += count
-    return size

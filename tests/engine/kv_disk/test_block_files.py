@@ -140,6 +140,18 @@ def test_a_writer_killed_at_any_moment_leaves_whole_files(tmp_path):
     assert not any(path.exists() for path in left)
 
 
+def test_files_of_others_stay(tmp_path):
+    others = [tmp_path / "notes.txt", tmp_path / "photos/2026/report.pdf", tmp_path / "photos/2026/tmpabc"]
+    for path in others:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"somebody's")
+        os.utime(path, (0, 0))
+    files = open_files(tmp_path, 5 * SIZE)
+    for number in range(20):
+        files.write(key_of(number), block(number))
+    assert all(path.read_bytes() == b"somebody's" for path in others)
+
+
 def test_a_disk_that_cannot_be_written_to_is_an_error_and_leaves_nothing(tmp_path):
     files = open_files(tmp_path)
     folder = files._path(key_of(1)).parent
