@@ -18,10 +18,10 @@ from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
 
-HEARTBEAT_SECONDS = 1.0
-"""Seconds between an idle core's reports of its load; a longer silence means that it hangs."""
 Publish = Callable[[list[Event | PrefixChange], Load], None]
 
+HEARTBEAT_SECONDS = 1.0
+"""Seconds between an idle core's reports of its load; a longer silence means that it hangs."""
 MAX_FAILED_STEPS = 3
 """Default number of consecutive failed steps after which the core ends."""
 

@@ -111,7 +111,8 @@ class DiskTier:
         self._files = files
         self.counters = DiskCounters()
         self._pending: deque[tuple[bytes, Callable[[], Bytes]]] = deque()
-        self._wake = threading.Condition()
+        self._saved = threading.Condition()
+        self._begun = threading.Condition()
         self._closed = False
         self._bytes_per_second: float | None = None
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
@@ -136,12 +137,12 @@ class DiskTier:
         """
         if key in self.held:
             return
-        with self._wake:
+        with self._saved:
             if len(self._pending) * self._files.block_bytes >= MAX_PENDING_BYTES:
                 self.counters.dropped += 1
                 return
             self._pending.append((key, copy()))
-            self._wake.notify_all()
+            self._saved.notify()
 
     def worthwhile(self, num_blocks: int, prefill_seconds: float | None) -> bool:
         """Return whether reading blocks is faster than computing, or may be."""
@@ -166,28 +167,29 @@ class DiskTier:
         """
         read = Read(keys, on_end)
         deadline = time.monotonic() + (prefill_seconds or DEFAULT_SECONDS)
-        with self._wake:
+        with self._begun:
             heappush(self._deadlines, (deadline, next(self._numbers), read))
-            self._wake.notify_all()
+            self._begun.notify()
         self._reads.put(read)
         return read
 
     def close(self) -> None:
         """Stop the threads; blocks not written yet are dropped."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify_all()
+        self._closed = True
+        for condition in (self._saved, self._begun):
+            with condition:
+                condition.notify()
         for _ in range(READERS):
             self._reads.put(None)
 
     def _end_late_reads(self) -> None:
         while True:
-            with self._wake:
+            with self._begun:
+                if self._closed:
+                    return
                 first = self._deadlines[0][0] if self._deadlines else math.inf
                 if (left := first - time.monotonic()) > 0:
-                    self._wake.wait(min(left, REFRESH_SECONDS))
-                    if self._closed:
-                        return
+                    self._begun.wait(min(left, threading.TIMEOUT_MAX))
                     continue
                 *_, read = heappop(self._deadlines)
             if read.end():
@@ -225,8 +227,8 @@ class DiskTier:
     def _write_blocks(self) -> None:
         paused = refreshed = 0.0
         while True:
-            with self._wake:
-                self._wake.wait_for(lambda: self._pending or self._closed, REFRESH_SECONDS)
+            with self._saved:
+                self._saved.wait_for(lambda: self._pending or self._closed, REFRESH_SECONDS)
                 if self._closed:
                     return
                 next_ = self._pending.popleft() if self._pending else None

@@ -39,10 +39,10 @@ class ReadAhead:
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group for admission, at once or when its prefix has been read."""
         request, lead = group.request, group.live[0]
-        keys: list[bytes] = []
-        if request.sampling.prompt_logprobs is None:  # else all of the prompt is computed
-            keys, tokens = self._stored.missing(lead.token_ids, request.prefix_salt)
-        seconds = self._scheduler.policy.prefill_seconds(tokens) if keys else None
+        computed = request.sampling.prompt_logprobs is not None  # all of the prompt
+        salt = request.prefix_salt
+        keys, tokens = ([], 0) if computed else self._stored.missing(lead.token_ids, salt)
+        seconds = self._scheduler.policy.prefill_seconds(tokens)
         if not keys or not self._tier.worthwhile(len(keys), seconds):
             self._scheduler.submit(group)
             return
