@@ -1,4 +1,4 @@
-"""What the engine's service passes the core's events to."""
+"""The interface of sessions: receivers of the core's events."""
 
 from collections.abc import Iterable
 from typing import Protocol
@@ -20,7 +20,7 @@ class EventSink(Protocol):
         """Take all adapters that are loaded, whenever they change."""
 
     def close(self) -> None:
-        """End once what is pending is sent: the engine stops."""
+        """End after sending pending messages: the engine stops."""
 
     def fail(self) -> None:
         """End at once with INTERNAL: events were lost."""

@@ -1,4 +1,4 @@
-"""The gRPC services of an engine, which are there before its model is loaded."""
+"""The gRPC services of an engine, which answer before its model is loaded."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -221,7 +221,7 @@ class SequenceGroup:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether requested prompt log-probabilities are left to compute."""
+        """Whether some of the prompt log-probabilities that the request wants are still missing."""
         return (
             self.request.sampling.prompt_logprobs is not None
             and self.num_scored < len(self.request.prompt) - 1

@@ -1,4 +1,4 @@
-"""Runs the router of `octavo serve` while its engines start, and beside them."""
+"""Runs the router of `octavo serve`, from before its engines are ready."""
 
 import asyncio
 import importlib
@@ -25,7 +25,7 @@ CONNECT_SECONDS = 60.0
 
 
 async def connect_to_names(settings: RouterSettings) -> None:
-    """Connect to the Ray cluster if the router's engines are on one; before it handles signals.
+    """Connect to the Ray cluster of the router's engines, if any; before signals are handled.
 
     Raises:
         StartError: There is no cluster.
@@ -48,14 +48,14 @@ async def run_router(
     progress: running.Progress,
     on_made: "Callable[[Router], None] | None" = None,
 ) -> None:
-    """Run the router until a signal, an error of its own or the end of `work`.
+    """Run the router until a signal, an error, or the end of `work`.
 
     Args:
         router: Its settings.
         tokenizer: The tokenizer to load.
-        ready: Ends when the engines are ready.
-        work: What runs beside it; its error is raised.
-        progress: Shows the start.
+        ready: Task that ends when the engines are ready.
+        work: Coroutine function to run concurrently; its error is raised.
+        progress: Display of the start's stages.
         on_made: Called with the router before it starts.
     """
     # Start the router while the model loads: its imports take seconds, and a taken port is

@@ -1,4 +1,4 @@
-"""`octavo serve --ray`: the router runs here, and its engines on a Ray cluster."""
+"""`octavo serve --ray`: runs a router here and its engines on a Ray cluster."""
 
 import asyncio
 import os
@@ -33,7 +33,7 @@ log = structlog.get_logger(__name__)
 SCALE_SECONDS = 1.0
 ADMITTED = "octavo_router_queue_time_seconds_count"
 TLS_OF_RAY = ("RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT")
-"""Environment variables of the PEM files that a node of a Ray cluster with TLS has."""
+"""Environment variables with the PEM files of a Ray node that uses TLS."""
 
 
 async def serve_on_ray(
@@ -81,7 +81,7 @@ async def _replicas(engine: EngineSettings, settings: ServeSettings) -> AsyncIte
     Raises:
         RayError: There is no cluster, or the name is taken.
     """
-    # Else each line of JSON would begin with the actor's name.
+    # Ray would put the actor's name before each line of JSON.
     await call_in_thread(partial(cluster.connect, show_logs=engine.log_format == "console"))
     try:
         nodes = await call_in_thread(cluster.node_resources)
@@ -105,14 +105,14 @@ def make_process(settings: EngineSettings, host: str) -> EngineProcess:
 
 
 def tls_of_ray(environment: Mapping[str, str]) -> tuple[Path, ...] | None:
-    """Return certificate, key and authorities of this node; None: the cluster has no TLS."""
+    """Return this node's certificate, key and authorities; None if the cluster has no TLS."""
     if environment.get("RAY_USE_TLS", "0").lower() in {"", "0", "false"}:
         return None
     return tuple(Path(environment[name]) for name in TLS_OF_RAY)
 
 
 def _tls(router: RouterSettings) -> dict[str, Path]:
-    """Return the router's settings for TLS to engines, if the cluster's are to be used."""
+    """Return the cluster's TLS files as router settings; empty if the router has its own."""
     files = tls_of_ray(os.environ)
     if router.engine_tls is not None or files is None:
         return {}
@@ -123,7 +123,7 @@ async def _ready(replicas: ReplicaSet) -> None:
     """Wait until an engine accepts requests.
 
     Raises:
-        StartError: The first cannot start.
+        StartError: The first engine cannot start.
     """
     try:
         await replicas.ready()
@@ -134,7 +134,7 @@ async def _ready(replicas: ReplicaSet) -> None:
 async def _scale(
     replicas: ReplicaSet, settings: ServeSettings, made: "asyncio.Future[Router]"
 ) -> None:
-    """Set how many engines there should be, once a second."""
+    """Adjust the number of engines once a second."""
     router = await made
     targets = Targets(
         settings.ray_min_engines,

@@ -1,7 +1,7 @@
-"""Decides how many engines there are, by how long requests wait and how full KV caches are.
+"""Chooses the number of engines from the mean wait of requests and the use of KV caches.
 
-The rule is that of Kubernetes' HorizontalPodAutoscaler, with the targets of
-deploy/kubernetes/components/autoscaling.
+The rule is that of Kubernetes' HorizontalPodAutoscaler, with the targets of the Helm chart's
+(deploy/octavo/values.yaml).
 """
 
 import math
@@ -9,21 +9,21 @@ from collections import deque
 from dataclasses import dataclass
 
 WINDOW_SECONDS = 15.0
-"""Seconds over which waits are averaged."""
+"""Length of the window for the mean wait, in seconds."""
 TOLERANCE = 0.1
-"""Relative distance from a target within which the number stays."""
+"""Relative deviation from a target that changes nothing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The load at one time.
+    """The load at one point in time.
 
     Attributes:
-        time: In seconds.
+        time: Time of the measurement, in seconds.
         engines: Engines that take requests.
         waiting: Requests that wait, in the router and in engines.
-        admitted: Requests that the router has given to engines so far.
-        kv_use: Share of the engines' KV cache that is in use.
+        admitted: Total number of requests that the router has dispatched to engines.
+        kv_use: Share of the engines' KV cache in use, 0 to 1.
     """
 
     time: float
@@ -35,14 +35,14 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """The limits of the number of engines, and what it aims at.
+    """Limits of the number of engines, and target values of the load.
 
     Attributes:
-        least: Minimum of engines.
-        most: Maximum of engines.
-        wait: Mean seconds that requests wait.
-        kv_use: Mean use of the KV cache, 0 to 1.
-        shrink_after: Seconds for which fewer engines must suffice before one is ended.
+        least: Minimum number of engines.
+        most: Maximum number of engines.
+        wait: Target of the mean wait of requests, in seconds.
+        kv_use: Target of the mean KV-cache use, 0 to 1.
+        shrink_after: Seconds that fewer engines must suffice before one is removed.
     """
 
     least: int
@@ -53,10 +53,10 @@ class Targets:
 
 
 class Autoscaler:
-    """Decides from a sample at a time.
+    """Chooses the number of engines after each sample.
 
     Args:
-        targets: What to aim at.
+        targets: The limits and targets.
     """
 
     def __init__(self, targets: Targets) -> None:
@@ -65,13 +65,13 @@ class Autoscaler:
         self._fewer_since: float | None = None
 
     def decide(self, sample: Sample, wanted: int) -> int:
-        """Return how many engines there should be.
+        """Return the number of engines to run.
 
-        It adds none while engines start, as these may be enough, and ends one at a time.
+        It adds none while engines start, as these may be enough, and removes one at a time.
 
         Args:
-            sample: The load now.
-            wanted: How many there should have been so far.
+            sample: The current load.
+            wanted: The previous result.
         """
         targets = self._targets
         self._samples.append(sample)
@@ -87,9 +87,9 @@ class Autoscaler:
         return max(number, wanted) if sample.engines >= wanted else wanted
 
     def _fewer_suffice(self, now: float, number: int, wanted: int) -> bool:
-        """Return whether fewer engines than wanted have been enough for long, and forget it then.
+        """Return whether to remove an engine: fewer have been enough for `shrink_after` seconds.
 
-        How few are enough is known only of one less: without a queue, its length says nothing.
+        Without a queue, its length does not tell how many fewer are enough: so remove only one.
         """
         if number >= wanted:
             self._fewer_since = None
@@ -101,7 +101,7 @@ class Autoscaler:
         return False
 
     def _wait(self) -> float:
-        """Return the mean seconds that requests wait: how many wait, by how many go on a second."""
+        """Return the mean wait in seconds: waiting requests divided by the rate of admission."""
         first, last = self._samples[0], self._samples[-1]
         seconds = last.time - first.time
         waiting = sum(each.waiting for each in self._samples) / len(self._samples)

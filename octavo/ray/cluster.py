@@ -12,20 +12,20 @@ NAMESPACE = "octavo"
 CPUS_OF_A_GPU_RANK = 4.0
 
 Resources = Mapping[str, float]
-"""Amounts by Ray's names: CPU, GPU, memory, or a resource that nodes were started with."""
+"""Amounts by Ray's resource names: CPU, GPU, memory, or a custom resource of nodes."""
 
 
 class RayError(Exception):
-    """The Ray cluster cannot do what was asked; the message says what to change."""
+    """The Ray cluster cannot run the engines; the message names a remedy."""
 
 
 def connect(*, show_logs: bool = False) -> None:
-    """Connect this process to the cluster of `RAY_ADDRESS`, or else of this machine.
+    """Connect this process to the cluster at `RAY_ADDRESS`; default: this machine's cluster.
 
-    Call it in a thread of its own: in the main one, Ray would handle SIGTERM.
+    Do not call it in the main thread, where Ray would replace the handler of SIGTERM.
 
     Args:
-        show_logs: Whether to print what the actors print.
+        show_logs: Whether to print the actors' output.
 
     Raises:
         RayError: There is no cluster.
@@ -56,12 +56,12 @@ def rank_resources(asked: Resources, device: str, nodes: Collection[Resources]) 
     """Return the resources of one rank.
 
     Args:
-        asked: The value of --ray-resources; what it does not name has a default.
+        asked: The value of --ray-resources; missing names get defaults.
         device: The value of --device.
         nodes: The resources of each node.
 
     Raises:
-        RayError: The amounts are wrong, or there is no default, as no node has a CPU.
+        RayError: An amount is wrong, or no node has a CPU, so there is no default.
     """
     if asked and (min(asked.values()) < 0 or not any(asked.values())):
         raise RayError("--ray-resources: no amount may be negative, and one must be above 0")
@@ -106,5 +106,5 @@ def interface_of(address: str) -> str | None:
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that are about to go."""
+    """Return the ids of the nodes that drain before they are removed."""
     return set(ray._private.state.state.get_draining_nodes())  # noqa: SLF001 - as Ray Train does

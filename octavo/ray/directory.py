@@ -1,4 +1,4 @@
-"""An actor by whose name routers find the addresses of a model's engines."""
+"""A named actor with the addresses of a model's engines, where routers look them up."""
 
 import asyncio
 from typing import Any
@@ -14,7 +14,7 @@ TIMEOUT_SECONDS = 5.0
 
 
 class Directory:
-    """The actor: it has the addresses of the engines that take requests."""
+    """The actor: stores the addresses of the engines that accept requests."""
 
     def __init__(self) -> None:
         self._addresses: list[str] | None = None
@@ -24,15 +24,15 @@ class Directory:
         self._addresses = addresses
 
     def get(self) -> list[str] | None:
-        """Return the addresses; None: not known yet, since Ray restarted this actor."""
+        """Return the addresses; None after Ray restarted this actor, until they are set again."""
         return self._addresses
 
 
 def make_directory(name: str) -> Any:  # noqa: ANN401 - Ray's actor handles have no types
-    """Start the directory of a name on this node; it ends with this process.
+    """Start a directory with this name on this node; it ends with this process.
 
     Raises:
-        RayError: The cluster has one of that name.
+        RayError: The cluster already has a directory with this name.
     """
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=True)
     options = {"num_cpus": 0, "max_restarts": -1, "scheduling_strategy": here}
@@ -46,7 +46,7 @@ def make_directory(name: str) -> Any:  # noqa: ANN401 - Ray's actor handles have
 
 
 async def look_up(name: str) -> set[str]:
-    """Return HOST:PORT of every engine that takes requests.
+    """Return HOST:PORT of every engine that accepts requests.
 
     Args:
         name: The --ray-name of the engines.

@@ -1,7 +1,7 @@
 """The actor of one rank of an engine: it runs the rank's process and ends with it.
 
-Rank 0 owns the actors of the other ranks. So Ray ends these with it, and restarts it alone: it
-starts new ones, since the ranks of an engine start and end together.
+Rank 0 owns the actors of the other ranks. So Ray ends these with it, and restarts only
+rank 0, which starts new ones: the ranks of an engine start and end together.
 """
 
 import asyncio
@@ -23,11 +23,11 @@ from octavo.ray.cluster import RayError, Resources, actor_options, interface_of
 log = structlog.get_logger(__name__)
 
 START_SECONDS = 5.0
-"""Seconds that rank 0 has to find its own error, when another rank fails while starting."""
+"""Seconds to wait for rank 0's own error when another rank fails at the start."""
 
 
 class RankProcess(Protocol):
-    """A process that serves, or that computes for one that serves."""
+    """The process of a rank: rank 0 serves, the others compute for it."""
 
     def start(self) -> None:
         """Start it."""
@@ -39,7 +39,7 @@ class RankProcess(Protocol):
         """Wait until it has ended."""
 
     def end(self) -> str:
-        """Return the reason of its end."""
+        """Return why it ended."""
 
     def stop(self) -> None:
         """Let it drain, and wait for its end."""
@@ -47,11 +47,11 @@ class RankProcess(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What an engine is made of.
+    """The description of an engine to start.
 
     Attributes:
         name: Its name in logs.
-        launch: Makes a rank's process, given the node's address; it has yet to be started.
+        launch: Function that makes a rank's process from the node's address, not started yet.
         ranks: Number of its ranks.
         resources: The resources of each rank.
     """
@@ -63,12 +63,12 @@ class EngineSpec:
 
 
 class Rank:
-    """The actor.
+    """The actor of a rank.
 
     Args:
         spec: Its engine.
         rank: Its number.
-        variables: Environment variables by which the ranks find each other. Rank 0 makes them.
+        variables: Environment variables of the ranks' rendezvous, which rank 0 sets.
     """
 
     def __init__(self, spec: EngineSpec, rank: int, variables: dict[str, str]) -> None:
@@ -84,7 +84,7 @@ class Rank:
         self._process.start()
 
     def __repr__(self) -> str:
-        return self._name  # Ray puts it before each line of the log
+        return self._name  # Ray's prefix of each log line
 
     async def ready(self) -> str:
         """Wait until the engine accepts requests; return its address.
@@ -112,7 +112,7 @@ class Rank:
         nodes = placement_group_table(group)["bundles_to_node_id"]
         here = [number for number in range(spec.ranks) if nodes[number] == nodes[rank]]
         if spec.resources.get("GPU"):
-            here = [rank]  # Ray shows each rank its own GPU alone
+            here = [rank]  # Ray shows each rank only its own GPU
         if not rank:
             variables = {"MASTER_ADDR": host, "MASTER_PORT": str(free_port())}
         os.environ |= {
@@ -122,7 +122,7 @@ class Rank:
             "LOCAL_RANK": str(here.index(rank)),
             "LOCAL_WORLD_SIZE": str(len(here)),
         }
-        if (interface := interface_of(host)) is not None:  # what a host's name means may be lo
+        if (interface := interface_of(host)) is not None:  # the host's name may resolve to lo
             os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
         if not rank:
@@ -144,7 +144,7 @@ class Rank:
         try:
             return await self._process.ready()
         except Exception as error:
-            raise RayError(str(error)) from error  # whose class any driver knows
+            raise RayError(str(error)) from error  # a class that every driver can unpickle
 
     async def _rank_ended(self) -> NoReturn:
         """Wait until another rank has ended.

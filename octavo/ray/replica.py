@@ -23,7 +23,7 @@ from octavo.ray.rank import EngineSpec, rank_actor
 log = structlog.get_logger(__name__)
 
 PACK = "PACK"
-"""Ray puts ranks on one node if they fit there, else on several."""
+"""Placement strategy: all ranks on one node if they fit, otherwise on several."""
 FIRST_WAIT, LONGEST_WAIT = 5.0, 120.0
 """Seconds between log lines while an engine waits for resources; doubled each time."""
 LOOK_SECONDS = 1.0
@@ -32,15 +32,15 @@ STOP_SECONDS = 10.0
 
 
 class Replica:
-    """An engine, from its placement to its end.
+    """An engine on the cluster, from its placement to its end.
 
     Args:
-        spec: What it is made of.
-        drain_seconds: Seconds that its requests have to finish.
+        spec: The engine to start.
+        drain_seconds: Maximum seconds for its requests to finish.
         on_change: Called when its address has changed.
 
     Attributes:
-        address: HOST:PORT while it takes requests, else empty.
+        address: HOST:PORT while it accepts requests, otherwise empty.
         leaving: Whether another is to replace it, as its node is about to go.
         draining: Whether it is about to end.
     """
@@ -58,7 +58,7 @@ class Replica:
         self._actor: Any = None
 
     async def run(self) -> None:
-        """Place it, start it, and wait until it is drained; Ray restarts it meanwhile.
+        """Place it, start it, and wait until it has drained; Ray restarts it after failures.
 
         Raises:
             RayError: It cannot start, or Ray does not restart it.
@@ -81,7 +81,7 @@ class Replica:
             remove_placement_group(group)  # ends the actors in it
 
     async def drain(self) -> None:
-        """Take it from routers, let it finish its requests and end it; `run` then returns."""
+        """Withdraw it from routers, wait for its requests, and end it; `run` then returns."""
         self.draining = True
         self._set_address("")
         if self._actor is None:
@@ -103,7 +103,7 @@ class Replica:
         )
 
     async def _placed(self, group: PlacementGroup) -> None:
-        """Wait until the cluster has room, or until it is to end; log what there is not."""
+        """Wait until the cluster has room or the engine drains; log the missing resources."""
         began, wait = time.monotonic(), FIRST_WAIT
         while not (self.draining or await call_in_thread(group.wait, LOOK_SECONDS)):
             if time.monotonic() < began + wait:

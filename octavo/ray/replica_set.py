@@ -1,4 +1,4 @@
-"""The engines of a model on a Ray cluster: as many as there should be, and where they are."""
+"""Keeps the wanted number of a model's engines on a Ray cluster, and publishes their addresses."""
 
 import asyncio
 from contextlib import suppress
@@ -18,20 +18,20 @@ log = structlog.get_logger(__name__)
 
 PERIOD_SECONDS = 1.0
 PUBLISH_SECONDS = 5.0
-"""Seconds after which addresses are sent again, as the directory may have been restarted."""
+"""Seconds between repeated publications: Ray may have restarted the directory."""
 
 
 class ReplicaSet:
-    """Keeps engines running within a block; they drain at its end.
+    """Runs engines within an `async with` block; they drain at its end.
 
     Args:
-        name: The name by which routers find them.
-        spec: What each is made of.
-        count: Their number at first.
-        drain_seconds: Seconds that their requests have to finish.
+        name: The name of their directory.
+        spec: The description of each engine.
+        count: Their initial number.
+        drain_seconds: Maximum seconds for their requests to finish.
 
     Attributes:
-        wanted: How many there should be.
+        wanted: Number of engines to run.
     """
 
     def __init__(self, name: str, spec: EngineSpec, count: int, drain_seconds: float) -> None:
@@ -86,14 +86,14 @@ class ReplicaSet:
                     await self._changed.wait()
 
     def _mark(self, nodes: set[str]) -> None:
-        """Mark the engines on nodes that are about to go: others replace them, if they can."""
+        """Mark the engines on draining nodes, so that others replace them."""
         for replica in self._staying:
             if replica.is_on(nodes):
                 log.info("engine leaves a node that drains", address=replica.address)
                 replica.leaving = True
 
     def _reconcile(self) -> None:
-        """Start the engines that are missing, and drain those that are too many."""
+        """Start missing engines, and drain surplus ones."""
         staying = self._staying
         for _ in range(self.wanted - len(staying)):
             replica = Replica(self._spec, self._drain_seconds, self._changed.set)
@@ -121,7 +121,7 @@ class ReplicaSet:
             self._changed.set()
 
     async def _publish(self) -> None:
-        """Tell routers the addresses."""
+        """Publish the addresses to routers."""
         addresses = sorted(replica.address for replica in self._replicas if replica.address)
         now = asyncio.get_running_loop().time()
         told, last = self._published

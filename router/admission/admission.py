@@ -366,7 +366,7 @@ def _granted(claim: Claim[E]) -> asyncio.Future[E]:
 
 
 def _has_open_slot(engine: E, claim: Claim[E], pace: Pace, bursts: Sequence[Burst]) -> bool:
-    """Return whether an engine has unreserved slots for a request; true for an empty engine."""
+    """Return whether an engine has unreserved slots for a request; an idle engine always has."""
     if not engine.sequences:
         return True
     endings = [pace.seconds(tokens) for tokens in engine.claims.to_come()]

@@ -27,7 +27,7 @@ MAX_RESERVED_SHARE = 1 / 3
 
 
 class Burst(NamedTuple):
-    """The shortest time in which a tenant requested at least this many sequences."""
+    """A burst of a tenant: the shortest time in which it requested this many sequences."""
 
     sequences: int
     seconds: float

@@ -17,7 +17,7 @@ _ORDER = (
 def merged_status(statuses: Iterable[admin_pb2.EngineStatus]) -> admin_pb2.EngineStatus:
     """Merge one engine's status from several workers.
 
-    Sequences are added. An engine counts as connected if all workers are connected to it.
+    The result has the sum of the workers' sequences, and is connected if all workers are.
     """
     known = list(statuses)
     fullest = max(known, key=lambda status: (status.HasField("load"), bool(status.model)))

@@ -15,7 +15,7 @@ CPU = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
 
 
 def bound(*arguments):
-    """Bind a new process; return its log, its memory policy, and the CPUs of a new thread."""
+    """Bind a child process to CPUs; return its log, memory policy, and a new thread's CPUs."""
     with multiprocessing.get_context("spawn").Pool(1) as pool:
         return pool.apply(_bind, arguments)
 

@@ -102,7 +102,7 @@ def _image(name: str, context: Path, dockerfile: str) -> None:
 
 
 def _pip_files(root: Path) -> Path:
-    """What pip needs in a container to find what it finds here: index, certificates, wheels."""
+    """Files that pip needs in a container: its configuration, certificates and wheels."""
     certificates = Path("/etc/ssl/certs/ca-certificates.crt")
     (root / certificates.relative_to("/").parent).mkdir(parents=True)
     shutil.copy(certificates, root / certificates.relative_to("/"))
@@ -181,7 +181,7 @@ class Project:
         return run(*start, *arguments, env=self._environment, cwd=DOCKER)
 
     def up(self, engines: int = 2) -> None:
-        """Start what does not run, and bring the number of engines about."""
+        """Start missing containers, and scale to this number of engines."""
         self.compose(
             "up", "--detach", f"--scale=engine={engines}", "router", "engine", "prometheus"
         )
@@ -206,7 +206,7 @@ class Project:
     label = f"label=com.docker.compose.project={PROJECT}"
 
     def down(self) -> None:
-        """Remove everything that is the project's; see that nothing is left."""
+        """Remove the project's containers, networks and volumes; check that none is left."""
         self.compose("down", "--volumes", "--remove-orphans", "--timeout=5")
         for listed in (["ps", "--all"], ["network", "ls"], ["volume", "ls"]):
             assert run("docker", *listed, "--quiet", "--filter", self.label) == ""
@@ -226,7 +226,7 @@ class Container:
         return run("docker", "exec", self.identity, *command)
 
     def logs(self) -> str:
-        """What it wrote since it was made, errors too."""
+        """Its output since its creation, including errors."""
         command = ["docker", "logs", self.identity]
         done = subprocess.run(
             command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=True
@@ -234,7 +234,7 @@ class Container:
         return done.stdout
 
     def seconds_to_ready(self) -> float:
-        """How long its last start took by its own log."""
+        """Duration of its last start, from its log."""
         lines = [json.loads(line) for line in self.logs().splitlines() if line.startswith("{")]
         return [line["seconds"] for line in lines if line["event"].endswith("is ready")][-1]
 

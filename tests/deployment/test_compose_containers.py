@@ -83,7 +83,7 @@ def wait_for_engines(number: int) -> None:
 
 
 def asked(query: str) -> dict[str, float]:
-    """What Prometheus answers, by instance."""
+    """The result of a Prometheus query, by instance."""
     url = f"http://127.0.0.1:9090/api/v1/query?{urllib.parse.urlencode({'query': query})}"
     with urllib.request.urlopen(url, timeout=30) as page:
         found = json.load(page)["data"]["result"]
@@ -91,7 +91,7 @@ def asked(query: str) -> dict[str, float]:
 
 
 def migrations(router: Container) -> float:
-    """How many requests a router moved to another engine, by its own metrics."""
+    """Number of requests that the router migrated, from its metrics."""
     read = "import urllib.request as u; print(u.urlopen('http://localhost:9151/metrics').read().decode())"
     lines = router.execute("python3", "-c", read).splitlines()
     counts = [line for line in lines if line.startswith("octavo_router_migrations_total")]

@@ -85,7 +85,7 @@ def collector():
 
 @asynccontextmanager
 async def traced(collector, model, *, engines: int = 1, **settings):
-    """A client of a router, and its engines; all spans are collected once it closes."""
+    """Start a router and its engines; yield a client of the router. The end flushes all spans."""
     async with AsyncExitStack() as stack:
         nodes = []
         for _ in range(engines):

@@ -42,7 +42,7 @@ class Weight:
 
 
 class _Names:
-    """Transformers' changes to the tensors of one file.
+    """How transformers renames and converts the tensors of one GGUF file.
 
     Args:
         architecture: Its name in the file.

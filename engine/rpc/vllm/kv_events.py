@@ -1,7 +1,7 @@
-"""What the prefix cache holds, and how it changes, for gateways that keep an index of it.
+"""Streams of the prefix cache's contents and changes, for gateways that index them.
 
-Only blocks whose prefix has no salt are told, as no call of this contract can have one. So a
-gateway does not see the prompts of Octavo's tenants.
+Only blocks without a salt are sent, as calls of this contract have none. So a gateway does not see
+the prompts of Octavo's tenants.
 """
 
 import asyncio
@@ -20,18 +20,18 @@ from octavo.engine.kv_cache import BlockContents
 from octavo.v1 import engine_pb2
 
 CHUNK_BLOCKS = 512
-"""Maximum blocks of a batch's message."""
+"""Maximum blocks per message."""
 
 
 class KvSubscription:
     """One subscriber's batches: a snapshot, then the changes of each step.
 
     If the subscriber reads slowly, changes are merged: a block that was stored and evicted since
-    the last batch is not mentioned. So a subscription keeps no more than the cache holds.
+    the last batch is left out. So a subscription never holds more than the cache.
     """
 
     def __init__(self) -> None:
-        self._known: set[bytes] = set()  # what the subscriber was told
+        self._known: set[bytes] = set()  # keys sent to the subscriber
         self._stored: dict[bytes, BlockContents] = {}
         self._evicted: set[bytes] = set()
         self._opened = False
@@ -61,7 +61,7 @@ class KvSubscription:
             snapshot = False
 
     def _snapshot(self) -> Iterator[common_pb2.KvEventBatch]:
-        """Yield all that the cache holds, in chunks."""
+        """Yield the cache's contents, in chunks."""
         stored, self._stored = self._stored, {}
         self._known |= stored.keys()
         chunks = _chunks(stored) or [[]]
@@ -75,11 +75,11 @@ class KvSubscription:
             yield batch
 
     def _changes(self) -> Iterator[common_pb2.KvEventBatch]:
-        """Yield what was evicted and stored since the last batch."""
+        """Yield the blocks evicted and stored since the last batch."""
         stored, self._stored = self._stored, {}
         evicted, self._evicted = self._evicted, set()
         left = self._known - evicted
-        self._known = left | stored.keys()  # now, as more may be evicted while a batch is sent
+        self._known = left | stored.keys()  # before sending: more may be evicted meanwhile
         if evicted:
             batch = self._batch()
             event = batch.events.add(event_id=next(self._events))
@@ -103,7 +103,7 @@ class KvSubscription:
         """Do nothing: a subscription has no requests."""
 
     def add_prefixes(self, change: PrefixChange) -> None:
-        """Add a change to the next batch; changes before the whole contents are ignored."""
+        """Add a change to the next batch; ignore changes before the snapshot."""
         if change.session is not None:
             self._opened = True
             self._ready.set()
@@ -135,7 +135,7 @@ class KvSubscription:
 
 
 def _chunks(blocks: Mapping[bytes, BlockContents]) -> list[list[tuple[bytes, BlockContents]]]:
-    """Return blocks in chunks, parents before their children, and a child next if it can be."""
+    """Return blocks in chunks, each parent before its children, chains together."""
     children: defaultdict[bytes, list[bytes]] = defaultdict(list)
     for key, contents in blocks.items():
         children[contents.parent].append(key)
@@ -151,7 +151,7 @@ def _chunks(blocks: Mapping[bytes, BlockContents]) -> list[list[tuple[bytes, Blo
 def _runs(
     blocks: Iterable[tuple[bytes, BlockContents]],
 ) -> Iterator[common_pb2.KvBlocksStored]:
-    """Yield an event for each run of blocks that follow each other."""
+    """Yield an event for each chain of consecutive blocks."""
     run, last = common_pb2.KvBlocksStored(), None
     for key, contents in blocks:
         if contents.parent != last:
@@ -175,5 +175,5 @@ def _runs(
 
 
 def _hash(key: bytes) -> int:
-    """Return the first 8 bytes of a key as a signed number, as the contract has it."""
+    """Return a key's first 8 bytes as a signed integer, the contract's hash type."""
     return int.from_bytes(key[:8], "little", signed=True)

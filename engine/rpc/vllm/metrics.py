@@ -1,4 +1,4 @@
-"""The engine's metrics by vLLM's names, for endpoint pickers and dashboards that know these."""
+"""The engine's metrics under vLLM's names, for endpoint pickers and dashboards."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -35,9 +35,9 @@ _REASONS = {
 
 
 class VllmMetrics(Collector):
-    """Makes metrics of what `EngineMetrics` counts when they are scraped.
+    """Converts `EngineMetrics` to vLLM's metrics when they are scraped.
 
-    What it counts itself, it counts once a request, at its end.
+    Its own counters change once per request, at the request's end.
 
     Args:
         metrics: The engine's metrics.

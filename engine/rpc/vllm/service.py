@@ -39,18 +39,18 @@ log = structlog.get_logger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 
 SERVER_TYPE = "vllm-grpc"
-"""What gateways know vLLM's contract by."""
+"""Name of vLLM's contract, as gateways expect it."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Loaded:
-    """What calls need once the model is loaded.
+    """State that exists once the model is loaded.
 
     Attributes:
-        engine: The service whose core computes.
+        engine: The service that owns the core.
         parts: The engine's parts.
-        session: Number of the core's session of all calls of Generate.
-        streams: These calls.
+        session: Number of the core session that all Generate calls share.
+        streams: The running Generate calls.
     """
 
     engine: EngineService
@@ -118,7 +118,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 yield response
 
     async def _stop_strings(self, params: vllm_pb2.SamplingParams) -> MakeStopStrings | None:
-        """Return a maker of outputs' stop strings; None if there are none.
+        """Return a factory of `StopStrings`, one per output; None without stop strings.
 
         Raises:
             RpcError: UNIMPLEMENTED: the engine has no tokenizer to look for them.
@@ -146,7 +146,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Embed(
         self, request: vllm_pb2.EmbedRequest, context: Context
     ) -> vllm_pb2.EmbedResponse:
-        """Refuse: the engine generates."""
+        """Refuse: the engine only generates."""
         raise rpc.unimplemented("tokenized", "this engine generates text and makes no embeddings")
 
     async def HealthCheck(
@@ -162,7 +162,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetModelInfo(
         self, request: vllm_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_pb2.GetModelInfoResponse:
-        """Return the model's facts."""
+        """Return the model's description."""
         parts, settings = self._engine().parts, self._settings
         config = read_json(parts.path / CONFIG)
         defaults = MessageToDict(parts.defaults.sampling, preserving_proto_field_name=True)
@@ -185,7 +185,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def GetServerInfo(
         self, request: vllm_pb2.GetServerInfoRequest, context: Context
     ) -> vllm_pb2.GetServerInfoResponse:
-        """Return the engine's facts."""
+        """Return the engine's description."""
         loaded = self._engine()
         load, (budget,) = loaded.engine.core.load, loaded.parts.limits.budgets
         return vllm_pb2.GetServerInfoResponse(
@@ -243,7 +243,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def SubscribeKvEvents(
         self, request: common_pb2.SubscribeKvEventsRequest, context: Context
     ) -> AsyncIterator[common_pb2.KvEventBatch]:
-        """Send what the prefix cache holds, then what changes."""
+        """Send the prefix cache's contents, then its changes."""
         engine = self._engine().engine
         if not self._settings.enable_prefix_caching:
             raise rpc.unimplemented(

@@ -1,4 +1,4 @@
-"""Stop strings, which vLLM's contract leaves to the engine."""
+"""Detection of stop strings, which vLLM's contract leaves to the engine."""
 
 from collections.abc import Sequence
 
@@ -11,9 +11,9 @@ class StopStrings:
     """Watches the text of one output for the first of its stop strings.
 
     Args:
-        tokenizer: The model's.
+        tokenizer: The model's tokenizer.
         strings: The stop strings; none is empty.
-        min_tokens: Number of tokens before which none ends the output.
+        min_tokens: Minimum tokens before a stop string ends the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, strings: Sequence[str], min_tokens: int) -> None:

@@ -30,17 +30,17 @@ FINISH_REASONS = {
     FinishReason.STOP_STRING: "stop",
     FinishReason.STOP_TOKEN: "stop",
 }
-"""vLLM's names of why an output ended."""
+"""vLLM's names of finish reasons."""
 
 
 @dataclass(slots=True)
 class _Output:
-    """What an output has got since its last response.
+    """An output's tokens since its last response.
 
     Attributes:
         token_ids: The tokens.
         logprobs: Their log-probabilities, if requested.
-        finish_reason: Why it ended; None while it has not.
+        finish_reason: Reason of its end; None while it runs.
         started: Whether a response was sent.
         ended: Whether the last response was sent.
         stop_strings: Its stop strings; None if it has none.
@@ -63,7 +63,7 @@ class _Output:
 class GenerateStream:
     """One call's outputs.
 
-    If the caller reads slowly, tokens are merged, so a stream keeps no more than its tokens.
+    If the caller reads slowly, responses are merged, so a stream never holds more than its tokens.
 
     Args:
         request: The request.
@@ -98,11 +98,11 @@ class GenerateStream:
         self._ready = asyncio.Event()
 
     def start(self, cached_tokens: int) -> None:
-        """Take note that the request has left the queue."""
+        """Record that the request has left the queue."""
         self.started, self._cached_tokens = True, cached_tokens
 
     def add_token(self, index: int, token_id: int) -> None:
-        """Add a token of which there is no more to say."""
+        """Add a token without log-probabilities or a finish reason."""
         output = self._outputs[index]
         if output.finish_reason is not None:
             return  # it was ended here; the engine had begun the token before it knew
@@ -115,7 +115,7 @@ class GenerateStream:
         self._ready.set()
 
     def add(self, event: OutputEvent) -> None:
-        """Add tokens with what else there is to say of them."""
+        """Add tokens with their log-probabilities and finish reason."""
         output = self._outputs[event.index]
         if output.finish_reason is not None:
             return
@@ -143,7 +143,7 @@ class GenerateStream:
         self._ready.set()
 
     async def responses(self) -> AsyncIterator[vllm_pb2.GenerateResponse]:
-        """Yield what comes until all outputs have ended.
+        """Yield responses until all outputs have ended.
 
         Raises:
             RpcError: The request failed.
@@ -158,7 +158,7 @@ class GenerateStream:
                     yield response
 
     def _take(self, index: int, output: _Output) -> list[vllm_pb2.GenerateResponse]:
-        """Return the responses for what an output has got, and forget that."""
+        """Return the responses for an output's new tokens, and clear these."""
         responses: list[vllm_pb2.GenerateResponse] = []
         if output.ended:
             return responses
@@ -245,7 +245,7 @@ def _top(logprobs: Iterable[TokenLogprob]) -> list[vllm_pb2.TopLogProbs]:
 class GenerateStreams:
     """All calls of Generate, as one session of the core.
 
-    A caller may give two requests the same id, as in vLLM: the core gets a number behind it.
+    Two requests may have the same id, as in vLLM: the core gets it with a number appended.
     """
 
     def __init__(self, core: EngineCore) -> None:
@@ -256,7 +256,7 @@ class GenerateStreams:
 
     @property
     def waiting_tokens(self) -> int:
-        """Tokens of the prompts that have not left the queue."""
+        """Prompt tokens of queued requests."""
         return sum(len(s.request.prompt) for s in self._streams.values() if not s.started)
 
     async def run(
@@ -314,7 +314,7 @@ class GenerateStreams:
         """Do nothing: the contract has no adapters."""
 
     def close(self) -> None:
-        """Do nothing: the core has failed what was left."""
+        """Do nothing: the core has failed the remaining requests."""
 
     def fail(self) -> None:
         """End all streams: events were lost."""

@@ -20,10 +20,10 @@ NOT_SERVED = {
     "kv_transfer_params": "the transfer of K/V between engines",
     "kv_transfer_params_json": "the transfer of K/V between engines",
 }
-"""Fields of GenerateRequest for what the engine does not do."""
+"""Fields of GenerateRequest that the engine does not support, with their purpose."""
 UNSIGNED = (1 << 64) - 1
 MAX_GRAMMAR = 1 << 15
-"""Maximum characters of a grammar. Rewriting GBNF takes the square of its rules, in Python."""
+"""Maximum characters of a grammar. Rewriting GBNF takes time quadratic in its rules."""
 
 
 def to_submit(
@@ -65,7 +65,7 @@ def to_submit(
 
 
 def _check_served(request: vllm_pb2.GenerateRequest) -> None:
-    """Refuse what the engine does not do.
+    """Refuse fields that the engine does not support.
 
     Raises:
         RpcError: UNIMPLEMENTED or INVALID_ARGUMENT with the field.
@@ -112,10 +112,10 @@ def _sampling(params: vllm_pb2.SamplingParams) -> sampling_pb2.SamplingParams:
 
 
 def _logprobs(params: vllm_pb2.SamplingParams, name: str) -> int | None:
-    """Return how many log-probabilities are asked for; None for none.
+    """Return the number of requested log-probabilities; None if not requested.
 
     Raises:
-        RpcError: INVALID_ARGUMENT: the number is negative, which is vLLM's for all.
+        RpcError: INVALID_ARGUMENT: the number is negative; vLLM's -1 means all.
     """
     if not params.HasField(name):
         return None
@@ -128,7 +128,7 @@ def _logprobs(params: vllm_pb2.SamplingParams, name: str) -> int | None:
 
 
 def _constraint(params: vllm_pb2.SamplingParams) -> sampling_pb2.OutputConstraint | None:
-    """Translate the form of the outputs; None if they are free.
+    """Translate the output constraint; None without one.
 
     Raises:
         RpcError: UNIMPLEMENTED or INVALID_ARGUMENT with the field.

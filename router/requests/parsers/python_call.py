@@ -9,7 +9,7 @@ from octavo.router.requests.parsers.parser import Piece, PieceKind
 from octavo.router.requests.parsers.values import json_text, types_of_json
 
 MAX_LENGTH = 1 << 18
-"""Maximum characters of a list; a longer text is content."""
+"""Maximum characters of a list of calls; longer text is returned as content."""
 _NAMES = {"true": True, "false": False, "null": None}
 """JSON constants that some models write."""
 _CALL = re.compile(r"(?P<name>[\w./:-]+)\s*\((?P<arguments>.*)\)", re.DOTALL)

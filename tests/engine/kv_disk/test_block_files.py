@@ -141,7 +141,11 @@ def test_a_writer_killed_at_any_moment_leaves_whole_files(tmp_path):
 
 
 def test_files_of_others_stay(tmp_path):
-    others = [tmp_path / "notes.txt", tmp_path / "photos/2026/report.pdf", tmp_path / "photos/2026/tmpabc"]
+    others = [
+        tmp_path / "notes.txt",
+        tmp_path / "photos/2026/report.pdf",
+        tmp_path / "photos/2026/tmpabc",
+    ]
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"somebody's")

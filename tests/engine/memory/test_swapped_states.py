@@ -1,4 +1,4 @@
-"""A hybrid's states return unchanged from swap space, and its outputs do not change."""
+"""Swapping a hybrid model's states out and in changes neither the states nor the outputs."""
 
 import random
 

@@ -1,4 +1,4 @@
-"""A model's own defaults replace parameters that a request does not set."""
+"""Parameters that a request leaves unset get the model's own defaults."""
 
 import pytest
 from structlog.testing import capture_logs
