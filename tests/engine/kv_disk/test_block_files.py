@@ -143,8 +143,8 @@ def test_a_writer_killed_at_any_moment_leaves_whole_files(tmp_path):
 def test_files_of_others_stay(tmp_path):
     others = [
         tmp_path / "notes.txt",
-        tmp_path / "photos/2026/report.pdf",
-        tmp_path / "photos/2026/tmpabc",
+        tmp_path / "photos/26/report.pdf",
+        tmp_path / "photos/26/tmpabc",
     ]
     for path in others:
         path.parent.mkdir(parents=True, exist_ok=True)
