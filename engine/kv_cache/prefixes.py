@@ -213,27 +213,34 @@ class PrefixCache:
             self.publish_block(self._device, block, key)
             if self.lists_unsaved:
                 self.unsaved.append((block, key))
-        if self.contents is not None and table.root == ROOT_KEY:
-            self.contents.update(self._contents(keys, token_ids, before, count))
+        if table.root == ROOT_KEY:
+            self._keep_contents(keys, token_ids, before, count)
         if self.keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
 
-    def _contents(
+    def keep_contents(self, token_ids: Sequence[int]) -> None:
+        """Keep the contents of a prompt's blocks that another tier has filled; it has no salt."""
+        if self.contents is not None:
+            keys = chain_keys(ROOT_KEY, token_ids, self._block_size)
+            self._keep_contents(keys, token_ids, 0, len(keys))
+
+    def _keep_contents(
         self, keys: Sequence[bytes], token_ids: Sequence[int], begin: int, end: int
-    ) -> Iterator[tuple[bytes, BlockContents]]:
-        """Yield the contents of the first group's blocks, from key `begin` to key `end`.
+    ) -> None:
+        """Keep the contents of the first group's blocks, from key `begin` to key `end`.
 
         Without the blocks before them, those of a window tell nothing.
         """
         layers = self._groups[0]
-        if layers.state_blocks or layers.bounded:
+        if self.contents is None or layers.state_blocks or layers.bounded:
             return
         size, ratio = layers.block_size, layers.block_size // self._block_size
         for i in range(begin // ratio, end // ratio):
             key = keys[(i + 1) * ratio - 1]
-            if self._device.find(key) is not None:
+            if self._device.find(key) is not None or self._swap.find(key) is not None:
                 parent = keys[i * ratio - 1] if i else ROOT_KEY
-                yield key, BlockContents(parent, tuple(token_ids[i * size : (i + 1) * size]))
+                tokens = tuple(token_ids[i * size : (i + 1) * size])
+                self.contents[key] = BlockContents(parent, tokens)
 
     def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
         """Publish the state if it covers full blocks; a decode's replaces its previous one."""

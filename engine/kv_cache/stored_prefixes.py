@@ -43,6 +43,11 @@ class StoredPrefixes:
         """
         return self._moves.place(key)
 
+    def keep_contents(self, token_ids: Sequence[int], salt: str) -> None:
+        """Keep what a prompt's blocks hold, once they are placed, for `KVCacheManager.contents`."""
+        if not salt:
+            self._prefixes.keep_contents(token_ids)
+
     def take_unsaved(self) -> list[tuple[int, bytes]]:
         """Return the device blocks published since the last call, with their keys."""
         blocks, self._prefixes.unsaved = self._prefixes.unsaved, []

@@ -58,6 +58,7 @@ class ReadAhead:
         for key, contents in reversed(blocks):
             if (block := self._stored.place(key)) is not None:
                 self._tensors.fill_swap(block, contents)
+        self._stored.keep_contents(group.live[0].token_ids, group.request.prefix_salt)
         group.state = GroupState.WAITING
         self._scheduler.submit(group)
 

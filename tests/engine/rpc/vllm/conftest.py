@@ -23,7 +23,13 @@ from octavo.engine.startup.build import build
 collect_ignore_glob = [] if find_spec("smg_grpc_proto") else ["test_*.py"]
 """Nothing without the extra `smg`."""
 
-SMALL = {"dtype": "float32", "compile": "off", "num_blocks": 256, "max_model_len": 1024}
+SMALL = {
+    "dtype": "float32",
+    "compile": "off",
+    "num_blocks": 256,
+    "max_model_len": 1024,
+    "swap_space": 0,
+}
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +47,7 @@ async def serving(model, **settings):
     """Serve a model; at the end, check that no block is in use."""
     from smg_grpc_proto import vllm_engine_pb2_grpc
 
-    settings = EngineSettings(model=model, swap_space=0, **SMALL | settings)
+    settings = EngineSettings(model=model, **SMALL | settings)
     metrics = EngineMetrics(settings.metrics_names)
     services = Services(settings, metrics)
     server, _ = await create_server(services.by_name, max_message_bytes=1 << 24)

@@ -12,6 +12,7 @@ from octavo.engine.kv_cache import BlockContents
 from octavo.engine.rpc.vllm.kv_events import CHUNK_BLOCKS, KvSubscription
 from tests.engine.rpc.vllm.conftest import serving
 from tests.engine.rpc.vllm.test_service import generate, idle
+from tests.integration.harness import wait_until
 
 
 def signed(key: bytes) -> int:
@@ -87,6 +88,29 @@ async def test_an_index_is_exact_from_a_snapshot_on(byte_model):
             await one.follow(call, lambda one=one: one.blocks.keys() == held(engine))
             assert len(one.blocks) == 1
             call.cancel()
+
+
+async def test_blocks_read_from_disk_are_announced(byte_model, tmp_path):
+    disk = {"kv_disk": tmp_path, "swap_space": 0.1}
+    prompt = list(range(200))
+    async with serving(byte_model, **disk) as engine:
+        engine.start()
+        await generate(engine, prompt)
+        await asyncio.to_thread(wait_until, lambda: len(list(tmp_path.rglob("*.kv"))) >= 12)
+    async with serving(byte_model, **disk) as engine:
+        engine.start()
+        index, call = Index(), subscribe(engine)
+        index.add(await call.read())
+        await generate(engine, prompt)
+        await idle(engine)
+        keys = list(reusable_keys(prompt, 16))
+        assert set(keys) <= engine.cache.published
+        await index.follow(call, lambda: index.blocks.keys() == held(engine))
+        parents = [None, *map(signed, keys)]
+        for i, key in enumerate(keys):
+            tokens = tuple(prompt[i * 16 : i * 16 + 16])
+            assert index.blocks[signed(key)] == (parents[i], tokens)
+        call.cancel()
 
 
 async def test_a_subscriber_that_never_reads_costs_the_engine_nothing(engine):
