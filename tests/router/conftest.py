@@ -340,12 +340,20 @@ def serve():
 
 
 @pytest.fixture
-def scripted(tokenizer_dir, encode):
-    """Creates engines that answer `text` to all requests, one byte per token."""
+async def scripted(tokenizer_dir, encode):
+    """Creates engines that answer `text` to all requests, one byte per token.
+
+    They are stopped at the end, also if the test fails: while a server is left that nobody can
+    stop, grpc may wait for it forever, when its last channel is collected.
+    """
+    engines = []
 
     def make(text: str = "hello world", *, eos: bool = False, **options) -> ScriptedEngine:
         tokens = encode(text) + [EOS] * eos
         options.setdefault("script", lambda submit, index: tokens)
-        return ScriptedEngine(options.pop("tokenizer", tokenizer_dir), **options)
+        engines.append(ScriptedEngine(options.pop("tokenizer", tokenizer_dir), **options))
+        return engines[-1]
 
-    return make
+    yield make
+    for engine in engines:
+        await engine.kill()

@@ -5,7 +5,6 @@ import gc
 import json
 import random
 import re
-import ssl
 from contextlib import asynccontextmanager
 
 import pytest
@@ -239,7 +238,7 @@ async def test_connections_per_address_are_limited(frontend, scripted, connect):
 
 async def test_unfinished_handshakes_do_not_exhaust_places(frontend, scripted, connect, authority):
     cert, key = authority.issue("server", *HERE)
-    trusted = ssl.create_default_context(cafile=authority.ca)
+    trusted = authority.client_context()
     settings = {"tls_cert": cert, "tls_key": key, "max_connections": 10}
     async with frontend(scripted("a"), **settings) as (app, _), connect(app) as one:
         for hello in (b"", b"\x16\x03\x01"):
@@ -259,6 +258,6 @@ async def test_a_handshake_has_a_deadline(frontend, scripted, connect, authority
         for start in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
             reader, _ = await one(start)
             assert b"HTTP" not in await rest(reader)
-        trusted = ssl.create_default_context(cafile=authority.ca)
+        trusted = authority.client_context()
         reader, _ = await one(HALF, ssl=trusted)
         assert (await rest(reader)).startswith(b"HTTP/1.1 408 ")
