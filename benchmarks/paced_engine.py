@@ -26,7 +26,7 @@ from octavo.engine.events import (
     OutputEvent,
     Started,
 )
-from octavo.engine.rpc.session import Session, to_load
+from octavo.engine.rpc.session import Session
 from octavo.engine.scheduling.request import FinishReason
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
@@ -72,7 +72,7 @@ class PacedCore:
 
     def open_session(self, session: int) -> None:
         """Send the load to a new session."""
-        self.sessions[session].add((), to_load(self.load))
+        self.sessions[session].add((), self.load)
 
     def close_session(self, session: int) -> None:
         """Drop all requests of a session."""
@@ -129,7 +129,7 @@ class PacedCore:
                 columns[session].token_ids.extend([token] * request.sequences)
             if not last:
                 self._running.append(request)
-        load = to_load(self.load)
+        load = self.load
         for number, session in self.sessions.items():
             session.add([columns[number], *events[number]], load)
 
@@ -158,7 +158,7 @@ class PacedServicer(engine_pb2_grpc.EngineServiceServicer):
             max_outputs=64,
             block_size=16,
             eos_token_ids=[EOS],
-            load=to_load(core.load),
+            load=core.load,
         )
 
     async def GetEngineInfo(self, request: Any, context: Any) -> Any:  # noqa: ANN401, ARG002, N802
@@ -168,7 +168,7 @@ class PacedServicer(engine_pb2_grpc.EngineServiceServicer):
     async def Session(self, request_iterator: Any, context: Any) -> Any:  # noqa: ANN401, ARG002, N802
         """Serve a router's requests."""
         number = next(self._ids)
-        session = Session(self._core, partial(_to_request, number))  # type: ignore[arg-type]
+        session = Session(self._core, _to_request)  # type: ignore[arg-type]
         self._core.sessions[number] = session
         try:
             async for response in session.run(number, request_iterator):
@@ -177,7 +177,7 @@ class PacedServicer(engine_pb2_grpc.EngineServiceServicer):
             del self._core.sessions[number]
 
 
-def _to_request(session: int, submit: engine_pb2.Submit) -> Any:  # noqa: ANN401
+def _to_request(submit: engine_pb2.Submit, session: int) -> Any:  # noqa: ANN401
     sequences = submit.sampling.n if submit.sampling.HasField("n") else 1
     deadline = None
     if submit.HasField("timeout"):

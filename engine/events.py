@@ -1,13 +1,14 @@
 """Events that the core publishes to the sessions after each step."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from enum import IntEnum
 
-from octavo.engine.kv_cache import BlockContents
+from octavo.engine.kv_cache import BlockContents, PrefixCache
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import TokenLogprob
+from octavo.v1.engine_pb2 import Load
 
 
 class FailureCode(IntEnum):
@@ -97,68 +98,24 @@ class PrefixChange:
     contents: Mapping[bytes, BlockContents] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Load:
-    """The engine's load at one moment; its fields have the names of octavo.v1.Load.
+Publish = Callable[[list[Event | PrefixChange], Load], None]
+"""Takes new events and the load."""
 
-    Attributes:
-        running: Requests with sequences in the running batch.
-        waiting: Requests not yet started.
-        swapped: Requests preempted to swap space.
-        total_blocks: Number of device blocks.
-        free_blocks: Device blocks that hold nothing.
-        cached_blocks: Device blocks that only the prefix cache keeps.
-        shared_blocks: Device blocks that several block-table entries hold.
-        wasted_slots: Unused token slots in device blocks that sequences hold, in blocks of the
-            smallest size.
-        total_swap_blocks: Number of blocks in CPU swap space.
-        used_swap_blocks: Swap blocks that preempted sequences hold.
-        cached_swap_blocks: Swap blocks that only the prefix cache keeps.
-        step_seconds: The last step's duration.
-        draining: Whether new requests are refused.
-        step_running_seconds: Seconds that the current step has run, if published during a step;
-            else 0.
-        drafted_tokens: Tokens drafted since the start.
-        accepted_tokens: Drafted tokens that were right.
-    """
 
-    running: int
-    waiting: int
-    swapped: int = 0
-    total_blocks: int = 0
-    free_blocks: int = 0
-    cached_blocks: int = 0
-    shared_blocks: int = 0
-    wasted_slots: int = 0
-    total_swap_blocks: int = 0
-    used_swap_blocks: int = 0
-    cached_swap_blocks: int = 0
-    step_seconds: float = 0.0
-    draining: bool = False
-    step_running_seconds: float = 0.0
-    drafted_tokens: int = 0
-    accepted_tokens: int = 0
-
-    @property
-    def used_blocks(self) -> int:
-        """Device blocks that sequences hold."""
-        return self.total_blocks - self.free_blocks - self.cached_blocks
-
-    @property
-    def usage_ratio(self) -> float:
-        """Share of the device blocks that sequences hold, 0 to 1."""
-        return self.used_blocks / self.total_blocks if self.total_blocks else 0.0
-
-    @property
-    def free_swap_blocks(self) -> int:
-        """Blocks of swap space that hold nothing."""
-        return self.total_swap_blocks - self.used_swap_blocks - self.cached_swap_blocks
+def prefix_changes(prefixes: PrefixCache, session: int | None = None) -> list[PrefixChange]:
+    """Return the prefix cache's change since the last call, if any; for a new session, all keys."""
+    stored, evicted = set(prefixes.published), set[bytes]()
+    if session is None:
+        stored, evicted = prefixes.take_changes()
+        if not (stored or evicted):
+            return []
+    return [PrefixChange(session, stored, evicted, prefixes.contents_of(stored))]
 
 
 def measure_load(
     scheduler: Scheduler, waiting: int, step_seconds: float, *, draining: bool
 ) -> Load:
-    """Return the current load.
+    """Return the current load, as routers get it.
 
     Args:
         scheduler: The scheduler.
@@ -181,6 +138,6 @@ def measure_load(
         cached_swap_blocks=cache.swap.num_cached,
         step_seconds=step_seconds,
         draining=draining,
-        drafted_tokens=scheduler.counters.drafted_tokens,
-        accepted_tokens=scheduler.counters.accepted_tokens,
+        drafted_tokens=scheduler.counters["drafted_tokens"],
+        accepted_tokens=scheduler.counters["accepted_tokens"],
     )

@@ -1,21 +1,15 @@
 """The engine's Prometheus metrics."""
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
-from octavo.engine.constraints.compiler import CompileCounters
-from octavo.engine.events import Load
-from octavo.engine.kv_cache import CacheCounters
-from octavo.engine.kv_disk.disk_tier import DiskCounters
 from octavo.engine.parallel.times import Times
 from octavo.engine.scheduling.batch import Batch
-from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.request import Request
-from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.settings import MetricsNames
+from octavo.v1.engine_pb2 import Load
 
 _STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0)
 _BATCH_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -35,10 +29,7 @@ class EngineMetrics:
     def __init__(self, names: MetricsNames = "octavo") -> None:
         self.registry = CollectorRegistry()
         self.exported = CollectorRegistry() if names == "vllm" else self.registry
-        self._seen = Counters()
-        self._seen_cache = CacheCounters()
-        self._seen_constraints = CompileCounters()
-        self._seen_disk = DiskCounters()
+        self._seen: dict[str, int] = {}  # by the names of `_counted`
         self._seen_eager_steps = 0
 
         def counter(name: str, text: str, *labels: str) -> Counter:
@@ -61,21 +52,19 @@ class EngineMetrics:
         self.drafted_tokens = counter("drafted_tokens", "Tokens drafted for outputs.")
         self.accepted_tokens = counter("accepted_tokens", "Drafted tokens that were right.")
         self.preemptions = counter("preemptions", "Sequence groups preempted, by mode.", "mode")
-        for mode in ("swap", "recompute"):
-            self.preemptions.labels(mode)  # so that it is 0, not absent, before the first
-        self.swap_space_full = counter(
+        swap_space_full = counter(
             "swap_space_full", "Preemptions that recompute because swap space was full."
         )
-        self.offloaded_blocks = counter(
+        offloaded_blocks = counter(
             "offloaded_blocks", "Prefix blocks copied to CPU swap space when evicted."
         )
-        self.restored_blocks = counter(
+        restored_blocks = counter(
             "restored_blocks", "Prefix blocks copied back from CPU swap space, not recomputed."
         )
-        self.disk_blocks = counter(
+        disk_blocks = counter(
             "disk_blocks", "Prefix blocks of --kv-disk: read, written, dropped.", "what"
         )
-        self.late_disk_reads = counter(
+        late_disk_reads = counter(
             "late_disk_reads", "Reads of --kv-disk that took longer than computing the prefix."
         )
         self.queue_seconds = histogram(
@@ -85,11 +74,23 @@ class EngineMetrics:
         self.batch_tokens = histogram(
             "batch_tokens", "Tokens computed in a step.", tuple(map(float, _BATCH_TOKENS))
         )
-        self.constraints = counter(
+        constraints = counter(
             "constraints", "Constraints by what came of them: compiled, refused, cached.", "outcome"
         )
-        for outcome in ("compiled", "refused", "cached"):
-            self.constraints.labels(outcome)
+        self._counted: dict[str, tuple[Counter, *tuple[str, ...]]] = {
+            "preemptions_swap": (self.preemptions, "swap"),
+            "preemptions_recompute": (self.preemptions, "recompute"),
+            "swap_space_full": (swap_space_full,),
+            "drafted_tokens": (self.drafted_tokens,),
+            "accepted_tokens": (self.accepted_tokens,),
+            "offloaded_blocks": (offloaded_blocks,),
+            "restored_blocks": (restored_blocks,),
+            **{outcome: (constraints, outcome) for outcome in ("compiled", "refused", "cached")},
+            **{what: (disk_blocks, what) for what in ("read", "written", "dropped")},
+            "late": (late_disk_reads,),
+        }
+        labelled = "preemptions_swap", "preemptions_recompute", "compiled", "refused", "cached"
+        self.observe_counters(dict.fromkeys(labelled, 0))  # so that they are 0, not absent
         self.constraint_seconds = histogram(
             "constraint_seconds", "Time to compile a constraint, or refuse it.", _COMPILE_SECONDS
         )
@@ -166,25 +167,6 @@ class EngineMetrics:
         self.prompt_tokens.inc(len(request.prompt))
         self.cached_tokens.inc(cached_tokens)
 
-    def observe_constraints(self, counters: CompileCounters) -> None:
-        """Count the constraints compiled since the last call."""
-        seen = self._seen_constraints
-        for outcome in ("compiled", "refused", "cached"):
-            new = getattr(counters, outcome) - getattr(seen, outcome)
-            if new:
-                self.constraints.labels(outcome).inc(new)
-        for seconds in counters.take_seconds():
-            self.constraint_seconds.observe(seconds)
-        self._seen_constraints = replace(counters)
-
-    def observe_disk(self, counters: DiskCounters) -> None:
-        """Count the blocks read from disk, written and dropped since the last call."""
-        now, seen = replace(counters), self._seen_disk
-        for what in ("read", "written", "dropped"):
-            self.disk_blocks.labels(what).inc(getattr(now, what) - getattr(seen, what))
-        self.late_disk_reads.inc(now.late - seen.late)
-        self._seen_disk = now
-
     def show(self, load: Callable[[], Load]) -> None:
         """Make the gauges of groups and blocks read the core's load when scraped.
 
@@ -197,30 +179,33 @@ class EngineMetrics:
         show(self.groups.labels("running"), lambda load: load.running)
         show(self.groups.labels("waiting"), lambda load: load.waiting)
         show(self.groups.labels("swapped"), lambda load: load.swapped)
-        show(self.blocks.labels("used"), lambda load: load.used_blocks)
+        show(self.blocks.labels("used"), used_blocks)
         show(self.blocks.labels("cached"), lambda load: load.cached_blocks)
         show(self.blocks.labels("free"), lambda load: load.free_blocks)
-        show(self.kv_cache_usage, lambda load: load.usage_ratio)
+        show(self.kv_cache_usage, usage_ratio)
         show(self.shared_blocks, lambda load: load.shared_blocks)
         show(self.wasted_slots, lambda load: load.wasted_slots)
         show(self.swap_blocks.labels("used"), lambda load: load.used_swap_blocks)
         show(self.swap_blocks.labels("cached"), lambda load: load.cached_swap_blocks)
-        show(self.swap_blocks.labels("free"), lambda load: load.free_swap_blocks)
+        show(
+            self.swap_blocks.labels("free"),
+            lambda load: load.total_swap_blocks - load.used_swap_blocks - load.cached_swap_blocks,
+        )
 
-    def observe_counters(self, scheduler: Scheduler) -> None:
-        """Count preemptions, drafted tokens and prefix copies since the last call."""
-        seen, now = self._seen, scheduler.counters
-        if now != seen:
-            self.preemptions.labels("swap").inc(now.preemptions_swap - seen.preemptions_swap)
-            self.preemptions.labels("recompute").inc(
-                now.preemptions_recompute - seen.preemptions_recompute
-            )
-            self.swap_space_full.inc(now.swap_space_full - seen.swap_space_full)
-            self.drafted_tokens.inc(now.drafted_tokens - seen.drafted_tokens)
-            self.accepted_tokens.inc(now.accepted_tokens - seen.accepted_tokens)
-            self._seen = replace(now)
-        before, cache = self._seen_cache, scheduler.cache.counters
-        if cache != before:
-            self.offloaded_blocks.inc(cache.offloaded_blocks - before.offloaded_blocks)
-            self.restored_blocks.inc(cache.restored_blocks - before.restored_blocks)
-            self._seen_cache = replace(cache)
+    def observe_counters(self, counters: Mapping[str, int]) -> None:
+        """Add what a part of the engine has counted since the last call."""
+        for name, value in counters.items():
+            if value != (seen := self._seen.get(name)) and name in self._counted:
+                metric, *labels = self._counted[name]
+                (metric.labels(*labels) if labels else metric).inc(value - (seen or 0))
+                self._seen[name] = value
+
+
+def used_blocks(load: Load) -> int:
+    """Return the number of device blocks that sequences hold."""
+    return load.total_blocks - load.free_blocks - load.cached_blocks
+
+
+def usage_ratio(load: Load) -> float:
+    """Return the share of the device blocks that sequences hold, 0 to 1."""
+    return used_blocks(load) / load.total_blocks if load.total_blocks else 0.0

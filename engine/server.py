@@ -24,7 +24,7 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.parallel.place import RankError, RankPlace
 from octavo.engine.parallel.processes import RankProcesses, started_ranks
 from octavo.engine.rpc.heartbeat import watch
-from octavo.engine.rpc.service import EngineService
+from octavo.engine.rpc.served_engine import ServedEngine
 from octavo.engine.rpc.services import Services
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
@@ -97,19 +97,19 @@ async def serve(
             parts = await _unless_stopped(building, stopping, stopped_by)
             if ranks is not None:
                 ranks.ready()
-            service = EngineService(settings, parts, metrics, tracing)
-            services.start(service, parts)
+            engine = ServedEngine(settings, parts, metrics, tracing)
+            services.start(engine)
             _exclude_from_collection()
             beats = watch(
-                service.core,
-                service.heartbeat,
+                engine.core,
+                engine.heartbeat,
                 device=parts.device,
                 step_timeout=settings.step_timeout,
             )
             try:
                 async with (
                     joined(beats, names=("heartbeat",), expected=(Exception,)) as (heartbeat,),
-                    _running(service.core, thread) as core,
+                    _running(engine.core, thread) as core,
                 ):
                     await set_serving(health, ["", *services.by_name], serving=True)
                     log.info(
@@ -122,13 +122,13 @@ async def serve(
                         on_ready(address)
                     await _until_stopped(stopping, core, heartbeat, server)
                     await set_serving(health, ["", *services.by_name], serving=False)
-                    await _drain(service.core, settings.drain_timeout)
+                    await _drain(engine.core, settings.drain_timeout)
                 if parts.leader is not None:
                     if ranks is not None:
                         ranks.begin_to_stop()
                     await thread.call(parts.leader.stop)
             finally:  # sessions always send the core's last events
-                service.close()
+                engine.close()
                 await server.stop(grace=1.0)
     finally:
         await server.stop(grace=None)  # otherwise it would outlive an error

@@ -199,23 +199,25 @@ def paged_attention(
 
 
 def plan_attention(
-    query_lens: np.ndarray, seq_lens: np.ndarray, shape: AttentionShape
+    query_lens: np.ndarray, seq_lens: np.ndarray, shape: AttentionShape | None
 ) -> AttentionPlan | None:
     """Divide a step's attention among a GPU's programs, once for all layers with the same heads.
 
     Args:
         query_lens: `[num_seqs]`; queries of each sequence.
         seq_lens: `[num_seqs]`; tokens of each sequence, including its queries.
-        shape: The attention of these layers.
+        shape: The attention of these layers; None for states.
 
     Returns:
-        The value of `AttentionMetadata.plan`; None on a CPU, which needs no plan.
+        The value of `AttentionMetadata.plan`; None for states and on a CPU, which need no plan.
     """
+    if shape is None:
+        return None
     return find_backend(shape.device.type).plan_attention(query_lens, seq_lens, shape)
 
 
 def plan_room(
-    sequences: int, chunks: int, rows: int, shape: AttentionShape
+    sequences: int, chunks: int, rows: int, shape: AttentionShape | None
 ) -> AttentionPlan | None:
     """Return a plan with room for the items of any batch, for CUDA graphs.
 
@@ -227,11 +229,13 @@ def plan_room(
         sequences: Maximum sequences of a batch, without the dummy.
         chunks: Maximum number of those sequences with several queries.
         rows: Rows of a batch, including the dummy's.
-        shape: The attention of these layers.
+        shape: The attention of these layers; None for states.
 
     Returns:
-        The plan; None on a CPU.
+        The plan; None for states and on a CPU.
     """
+    if shape is None:
+        return None
     return find_backend(shape.device.type).plan_room(sequences, chunks, rows, shape)
 
 

@@ -49,13 +49,13 @@ class UnscriptableError(Exception):
 
 
 class Script:
-    """Runs a traced step, with the arguments and results of a `Forward`.
+    """A traced step in TorchScript, with the arguments and results of a `Forward`.
 
     Args:
         traced: The step.
 
     Attributes:
-        lines: The lines of TorchScript that run it.
+        lines: The lines of TorchScript that run it, in order.
 
     Raises:
         UnscriptableError: TorchScript cannot run the graph.
@@ -63,14 +63,21 @@ class Script:
     """
 
     def __init__(self, traced: Trace) -> None:
-        lines = _Lines(traced)
-        self.lines = lines.lines
-        self._programs = lines.programs  # kept alive, as the module has their addresses
+        self.lines: list[str] = []
+        self._programs: list[Program] = []  # kept alive, as the lines have their addresses
+        self._constants: dict[str, Tensor] = {}
+        self._traced = traced
+        self._names: dict[fx.Node, str] = {}
+        self._owners: dict[int | None, fx.Node] = {}  # memory's owner, by the first run's storages
+        self._last_uses = _last_uses(traced.graph)
+        self._waiting: list[fx.Node] = []  # calls of the next program
+        for place, node in enumerate(traced.graph.nodes):
+            self._add(node, place)
         with warnings.catch_warnings():
             # PyTorch warns that TorchScript is deprecated; but nothing else in it runs a graph
             # without Python, a compiler and the interpreter's lock.
             warnings.simplefilter("ignore", DeprecationWarning)
-            module: Any = torch.jit.script(_module(lines.constants))
+            module: Any = torch.jit.script(_module(self._constants))
             module.define(ENTRY + "".join(f"    {line}\n" for line in self.lines))
         self._module = module
 
@@ -80,37 +87,6 @@ class Script:
         with optimized_execution(False):
             logits: Tensor = self._module(token_ids, positions, logit_rows)
         return logits
-
-
-def _module(constants: Mapping[str, Tensor]) -> nn.Module:
-    """Return a module of constants."""
-    # Each module has a new class, as TorchScript compiles a class's methods only once per process.
-    module: nn.Module = type("Forward", (nn.Module,), {})()
-    for name, constant in constants.items():
-        module.register_buffer(name, constant)
-    return module.eval()
-
-
-class _Lines:
-    """The lines of TorchScript that run a trace.
-
-    Attributes:
-        lines: The lines, in order.
-        programs: Programs that the lines run.
-        constants: Constants in the lines.
-    """
-
-    def __init__(self, traced: Trace) -> None:
-        self.lines: list[str] = []
-        self.programs: list[Program] = []
-        self.constants: dict[str, Tensor] = {}
-        self._traced = traced
-        self._names: dict[fx.Node, str] = {}
-        self._owners: dict[int | None, fx.Node] = {}  # memory's owner, by the first run's storages
-        self._last_uses = _last_uses(traced.graph)
-        self._waiting: list[fx.Node] = []  # calls of the next program
-        for place, node in enumerate(traced.graph.nodes):
-            self._add(node, place)
 
     def _add(self, node: fx.Node, place: int) -> None:
         values = node.meta.get(VALUES)
@@ -151,7 +127,7 @@ class _Lines:
         sources = [self._source(node) for node in read if memory_of(node) not in made]
         parameters = [node for node in dict.fromkeys(sources) if node.op != "get_attr"]
         program = segment.write(parameters, calls, outputs)
-        self.programs.append(program)
+        self._programs.append(program)
         arguments = [str(program.address), "tokens", "rows", *map(self._name, parameters)]
         self._names |= {node: node.name for node in outputs}
         results = ", ".join(node.name for node in outputs)
@@ -171,7 +147,7 @@ class _Lines:
         """Return a node's name; views get one when they are first used."""
         if (known := self._names.get(node)) is not None:
             if node.op == "get_attr":
-                self.constants[str(node.target)] = self._traced.constants[str(node.target)]
+                self._constants[str(node.target)] = self._traced.constants[str(node.target)]
             return known
         values = node.meta[VALUES]
         owner = self._owners[storage_of(values[0])]
@@ -224,6 +200,15 @@ class _Lines:
         if isinstance(value, list | tuple):
             return f"[{', '.join(map(self._value, value))}]"
         return _literal(value)
+
+
+def _module(constants: Mapping[str, Tensor]) -> nn.Module:
+    """Return a module of constants."""
+    # Each module has a new class, as TorchScript compiles a class's methods only once per process.
+    module: nn.Module = type("Forward", (nn.Module,), {})()
+    for name, constant in constants.items():
+        module.register_buffer(name, constant)
+    return module.eval()
 
 
 def _sum(size: Size) -> str:

@@ -2,7 +2,7 @@
 
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -68,28 +68,6 @@ class _Compiled:
     bytes: int
 
 
-@dataclass(slots=True)
-class CompileCounters:
-    """Counts of the constraints compiled since the start.
-
-    Attributes:
-        compiled: Constraints compiled.
-        refused: Constraints refused.
-        cached: Requests whose constraint was compiled already, or being compiled.
-        seconds: Seconds of each since `take_seconds`, including its trial.
-    """
-
-    compiled: int = 0
-    refused: int = 0
-    cached: int = 0
-    seconds: list[float] = field(default_factory=list)
-
-    def take_seconds(self) -> list[float]:
-        """Return the seconds of each constraint since the last call."""
-        taken, self.seconds = self.seconds, []
-        return taken
-
-
 @dataclass(frozen=True, slots=True)
 class _Lane:
     """A queue of constraints and its compiling thread.
@@ -111,10 +89,19 @@ class ConstraintCompiler:
     Another process tries a constraint first (`sandbox.py`): a constraint that takes too long, takes
     too much memory or crashes the library is refused and harms no other request. Slow constraints
     have their own queue and thread, so that the others do not wait.
+
+    Attributes:
+        counters: Numbers of constraints `compiled` and `refused` since the start, and of requests
+            whose constraint was `cached`: compiled already, or being compiled.
     """
 
     def __init__(
-        self, read_tokens: Callable[[], TokenTable], *, seconds: float, cache_bytes: int
+        self,
+        read_tokens: Callable[[], TokenTable],
+        *,
+        seconds: float,
+        cache_bytes: int,
+        observe: Callable[[float], None] = lambda _seconds: None,
     ) -> None:
         """Set up the compiler; only the first constraint starts threads and reads the tokens.
 
@@ -122,12 +109,14 @@ class ConstraintCompiler:
             read_tokens: Returns the model's tokens, or raises ModelError or OSError.
             seconds: Processor time that compiling a constraint may take.
             cache_bytes: Maximum memory of compiled constraints that no request uses.
+            observe: Called in another thread with each one's seconds, including its trial.
         """
         self._light = _Lane("constraints", heavy=False)
         self._heavy = _Lane("heavy-constraints", heavy=True)
         self._read_tokens = read_tokens
         self._seconds = seconds
         self._cache_bytes = cache_bytes
+        self._observe = observe
         self._lock = threading.Lock()
         self._loading = threading.Lock()
         self._table: TokenTable | None = None
@@ -137,7 +126,7 @@ class ConstraintCompiler:
         self._compiling: dict[Constraint, list[Preparation]] = {}
         self._to_finish: SimpleQueue[tuple[Preparation, LLMatcher] | None] = SimpleQueue()
         self._started = False
-        self.counters = CompileCounters()
+        self.counters = Counter(compiled=0, refused=0, cached=0)
 
     def prepare(self, preparation: Preparation) -> None:
         """Create a request's matchers in the background; `done` is called with the outcome."""
@@ -147,10 +136,10 @@ class ConstraintCompiler:
             cached = self._cache.get(constraint)
             if cached is not None:
                 self._cache.move_to_end(constraint)
-                self.counters.cached += 1
+                self.counters["cached"] += 1
             elif constraint in self._compiling:
                 self._compiling[constraint].append(preparation)
-                self.counters.cached += 1
+                self.counters["cached"] += 1
             else:
                 self._compiling[constraint] = [preparation]
                 self._light.queue.put(constraint)
@@ -237,6 +226,7 @@ class ConstraintCompiler:
                 return None
             state, size = error, REFUSED_BYTES
         seconds = time.perf_counter() - began
+        self._observe(seconds)
         refused = isinstance(state, ConstraintError)
         log.info(
             "constraint refused" if refused else "constraint compiled",
@@ -246,11 +236,7 @@ class ConstraintCompiler:
             **({"reason": str(state)} if refused else {"bytes": size}),
         )
         with self._lock:
-            self.counters.seconds.append(seconds)
-            if refused:
-                self.counters.refused += 1
-            else:
-                self.counters.compiled += 1
+            self.counters["refused" if refused else "compiled"] += 1
             dropped = self._keep(constraint, _Compiled(state, size + text))
         del dropped  # takes milliseconds, so without the lock
         return state

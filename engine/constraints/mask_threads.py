@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from octavo.common.background import keep_thread_running
 from octavo.common.thread_priority import lower_priority, run_when_idle
 from octavo.engine.constraints.matcher import Matcher
-from octavo.engine.speculation.guess import NO_GUESS, Guess
+from octavo.engine.speculation.method import NO_GUESS, Guess
 
 GRACE_SECONDS = 0.005
 """Maximum time that a step waits for masks."""
@@ -64,32 +64,6 @@ class _Job(Generic[Owner]):
         return time.clock_gettime(time.pthread_getcpuclockid(self.thread[0])) - self.began
 
 
-@dataclass(frozen=True, slots=True)
-class Wait:
-    """A step's wait for masks.
-
-    Attributes:
-        seconds: Its duration.
-        late: Masks that are not ready.
-    """
-
-    seconds: float
-    late: int
-
-
-@dataclass(frozen=True, slots=True)
-class MaskFailure(Generic[Owner]):
-    """An output that cannot continue.
-
-    Attributes:
-        owner: The owner of the output.
-        message: The fault of the constraint.
-    """
-
-    owner: Owner
-    message: str
-
-
 class MaskThreads(Generic[Owner]):
     """Threads that advance matchers.
 
@@ -111,7 +85,7 @@ class MaskThreads(Generic[Owner]):
         self._done = threading.Condition()
         self._awaited: set[_Job[Owner]] = set()
         self._running: set[_Job[Owner]] = set()
-        self._failed: list[MaskFailure[Owner]] = []
+        self._failed: list[tuple[Owner, str]] = []
         self._requested = 0  # both since the last wait
         self._quick_requested = 0
         self._standins = 0
@@ -146,11 +120,11 @@ class MaskThreads(Generic[Owner]):
         else:
             (self._slow if matcher.seconds < SLOWEST_SECONDS else self._slowest).put(job)
 
-    def wait(self) -> Wait | None:
+    def wait(self) -> tuple[float, int] | None:
         """Wait a short time for the quick masks requested since the last call.
 
         Returns:
-            The outcome; None if no mask was requested.
+            The seconds, and the number of masks that are not ready; None if none was requested.
         """
         if not self._requested:
             return None
@@ -165,10 +139,13 @@ class MaskThreads(Generic[Owner]):
             self._awaited.clear()
             if late > slow:
                 self._demote_late()
-        return Wait(time.perf_counter() - began, late)
+        return time.perf_counter() - began, late
 
-    def failures(self) -> list[MaskFailure[Owner]]:
-        """Return the outputs found since the last call that cannot continue."""
+    def failures(self) -> list[tuple[Owner, str]]:
+        """Return the owners of outputs found to be unable to continue, with the constraint's fault.
+
+        Each is returned once.
+        """
         if not self._running and not self._failed:
             return []
         with self._done:
@@ -183,7 +160,7 @@ class MaskThreads(Generic[Owner]):
                 continue
             job.abandoned = True
             why = f"a mask takes more than {MAX_MASK_SECONDS:g} s to compute; make it simpler"
-            self._failed.append(MaskFailure(job.owner, why))
+            self._failed.append((job.owner, why))
             self._replace(job)
 
     def _demote_late(self) -> None:
@@ -246,7 +223,7 @@ class MaskThreads(Generic[Owner]):
         matcher = job.matcher
         if matcher.error is not None:
             after = f"after {matcher.length} tokens of the output: {matcher.error}"
-            self._failed.append(MaskFailure(job.owner, after))
+            self._failed.append((job.owner, after))
         awaited, matcher.awaited = job.awaited, False
         self._awaited.discard(job)
         if awaited and not self._awaited:

@@ -8,7 +8,7 @@ import numpy as np
 from llguidance import LLMatcher
 
 from octavo.engine.constraints.grammar import shorten
-from octavo.engine.speculation.guess import NO_GUESS, Guess
+from octavo.engine.speculation.method import NO_GUESS, Guess
 
 WORD_BITS = 32
 QUICK_SECONDS = 0.001

@@ -9,7 +9,7 @@ from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.masks import Masks
 from octavo.engine.core.requests import OnEnd, Requests
 from octavo.engine.core.step import StepError, Steps
-from octavo.engine.events import Event, Load, PrefixChange, measure_load
+from octavo.engine.events import Publish, measure_load
 from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
@@ -17,13 +17,10 @@ from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler
-
-Publish = Callable[[list[Event | PrefixChange], Load], None]
+from octavo.v1.engine_pb2 import Load
 
 HEARTBEAT_SECONDS = 1.0
 """Seconds between an idle core's reports of its load; a longer silence means that it hangs."""
-MAX_FAILED_STEPS = 3
-"""Default number of consecutive failed steps after which the core ends."""
 
 
 class EngineCore:
@@ -46,7 +43,7 @@ class EngineCore:
         publish: Publish,
         *,
         max_waiting: int,
-        max_failed_steps: int = MAX_FAILED_STEPS,
+        max_failed_steps: int = 3,
         async_scheduling: bool = False,
         on_end: OnEnd = lambda _group, _outcome: None,
         constraints: ConstraintCompiler | None = None,
@@ -55,14 +52,13 @@ class EngineCore:
         """Set up the core; `run` starts its loop.
 
         Args:
-            scheduler: The scheduler.
-            executor: The executor.
+            scheduler: The scheduler, which owns the cache.
+            executor: Runs the model.
             metrics: The engine's metrics.
             publish: Called with new events and the load.
             max_waiting: Maximum number of requests that wait for admission.
             max_failed_steps: Number of consecutive failed steps after which the core ends.
-            async_scheduling: Whether to launch each step before collecting the previous step's
-                tokens. For executors whose `launch` returns at once.
+            async_scheduling: Whether to launch each step before collecting the previous one.
             on_end: Called with each ended group and the way it ended.
             constraints: Compiler of requests' constraints; None if constraints are not accepted.
             disk: Keeps prefix blocks on disk; None keeps them in memory alone.
@@ -81,18 +77,16 @@ class EngineCore:
         self.requests = Requests(
             scheduler,
             metrics,
+            self._call,
             max_waiting=max_waiting,
             on_end=on_end,
             constraints=constraints,
-            on_compiled=lambda *compiled: self._call(self.requests.constrain, *compiled),
             read_ahead=self._read_ahead,
         )
-        wake_up = partial(self._call, lambda: None)
-        masks = Masks(scheduler, metrics, self.requests.fail_constraint, wake_up)
         self.steps = Steps(
             scheduler,
             executor,
-            masks,
+            Masks(scheduler, metrics, self.requests.fail_constraint, self._call),
             self.requests,
             metrics=metrics,
             publish=self._publish,
@@ -113,7 +107,7 @@ class EngineCore:
 
     def open_session(self, session: int) -> None:
         """Publish the prefix cache's keys to a new session."""
-        self._call(self._publish_cache, session)
+        self._call(self.requests.open_session, session)
 
     def close_session(self, session: int) -> None:
         """Stop all requests of a session."""
@@ -127,7 +121,7 @@ class EngineCore:
         """End before the next step; remaining requests fail with UNAVAILABLE."""
         self._call(setattr, self, "_stopped", True)
 
-    def _call(self, function: Callable[..., None], *arguments: object) -> None:
+    def _call(self, function: Callable[..., None] = lambda: None, *arguments: object) -> None:
         self._calls.put(partial(function, *arguments))
 
     @property
@@ -161,11 +155,7 @@ class EngineCore:
                 if self._scheduler.idle or self.steps.stalled:
                     self._publish()  # or the next step, while the model runs
         finally:
-            if self._constraints is not None:
-                self._constraints.close()
-            if self._read_ahead is not None:
-                self._read_ahead.close()
-            self.requests.fail_all("the engine stopped; try again")
+            self.requests.close()
             self._publish()
 
     def step(self) -> Samples | None:
@@ -199,24 +189,10 @@ class EngineCore:
         """Publish all events since the last call, the load, and the changes of the prefix cache."""
         self.reported = time.monotonic()
         self.load = self._measured()
-        self._metrics.observe_counters(self._scheduler)
-        if self._constraints is not None:
-            self._metrics.observe_constraints(self._constraints.counters)
-        if self._disk is not None:
-            self._metrics.observe_disk(self._disk.counters)
-        cache = self._scheduler.cache
-        stored, evicted = cache.take_changes()
-        if stored or evicted:
-            change = PrefixChange(None, stored, evicted, cache.contents(stored))
-            self.requests.events.append(change)
-        events, self.requests.events = self.requests.events, []
-        self._publish_events(events, self.load)
-
-    def _publish_cache(self, session: int) -> None:
-        """Publish the prefix cache's keys to a new session."""
-        cache = self._scheduler.cache
-        stored = frozenset(cache.published)
-        self.requests.events.append(PrefixChange(session, stored, (), cache.contents(stored)))
+        for part in (self._scheduler, self._scheduler.cache, self._constraints, self._disk):
+            if part is not None:
+                self._metrics.observe_counters(part.counters)
+        self._publish_events(self.requests.take_events(), self.load)
 
     def _measured(self) -> Load:
         waiting, draining = self.requests.num_waiting, self.requests.draining

@@ -32,9 +32,9 @@ class Masks:
 
     def begin_step(self) -> None:
         """Fail requests that cannot continue, and wait for the masks that scheduling needs."""
-        for failure in self._threads.failures():
-            if failure.owner.state is not GroupState.FINISHED:
-                self._fail(failure.owner, failure.message)
+        for group, fault in self._threads.failures():
+            if group.state is not GroupState.FINISHED:
+                self._fail(group, fault)
         if self._scheduling_needs_them:
             self.wait()
 
@@ -42,8 +42,9 @@ class Masks:
         """Wait for quick masks; sequences with late masks skip the step."""
         self._scheduling_needs_them = False
         if (waited := self._threads.wait()) is not None:
-            self._metrics.mask_seconds.observe(waited.seconds)
-            self._metrics.late_masks.inc(waited.late)
+            seconds, late = waited
+            self._metrics.mask_seconds.observe(seconds)
+            self._metrics.late_masks.inc(late)
 
     def request(self, batch: Batch) -> None:
         """Request the masks after the tokens that a step has sampled.

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import count
 
 from octavo.engine.constraints.compiler import (
@@ -12,7 +13,7 @@ from octavo.engine.constraints.compiler import (
     TokensMissingError,
 )
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
-from octavo.engine.events import Event, Failure, FailureCode, PrefixChange, Started
+from octavo.engine.events import Event, Failure, FailureCode, PrefixChange, Started, prefix_changes
 from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_events import output_events
@@ -30,7 +31,6 @@ class Requests:
     Attributes:
         groups: Group of each request, by session and request id.
         preparing: Groups whose constraint is being compiled.
-        events: Events to publish; the core's other parts add theirs.
         draining: Whether new requests are refused.
     """
 
@@ -38,24 +38,24 @@ class Requests:
         self,
         scheduler: Scheduler,
         metrics: EngineMetrics,
+        call: Callable[..., None],
         *,
         max_waiting: int,
         on_end: OnEnd,
         constraints: ConstraintCompiler | None,
-        on_compiled: Callable[[SequenceGroup, Outcome], None],
         read_ahead: ReadAhead | None = None,
     ) -> None:
         self._scheduler = scheduler
         self._metrics = metrics
+        self._call = call  # has the core's thread call a function; from any thread
         self._max_waiting = max_waiting
         self._on_end = on_end
         self._constraints = constraints
-        self._on_compiled = on_compiled
         self._read_ahead = read_ahead
         self._queue = (scheduler if read_ahead is None else read_ahead).submit
         self.groups: dict[tuple[int, str], SequenceGroup] = {}
         self.preparing: dict[SequenceGroup, Preparation] = {}
-        self.events: list[Event | PrefixChange] = []
+        self._events: list[Event | PrefixChange] = []
         self._next_deadline = math.inf  # no request has an earlier one
         self._ids = count()
         self.draining = False
@@ -77,7 +77,7 @@ class Requests:
         elif self.num_waiting >= self._max_waiting:
             failure = FailureCode.RESOURCE_EXHAUSTED, f"{self._max_waiting} requests wait already"
         if failure:
-            self.events.append(Failure(*key, *failure))
+            self._events.append(Failure(*key, *failure))
             return
         self.groups[key] = group = new_group(request, self._ids)
         if request.deadline is not None:
@@ -88,18 +88,18 @@ class Requests:
             self._prepare(group, request.constraint)
 
     def _prepare(self, group: SequenceGroup, constraint: Constraint) -> None:
-        """Start compiling a group's constraint; a call of `constrain` follows."""
+        """Start compiling a group's constraint; a call of `_constrain` follows."""
         assert self._constraints is not None, "validation refuses it"
         group.state = GroupState.COMPILING
         self.preparing[group] = preparation = Preparation(
             constraint,
             [sequence.token_ids[sequence.num_prompt :] for sequence in group.sequences],
             group.request.end_rule,
-            lambda outcome: self._on_compiled(group, outcome),
+            partial(self._call, self._constrain, group),
         )
         self._constraints.prepare(preparation)
 
-    def constrain(self, group: SequenceGroup, outcome: Outcome) -> None:
+    def _constrain(self, group: SequenceGroup, outcome: Outcome) -> None:
         """Queue a group whose constraint was compiled, unless it has ended meanwhile."""
         if self.preparing.pop(group, None) is None:
             return
@@ -127,6 +127,10 @@ class Requests:
         if not group.live:
             self.forget(group, "aborted" if index is None else "finished")
 
+    def open_session(self, session: int) -> None:
+        """Report the prefix cache's keys to a new session."""
+        self._events += prefix_changes(self._scheduler.cache.prefixes, session)
+
     def abort_session(self, session: int) -> None:
         """Stop all requests of a session."""
         for owner, request_id in list(self.groups):
@@ -135,8 +139,7 @@ class Requests:
 
     def expire(self) -> None:
         """Fail requests past their deadline."""
-        now = time.monotonic()
-        if now <= self._next_deadline:
+        if (now := time.monotonic()) <= self._next_deadline:
             return
         for group in list(self.groups.values()):
             if group.request.deadline is not None and group.request.deadline < now:
@@ -144,38 +147,45 @@ class Requests:
         left = [group.request.deadline for group in self.groups.values()]
         self._next_deadline = min((d for d in left if d is not None), default=math.inf)
 
+    def take_events(self) -> list[Event | PrefixChange]:
+        """Return all events since the last call, with the changes of the prefix cache."""
+        events, self._events = self._events + prefix_changes(self._scheduler.cache.prefixes), []
+        return events
+
     def report_starts(self, batch: Batch) -> None:
         """Create a `Started` event for each request that is computed for the first time."""
         for group in dict.fromkeys(g for g in batch.groups if not g.start_reported):
             request, group.start_reported = group.request, True
             group.record(GroupEvent.PREFILL)
             self._metrics.observe_start(request, group.cached_tokens)
-            self.events.append(Started(request.session, request.request_id, group.cached_tokens))
+            self._events.append(Started(request.session, request.request_id, group.cached_tokens))
 
     def report_outputs(self, samples: Samples) -> None:
         """Create the events of new tokens, and forget finished groups."""
-        self.events += output_events(samples)
-        ended = [samples.groups[i] for i in samples.ends]
-        finished = [group for group in ended if group.state is GroupState.FINISHED]
-        for group in dict.fromkeys([*finished, *samples.searches]):
-            self.forget(group, "finished")
+        self._events += output_events(samples)
+        for group in dict.fromkeys([*(samples.groups[i] for i in samples.ends), *samples.searches]):
+            if group.state is GroupState.FINISHED:
+                self.forget(group, "finished")
         self._metrics.output_tokens.inc(len(samples) + len(samples.continuations))
 
     def fail(self, group: SequenceGroup, code: FailureCode, message: str, field: str = "") -> None:
         """End a request with an error."""
         self._scheduler.remove(group)
         request = group.request
-        self.events.append(Failure(request.session, request.request_id, code, message, field))
+        self._events.append(Failure(request.session, request.request_id, code, message, field))
         self.forget(group, code.name.lower())
 
     def fail_constraint(self, group: SequenceGroup, message: str) -> None:
         """End a request whose constraint cannot be satisfied."""
         self.fail(group, FailureCode.INVALID_ARGUMENT, message, "constraint")
 
-    def fail_all(self, message: str) -> None:
-        """End all requests, as the engine stops."""
+    def close(self) -> None:
+        """End all requests, as the engine stops, and the threads that prepare them."""
+        for part in (self._constraints, self._read_ahead):
+            if part is not None:
+                part.close()
         for group in list(self.groups.values()):
-            self.fail(group, FailureCode.UNAVAILABLE, message)
+            self.fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
 
     def forget(self, group: SequenceGroup, outcome: str) -> None:
         """Forget a request that has ended, and count its outcome."""

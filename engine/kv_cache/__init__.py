@@ -3,16 +3,15 @@
 from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
 from octavo.engine.kv_cache.block_table import Span
 from octavo.engine.kv_cache.manager import KVCacheManager
-from octavo.engine.kv_cache.prefixes import BlockContents
-from octavo.engine.kv_cache.stats import CacheCounters
+from octavo.engine.kv_cache.prefixes import BlockContents, PrefixCache
 from octavo.engine.kv_cache.transfers import Transfers
 
 __all__ = [
     "BlockContents",
     "BlockPool",
-    "CacheCounters",
     "KVCacheManager",
     "OutOfBlocksError",
+    "PrefixCache",
     "Span",
     "Transfers",
 ]

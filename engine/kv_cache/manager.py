@@ -24,15 +24,22 @@ from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
 from octavo.engine.kv_cache.invariants import check_pool, check_table
-from octavo.engine.kv_cache.prefixes import BlockContents, Hit, IsStored, Prefix, PrefixCache
-from octavo.engine.kv_cache.stats import CacheCounters, wasted_slots
-from octavo.engine.kv_cache.stored_prefixes import StoredPrefixes
+from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixCache
+from octavo.engine.kv_cache.stats import wasted_slots
 from octavo.engine.kv_cache.swap_moves import SwapMoves
 from octavo.engine.kv_cache.transfers import Transfers
 
 
 class KVCacheManager:
-    """Allocates, shares, copies on write, swaps and frees blocks."""
+    """Allocates, shares, copies on write, swaps and frees blocks.
+
+    Attributes:
+        groups: The model's layer groups.
+        device: The device's blocks.
+        swap: The blocks of swap space.
+        prefixes: Finds and publishes prefixes in both.
+        moves: Orders copies between both.
+    """
 
     def __init__(
         self,
@@ -58,9 +65,9 @@ class KVCacheManager:
         self.device = BlockPool(num_blocks)
         self.swap = BlockPool(num_swap_blocks)
         self._step_tokens = step_tokens
-        self._prefixes = PrefixCache(self.groups, self.device, self.swap)
-        self._moves = SwapMoves(self.device, self.swap, self._prefixes)
-        self._keeps_states = prefix_caching and self._prefixes.keeps_states
+        self.prefixes = PrefixCache(self.groups, self.device, self.swap)
+        self.moves = SwapMoves(self.device, self.swap, self.prefixes)
+        self._keeps_states = prefix_caching and self.prefixes.keeps_states
         self._grows_only = not any(g.state_blocks or g.bounded for g in self.groups)
         self._tables: dict[int, BlockTable] = {}
 
@@ -81,9 +88,9 @@ class KVCacheManager:
         return sequence_id in self._tables
 
     @property
-    def counters(self) -> CacheCounters:
+    def counters(self) -> Counter[str]:
         """Counters of prefix blocks offloaded and restored."""
-        return self._moves.counters
+        return self.moves.counters
 
     @property
     def wasted_slots(self) -> int:
@@ -99,58 +106,34 @@ class KVCacheManager:
 
     def take_transfers(self) -> Transfers:
         """Return the copies ordered since the last call; the caller must do them."""
-        return self._moves.take_transfers()
+        return self.moves.take_transfers()
 
     def forget_contents(self) -> None:
         """Drop pending copies and unpublish everything: contents cannot be trusted."""
         self.take_transfers()
-        self._prefixes.unsaved.clear()
+        self.prefixes.take_unsaved()
         self.device.forget_contents()
         self.swap.forget_contents()
 
     # Prefixes.
-
-    def use_tier(self, is_stored: IsStored) -> StoredPrefixes:
-        """Link a slower tier of prefix blocks; `is_stored` tests whether it has a key."""
-        return StoredPrefixes(self._prefixes, self._moves, is_stored)
 
     def find_prefix(self, token_ids: Tokens[int], salt: str = "") -> Prefix:
         """Return the blocks that already hold a prefix of `token_ids`.
 
         They never include the last token, whose logits must be computed.
         """
-        return (
-            self._prefixes.find(token_ids, salt) if self.prefix_caching else self._prefixes.nothing
-        )
+        return self.prefixes.find(token_ids, salt) if self.prefix_caching else self.prefixes.nothing
 
     def publish(self, sequence_id: int, token_ids: Tokens[int], num_computed: int) -> None:
         """Make a sequence's full, computed blocks findable; see `PrefixCache.publish`."""
         if self.prefix_caching:
-            self._prefixes.publish(self._tables[sequence_id], token_ids, num_computed)
+            self.prefixes.publish(self._tables[sequence_id], token_ids, num_computed)
 
     def pause_before(self, sequence_id: int, start: int, end: int) -> int:
         """Return the end for a prefill; see `PrefixCache.pause_before`."""
         if not self.prefix_caching:
             return end
-        return self._prefixes.pause_before(self._tables[sequence_id], start, end)
-
-    @property
-    def published(self) -> set[bytes]:
-        """Keys of prefix blocks in either pool, as of the last `take_changes`."""
-        return self._prefixes.published
-
-    def keep_contents(self) -> None:
-        """Keep from now on what `contents` returns."""
-        self._prefixes.contents = {}
-
-    def contents(self, keys: Iterable[bytes]) -> dict[bytes, BlockContents]:
-        """Return the contents of published blocks, of those that are kept."""
-        kept = self._prefixes.contents or {}
-        return {key: kept[key] for key in keys if key in kept}
-
-    def take_changes(self) -> tuple[set[bytes], set[bytes]]:
-        """Return the keys published and the keys dropped since the last call."""
-        return self._prefixes.take_changes()
+        return self.prefixes.pause_before(self._tables[sequence_id], start, end)
 
     # A sequence's blocks.
 
@@ -172,7 +155,7 @@ class KVCacheManager:
             OutOfBlocksError: Not enough blocks are available.
         """
         assert sequence_id not in self._tables
-        prefix = self.find_prefix(token_ids, salt) if reuse else self._prefixes.nothing
+        prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
         self.device.require(self._blocks_beside(prefix, len(token_ids)))
         table = BlockTable([], len(token_ids), [], root=root_key(salt), keys=list(prefix.keys))
         table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
@@ -195,7 +178,7 @@ class KVCacheManager:
                     if known is not None and not known.swapped:
                         blocks.append(known.block)
                         continue
-                    block = self._moves.allocate()
+                    block = self.moves.allocate()
                     blocks.append(block)
                     taken.append(block)
                     if known is not None:
@@ -203,7 +186,7 @@ class KVCacheManager:
             undo.pop_all()
         self._tables[sequence_id] = table
         for hit, block in restored:
-            self._moves.restore(hit.block, block, hit.key)
+            self.moves.restore(hit.block, block, hit.key)
         for hit in prefix.hits():
             self.device.mark_hit(hit.key)
             self.swap.mark_hit(hit.key)
@@ -215,7 +198,7 @@ class KVCacheManager:
 
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Return the number of available blocks that `admit` would take."""
-        prefix = self.find_prefix(token_ids, salt) if reuse else self._prefixes.nothing
+        prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
         return self._blocks_beside(prefix, len(token_ids))
 
     def _reserved(self, group: int, num_cached: int, num_tokens: int) -> tuple[int, int]:
@@ -279,7 +262,7 @@ class KVCacheManager:
         for group in groups:
             layers, blocks = self.groups[group], table.groups[group]
             while not layers.state_blocks and len(blocks) < layers.blocks_for(end):
-                blocks.append(self._moves.allocate())
+                blocks.append(self.moves.allocate())
 
     def extend(self, spans: Iterable[Span]) -> None:
         """Make spans of tokens writable: grow block tables, copy shared blocks.
@@ -367,7 +350,7 @@ class KVCacheManager:
         if len(grown) + spare > self.device.num_available:
             return False
         for blocks in grown:
-            blocks.append(self._moves.allocate())
+            blocks.append(self.moves.allocate())
         return True
 
     def own_table(self, sequence_id: int) -> BlockTable | None:
@@ -382,9 +365,9 @@ class KVCacheManager:
     def _copy_on_write(self, table: BlockTable, entry: Entry, start: int) -> None:
         """Replace a shared block by a copy of the tokens before `start`, or of the state."""
         blocks, layers = table.groups[entry.group], self.groups[entry.group]
-        shared, copy = blocks[entry.place], self._moves.allocate()
+        shared, copy = blocks[entry.place], self.moves.allocate()
         contents = bool(layers.state_blocks) or entry.place * layers.block_size < start
-        self._moves.copy_on_write(shared, copy, contents=contents)
+        self.moves.copy_on_write(shared, copy, contents=contents)
         blocks[entry.place] = copy
 
     def _release_passed(self, span: Span) -> None:
@@ -465,7 +448,7 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: Swap space does not have enough blocks.
         """
-        self._moves.swap_out([self._tables[id_] for id_ in sequence_ids])
+        self.moves.swap_out([self._tables[id_] for id_ in sequence_ids])
 
     def swap_in(self, sequence_ids: Iterable[int]) -> None:
         """Move sequences back to the device.
@@ -473,7 +456,7 @@ class KVCacheManager:
         Raises:
             OutOfBlocksError: The device does not have enough blocks.
         """
-        self._moves.swap_in([self._tables[id_] for id_ in sequence_ids])
+        self.moves.swap_in([self._tables[id_] for id_ in sequence_ids])
 
     def blocks_to_swap(self, sequence_ids: Iterable[int]) -> int:
         """Return the number of distinct blocks of sequences: the maximum that a swap copies."""
@@ -487,7 +470,7 @@ class KVCacheManager:
             check_table(self.groups, table, self._step_tokens)
         for pool, in_swap in ((self.device, False), (self.swap, True)):
             tables = [table for table in self._tables.values() if table.swapped is in_swap]
-            check_pool(pool, tables, self._moves.held(in_swap=in_swap))
+            check_pool(pool, tables, self.moves.held(in_swap=in_swap))
 
     def check_idle(self) -> None:
         """Assert that no block is in use."""

@@ -7,7 +7,7 @@ Marconi (Pan et al., MLSys 2025), the kept states are those at a prompt's end, a
 prefix that prompts share, and a decode's latest.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -95,9 +95,7 @@ class PrefixCache:
         keeps_states: Whether any layer group has states.
         contents: The contents of published blocks whose prefix has no salt; None: not kept.
         published: Keys of prefix blocks in either pool, as of the last `take_changes`.
-        lists_unsaved: Whether to list published blocks in `unsaved`.
-        unsaved: Device blocks published, with their keys; whoever saves them clears the list. A
-            decode's states are not listed: each replaces the one before.
+        is_stored: Returns whether a slower tier has a key; None without such a tier.
     """
 
     def __init__(self, groups: Sequence[LayerGroup], device: BlockPool, swap: BlockPool) -> None:
@@ -115,8 +113,8 @@ class PrefixCache:
         self.keeps_states = any(group.state_blocks for group in groups)
         self.contents: dict[bytes, BlockContents] | None = None
         self.published: set[bytes] = set()
-        self.lists_unsaved = False
-        self.unsaved: list[tuple[int, bytes]] = []
+        self.is_stored: IsStored | None = None
+        self._unsaved: list[tuple[int, bytes]] = []
 
     def find(
         self, token_ids: Sequence[int], salt: str, is_stored: IsStored = lambda _: False
@@ -211,16 +209,16 @@ class PrefixCache:
         keys += chain_keys(parent, token_ids[before * size : count * size], size)
         for block, key in self._full_blocks(table, before, count):
             self.publish_block(self._device, block, key)
-            if self.lists_unsaved:
-                self.unsaved.append((block, key))
+            if self.is_stored is not None:
+                self._unsaved.append((block, key))
         if table.root == ROOT_KEY:
             self._keep_contents(keys, token_ids, before, count)
         if self.keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
 
-    def keep_contents(self, token_ids: Sequence[int]) -> None:
-        """Keep the contents of a prompt's blocks that another tier has filled; it has no salt."""
-        if self.contents is not None:
+    def keep_contents(self, token_ids: Sequence[int], salt: str) -> None:
+        """Keep the contents of a prompt's blocks that the slower tier has filled."""
+        if self.contents is not None and not salt:
             keys = chain_keys(ROOT_KEY, token_ids, self._block_size)
             self._keep_contents(keys, token_ids, 0, len(keys))
 
@@ -258,8 +256,8 @@ class PrefixCache:
                 names = block_keys(key, group, layers.state_blocks)
                 for block, name in zip(table.groups[group], names, strict=True):
                     self.publish_block(self._device, block, name)
-                    if self.lists_unsaved and not decoding:
-                        self.unsaved.append((block, name))
+                    if self.is_stored is not None and not decoding:
+                        self._unsaved.append((block, name))
                 table.snapshot += names if decoding else []
 
     def pause_before(self, table: BlockTable, start: int, end: int) -> int:
@@ -294,6 +292,30 @@ class PrefixCache:
             first = max(begin // ratio, table.passed[group])
             for i in range(first, min(end // ratio, len(blocks))):
                 yield blocks[i], block_keys(table.keys[(i + 1) * ratio - 1], group)[0]
+
+    def missing(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
+        """Return the keys to read from the slower tier for the longest prefix.
+
+        Returns:
+            The keys, and the number of the prefix's tokens that memory lacks.
+        """
+        assert self.is_stored is not None
+        prefix = self.find(token_ids, salt, self.is_stored)
+        keys = [hit.key for hit in prefix.hits() if hit.block == STORED]
+        return keys, prefix.num_tokens - self.find(token_ids, salt).num_tokens if keys else 0
+
+    def take_unsaved(self) -> list[tuple[int, bytes]]:
+        """Return the device blocks published since the last call, with their keys, to be stored.
+
+        A decode's states are not among them: each replaces the one before.
+        """
+        blocks, self._unsaved = self._unsaved, []
+        return blocks
+
+    def contents_of(self, keys: Iterable[bytes]) -> dict[bytes, BlockContents]:
+        """Return the contents of published blocks, of those that are kept."""
+        kept = self.contents or {}
+        return {key: kept[key] for key in keys if key in kept}
 
     def take_changes(self) -> tuple[set[bytes], set[bytes]]:
         """Update `published`.

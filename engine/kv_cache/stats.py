@@ -1,23 +1,9 @@
-"""Statistics of a KV cache, for metrics and the load."""
+"""Statistics of a KV cache, for the load."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_table import BlockTable
-
-
-@dataclass(slots=True)
-class CacheCounters:
-    """Events since the start, for metrics and tests.
-
-    Attributes:
-        offloaded_blocks: Prefix blocks copied to swap space when evicted.
-        restored_blocks: Prefix blocks copied back instead of recomputed.
-    """
-
-    offloaded_blocks: int = 0
-    restored_blocks: int = 0
 
 
 def wasted_slots(groups: Sequence[LayerGroup], tables: Collection[BlockTable]) -> int:

@@ -23,7 +23,6 @@ from contextlib import ExitStack
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable
 from octavo.engine.kv_cache.prefixes import PrefixCache
-from octavo.engine.kv_cache.stats import CacheCounters
 from octavo.engine.kv_cache.transfers import Transfers
 
 
@@ -31,14 +30,14 @@ class SwapMoves:
     """Orders the copies of blocks, and allocates the blocks that they need.
 
     Attributes:
-        counters: Numbers of prefix blocks offloaded and restored.
+        counters: Numbers of prefix blocks copied to swap space when evicted, and copied back.
     """
 
     def __init__(self, device: BlockPool, swap: BlockPool, prefixes: PrefixCache) -> None:
         self._device = device
         self._swap = swap
         self._prefixes = prefixes
-        self.counters = CacheCounters()
+        self.counters = Counter(offloaded_blocks=0, restored_blocks=0)
         self._transfers = Transfers()
         self._offloading: dict[int, int] = {}  # swap block: the evicted device block copied there
         self._reading: list[int] = []  # swap blocks held until the copies from them are taken
@@ -54,7 +53,7 @@ class SwapMoves:
             self._copying.pop()
         transfers, self._transfers = self._transfers, Transfers()
         transfers.swap_out += [(block, kept) for kept, block in self._offloading.items()]
-        self.counters.offloaded_blocks += len(self._offloading)
+        self.counters["offloaded_blocks"] += len(self._offloading)
         self._offloading.clear()
         return transfers
 
@@ -100,7 +99,7 @@ class SwapMoves:
         self._reading.append(kept)
         self._transfers.swap_in.append((kept, block))
         self._prefixes.publish_block(self._device, block, key)
-        self.counters.restored_blocks += 1
+        self.counters["restored_blocks"] += 1
 
     def swap_out(self, tables: Sequence[BlockTable]) -> None:
         """Move sequences to swap space; blocks that they share stay shared there.

@@ -11,9 +11,8 @@ them.
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from heapq import heappop, heappush
 from itertools import count
 from queue import SimpleQueue
@@ -45,23 +44,6 @@ class StoredBlock(NamedTuple):
 
     key: bytes
     contents: Bytes
-
-
-@dataclass(slots=True)
-class DiskCounters:
-    """Counts since the start.
-
-    Attributes:
-        written: Blocks written.
-        read: Blocks read.
-        dropped: Blocks not written, because the disk is too slow, full or gone.
-        late: Reads that ended early, because computing was faster.
-    """
-
-    written: int = 0
-    read: int = 0
-    dropped: int = 0
-    late: int = 0
 
 
 class Read:
@@ -104,12 +86,13 @@ class DiskTier:
     """The threads that read and write one model's block files.
 
     Attributes:
-        counters: Blocks read, written and dropped.
+        counters: Numbers since the start of blocks `written` and `read`, blocks `dropped` because
+            the disk is too slow, full or gone, and reads that were `late`: computing was faster.
     """
 
     def __init__(self, files: BlockFiles) -> None:
         self._files = files
-        self.counters = DiskCounters()
+        self.counters = Counter(written=0, read=0, dropped=0, late=0)
         self._pending: deque[tuple[bytes, Callable[[], Bytes]]] = deque()
         self._saved = threading.Condition()
         self._begun = threading.Condition()
@@ -139,7 +122,7 @@ class DiskTier:
             return
         with self._saved:
             if len(self._pending) * self._files.block_bytes >= MAX_PENDING_BYTES:
-                self.counters.dropped += 1
+                self.counters["dropped"] += 1
                 return
             self._pending.append((key, copy()))
             self._saved.notify()
@@ -193,7 +176,7 @@ class DiskTier:
                     continue
                 *_, read = heappop(self._deadlines)
             if read.end():
-                self.counters.late += 1
+                self.counters["late"] += 1
                 self._hanging.add(read)
                 if read.left:  # meanwhile
                     self._hanging.discard(read)
@@ -215,7 +198,7 @@ class DiskTier:
                 read.add(StoredBlock(key, contents))
                 blocks += 1
         finally:
-            self.counters.read += blocks
+            self.counters["read"] += blocks
             if blocks:
                 self._observe(blocks * self._files.block_bytes / (time.perf_counter() - began))
             read.end()
@@ -240,12 +223,12 @@ class DiskTier:
                 if next_ is None:
                     continue
                 if now < paused:
-                    self.counters.dropped += 1
+                    self.counters["dropped"] += 1
                     continue
                 key, contents = next_
                 self._files.write(key, contents())
-                self.counters.written += 1
+                self.counters["written"] += 1
             except OSError as error:
                 paused = now + RETRY_SECONDS
-                self.counters.dropped += next_ is not None
+                self.counters["dropped"] += next_ is not None
                 log.warning("cannot keep blocks on disk", error=str(error), retry_s=RETRY_SECONDS)

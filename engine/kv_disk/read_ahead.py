@@ -34,16 +34,18 @@ class ReadAhead:
         self._tier = tier
         self._call = call
         self.reads: dict[SequenceGroup, Read] = {}
-        self._stored = scheduler.cache.use_tier(lambda key: key in tier.held)
+        self._cache = scheduler.cache
+        self._cache.prefixes.is_stored = lambda key: key in tier.held
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group for admission, at once or when its prefix has been read."""
         request, lead = group.request, group.live[0]
         computed = request.sampling.prompt_logprobs is not None  # all of the prompt
         salt = request.prefix_salt
-        keys, tokens = ([], 0) if computed else self._stored.missing(lead.token_ids, salt)
+        prefixes, room = self._cache.prefixes, self._cache.moves.num_places
+        keys, tokens = ([], 0) if computed else prefixes.missing(lead.token_ids, salt)
         seconds = self._scheduler.policy.prefill_seconds(tokens)
-        if not keys or not self._tier.worthwhile(len(keys), seconds):
+        if not 0 < len(keys) <= room or not self._tier.worthwhile(len(keys), seconds):
             self._scheduler.submit(group)
             return
         group.state = GroupState.READING
@@ -56,9 +58,10 @@ class ReadAhead:
             return
         # Blocks are evicted in the order of placing, and a prefix must lose its end first.
         for key, contents in reversed(blocks):
-            if (block := self._stored.place(key)) is not None:
-                self._tensors.fill_swap(block, contents)
-        self._stored.keep_contents(group.live[0].token_ids, group.request.prefix_salt)
+            if (block := self._cache.moves.place(key)) is not None:
+                self._tensors.swapper.fill(block, contents)
+        prompt, salt = group.live[0].token_ids, group.request.prefix_salt
+        self._cache.prefixes.keep_contents(prompt, salt)
         group.state = GroupState.WAITING
         self._scheduler.submit(group)
 
@@ -69,8 +72,8 @@ class ReadAhead:
 
     def save(self) -> None:
         """Copy newly published blocks for the writer, before a step may overwrite them."""
-        for block, key in self._stored.take_unsaved():
-            self._tier.save(key, partial(self._tensors.copy_out, block))
+        for block, key in self._cache.prefixes.take_unsaved():
+            self._tier.save(key, partial(self._tensors.swapper.copy_out, block))
 
     def close(self) -> None:
         """Stop reading and writing."""

@@ -7,26 +7,13 @@ smallest tokens per block: whichever fills the blocks best.
 
 from dataclasses import dataclass
 from itertools import product
-from typing import Protocol
 
-import numpy as np
 import torch
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
-from octavo.kernels.metadata import AttentionPlan, AttentionShape
-from octavo.kernels.ops import MAX_BLOCK_SIZE, plan_attention, plan_room
-
-
-class Planner(Protocol):
-    """Plans the attention of one layer group, on a GPU; see `octavo.kernels.ops`."""
-
-    def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> AttentionPlan | None:
-        """Return a batch's plan; see `plan_attention`."""
-
-    def room(self, sequences: int, chunks: int, rows: int) -> AttentionPlan | None:
-        """Return a plan with room for any batch; see `plan_room`."""
-
+from octavo.kernels.metadata import AttentionShape
+from octavo.kernels.ops import MAX_BLOCK_SIZE
 
 TYPICAL_TOKENS = 1024
 """Sequence length for which the layout is chosen to use the fewest bytes."""
@@ -87,54 +74,29 @@ class CacheLayout:
     states: tuple[StatePlace, ...]
     block_elements: int
 
-    def planners(
+    def attention_shapes(
         self, dtype: torch.dtype, cache_dtype: torch.dtype, device: torch.device
-    ) -> list[Planner]:
-        """Return the planner of each group's attention; see `plan_attention`."""
-        planners: list[Planner] = [
-            _GroupPlanner(
-                AttentionShape(
-                    shape.num_heads,
-                    shape.num_kv_heads,
-                    shape.key_dim,
-                    shape.value_dim,
-                    dtype,
-                    cache_dtype,
-                    device,
-                    latent=shape.latent,
-                    span=shape.window or shape.chunk,
-                )
+    ) -> list[AttentionShape | None]:
+        """Return the shape that each group's attention is planned for; None for states."""
+        shapes = [
+            AttentionShape(
+                shape.num_heads,
+                shape.num_kv_heads,
+                shape.key_dim,
+                shape.value_dim,
+                dtype,
+                cache_dtype,
+                device,
+                latent=shape.latent,
+                span=shape.window or shape.chunk,
             )
             for shape in self.shapes
         ]
-        return planners + [_StatePlanner()] * (len(self.groups) - len(planners))
+        return [*shapes, *[None] * (len(self.groups) - len(shapes))]
 
     def sequence_blocks(self, num_tokens: int) -> list[int]:
         """Return the blocks that `num_tokens` tokens take in each group, if none is released."""
         return [group.state_blocks or group.blocks_for(num_tokens) for group in self.groups]
-
-
-@dataclass(frozen=True, slots=True)
-class _GroupPlanner:
-    """The planner of a group of layers with one shape."""
-
-    shape: AttentionShape
-
-    def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> AttentionPlan | None:
-        return plan_attention(query_lens, seq_lens, self.shape)
-
-    def room(self, sequences: int, chunks: int, rows: int) -> AttentionPlan | None:
-        return plan_room(sequences, chunks, rows, self.shape)
-
-
-class _StatePlanner:
-    """The planner of a group of states, which need no plan."""
-
-    def __call__(self, query_lens: np.ndarray, seq_lens: np.ndarray) -> None:
-        pass
-
-    def room(self, sequences: int, chunks: int, rows: int) -> None:
-        pass
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """The KV cache's tensors: on the device and in CPU swap space."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -9,7 +9,7 @@ from octavo.common.resources import Memory
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_layout import CacheLayout, LayerPlace
 from octavo.engine.memory.pinned import pin
-from octavo.engine.memory.swap import Bytes, CopyTime, make_swapper
+from octavo.engine.memory.swap import make_swapper
 from octavo.kernels import huge_pages
 from octavo.kernels.metadata import LayerCache, StateCache
 from octavo.kernels.ops import copy_blocks
@@ -29,6 +29,7 @@ class CacheTensors:
         layout: The locations of each layer's K and V in a block.
         layers: Each layer's cache, a view of the device's tensor.
         states: Each state's location in a block.
+        swapper: Copies blocks between the device and swap space.
 
     Args:
         layout: The layout of the cache's blocks.
@@ -59,7 +60,7 @@ class CacheTensors:
         self.swap = torch.empty((num_swap_blocks, size), dtype=dtype)
         if device.type == "cuda":
             pin(self.swap, owner=self)
-        self._swapper = make_swapper(self.device, self.swap)
+        self.swapper = make_swapper(self.device, self.swap)
         self.layers = layer_caches(self.device, layout)
         self.states = state_caches(self.device, layout, model_dtype or dtype)
 
@@ -76,23 +77,11 @@ class CacheTensors:
     def apply(self, transfers: Transfers) -> None:
         """Do a step's copies, in the order of `Transfers`."""
         if transfers.swap_out:
-            self._swapper.swap_out(transfers.swap_out)
+            self.swapper.swap_out(transfers.swap_out)
         if transfers.swap_in:
-            self._swapper.swap_in(transfers.swap_in)
+            self.swapper.swap_in(transfers.swap_in)
         for pairs in _independent(transfers.copies):
             copy_blocks(self.device, torch.tensor(pairs))
-
-    def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to new host memory; see `Swapper.copy_out`."""
-        return self._swapper.copy_out(block)
-
-    def fill_swap(self, block: int, contents: Bytes) -> None:
-        """Overwrite a swap block, which no pending copy may use."""
-        self._swapper.fill(block, contents)
-
-    def take_copy_times(self) -> list[CopyTime]:
-        """Return the durations of swaps that ended since the last call."""
-        return self._swapper.take_times()
 
 
 def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -39,46 +39,16 @@ STAGING_BYTES = 128 << 20
 for the bus."""
 
 
-class CopyTime(NamedTuple):
-    """A number of blocks, and the time to copy them over the bus."""
-
-    blocks: int
-    seconds: float
-
-
-class Swapper(Protocol):
-    """Do a step's swaps, in the order of the calls."""
-
-    def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy (device block, swap block) pairs. The device blocks may be overwritten at once."""
-
-    def swap_in(self, pairs: BlockPairs) -> None:
-        """Copy (swap block, device block) pairs."""
-
-    def take_times(self) -> list[CopyTime]:
-        """Return the durations of copies that ended since the last call."""
-
-    def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to new host memory.
-
-        Returns:
-            A function that waits for the copy and returns the block's bytes, for any thread.
-        """
-
-    def fill(self, block: int, contents: Bytes) -> None:
-        """Overwrite a swap block, which no copy of this step may use."""
-
-
-class HostSwapper:
-    """Swaps on a CPU: a copy is done when the call returns."""
+class Swapper:
+    """Does a step's swaps, in the order of the calls; on a CPU, a copy is done on return."""
 
     def __init__(self, device: torch.Tensor, swap: torch.Tensor) -> None:
         self._device = device
         self._swap = swap
-        self._times: list[CopyTime] = []
+        self._times: list[tuple[int, float]] = []
 
     def swap_out(self, pairs: BlockPairs) -> None:
-        """Copy (device block, swap block) pairs."""
+        """Copy (device block, swap block) pairs. The device blocks may be overwritten at once."""
         self._copy(self._device, self._swap, pairs)
 
     def swap_in(self, pairs: BlockPairs) -> None:
@@ -88,20 +58,24 @@ class HostSwapper:
     def _copy(self, source: torch.Tensor, target: torch.Tensor, pairs: BlockPairs) -> None:
         began = time.perf_counter()
         swap_blocks(source, target, torch.tensor(pairs))
-        self._times.append(CopyTime(len(pairs), time.perf_counter() - began))
+        self._times.append((len(pairs), time.perf_counter() - began))
 
-    def take_times(self) -> list[CopyTime]:
-        """Return the durations of copies since the last call."""
+    def take_times(self) -> list[tuple[int, float]]:
+        """Return the numbers of blocks and seconds of the copies that ended since the last call."""
         times, self._times = self._times, []
         return times
 
     def copy_out(self, block: int) -> Callable[[], Bytes]:
-        """Copy a device block to new host memory."""
+        """Copy a device block to new host memory.
+
+        Returns:
+            A function that waits for the copy and returns the block's bytes, for any thread.
+        """
         contents = _bytes_of(self._device[block].clone())
         return lambda: contents
 
     def fill(self, block: int, contents: Bytes) -> None:
-        """Overwrite a swap block."""
+        """Overwrite a swap block, which no copy of this step may use."""
         _bytes_of(self._swap[block])[:] = contents
 
 
@@ -141,7 +115,7 @@ class _Buffer:
     free: torch.cuda.Event
 
 
-class StreamSwapper:
+class StreamSwapper(Swapper):
     """Swaps on a GPU: copies overlap the model; see this module's text."""
 
     def __init__(
@@ -162,8 +136,7 @@ class StreamSwapper:
             side: A stream that nothing else uses.
             staging_bytes: Maximum size of a buffer, which holds at least one block.
         """
-        self._device = device
-        self._swap = swap
+        super().__init__(device, swap)
         self._compute = compute
         self._side = side
         self._capacity = _capacity(len(swap), device[0].nbytes, staging_bytes)
@@ -214,12 +187,12 @@ class StreamSwapper:
         self._running.append((len(places), began, ended))
         return ended
 
-    def take_times(self) -> list[CopyTime]:
-        """Return the durations of copies that ended since the last call, without waiting."""
+    def take_times(self) -> list[tuple[int, float]]:
+        """Return the copies that ended since the last call, without waiting."""
         times = []
         while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
             blocks, began, ended = self._running.popleft()
-            times.append(CopyTime(blocks, began.elapsed_time(ended) / 1e3))
+            times.append((blocks, began.elapsed_time(ended) / 1e3))
         return times
 
     def copy_out(self, block: int) -> Callable[[], Bytes]:
@@ -285,7 +258,7 @@ def _runs(places: list[int]) -> Iterator[tuple[range, int]]:
 def make_swapper(device: torch.Tensor, swap: torch.Tensor) -> Swapper:
     """Return the swapper for the device of `device`."""
     if device.device.type != "cuda":
-        return HostSwapper(device, swap)
+        return Swapper(device, swap)
     side = torch.cuda.Stream(device.device)  # type: ignore[no-untyped-call]
     return StreamSwapper(
         device,

@@ -4,12 +4,11 @@ import asyncio
 import faulthandler
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import structlog
 
 from octavo.engine.core import HEARTBEAT_SECONDS, EngineCore
-from octavo.engine.events import Load
+from octavo.v1.engine_pb2 import Load
 
 log = structlog.get_logger(__name__)
 
@@ -50,7 +49,9 @@ async def watch(
                     faulthandler.dump_traceback_later(limit, exit=True)
             silence = time.monotonic() - reported
             if silence > SILENT_SECONDS:
-                send(replace(core.load, step_running_seconds=silence))
+                beat = Load(step_running_seconds=silence)
+                beat.MergeFrom(core.load)
+                send(beat)
             if silence >= min(LONG_SECONDS, step_timeout / 2 or LONG_SECONDS) and not logged:
                 logged = True
                 log.warning("step takes long", seconds=round(silence), limit=step_timeout)

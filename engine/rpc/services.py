@@ -6,12 +6,11 @@ from functools import partial
 import grpc
 
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.rpc.loading_service import LoadingEngineService
+from octavo.engine.rpc.served_engine import ServedEngine
 from octavo.engine.rpc.service import EngineService
 from octavo.engine.rpc.vllm import SERVICE as VLLM_SERVICE
 from octavo.engine.rpc.vllm import vllm_service
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup.build import Parts
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
@@ -25,7 +24,7 @@ class Services:
     """
 
     def __init__(self, settings: EngineSettings, metrics: EngineMetrics) -> None:
-        self._octavo = LoadingEngineService()
+        self._octavo = EngineService()
         self._vllm = vllm_service(settings, metrics)
         add = engine_pb2_grpc.add_EngineServiceServicer_to_server
         self.by_name: Mapping[str, Callable[[grpc.aio.Server], None]] = {
@@ -34,8 +33,8 @@ class Services:
         if self._vllm is not None:
             self.by_name = {**self.by_name, VLLM_SERVICE: self._vllm.add_to}
 
-    def start(self, engine: EngineService, parts: Parts) -> None:
+    def start(self, engine: ServedEngine) -> None:
         """Begin to serve: the model is loaded."""
         self._octavo.loaded = engine
         if self._vllm is not None:
-            self._vllm.attach(engine, parts)
+            self._vllm.attach(engine)

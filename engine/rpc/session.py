@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import fields
 
 import grpc
 
@@ -13,7 +12,6 @@ from octavo.engine.core import EngineCore
 from octavo.engine.events import (
     Event,
     Failure,
-    Load,
     NumberedTokens,
     OutputEvent,
     PrefixChange,
@@ -23,9 +21,8 @@ from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
 
-Translate = Callable[[engine_pb2.Submit], Request]
-
-LOAD_FIELDS = [field.name for field in fields(Load)]
+Translate = Callable[..., Request]
+"""Returns the request of a `Submit`; its keyword `session` is the session's number."""
 
 
 class Session:
@@ -79,7 +76,7 @@ class Session:
     def set_adapters(self, adapters: engine_pb2.Adapters) -> None:
         """Put the loaded adapters into the next message."""
         self._pending.adapters.CopyFrom(adapters)
-        self._pending.load.CopyFrom(to_load(self._core.load))
+        self._pending.load.CopyFrom(self._core.load)
         self._ready.set()
 
     def close(self) -> None:
@@ -96,14 +93,14 @@ class Session:
         async for message in messages:
             match message.WhichOneof("command"):
                 case "submit":
-                    self._submit(message.submit)
+                    self._submit(session, message.submit)
                 case "abort":
                     index = message.abort.index if message.abort.HasField("index") else None
                     self._core.abort(session, message.abort.request_id, index)
 
-    def _submit(self, submit: engine_pb2.Submit) -> None:
+    def _submit(self, session: int, submit: engine_pb2.Submit) -> None:
         try:
-            request = self._translate(submit)
+            request = self._translate(submit, session=session)
         except RpcError as error:
             failure = engine_pb2.Failure(
                 request_id=submit.request_id,
@@ -112,7 +109,7 @@ class Session:
                 field=error.field or "",
             )
             self._pending.failures.append(failure)
-            self._pending.load.CopyFrom(to_load(self._core.load))
+            self._pending.load.CopyFrom(self._core.load)
             self._ready.set()
             return
         self._core.submit(request)
@@ -198,8 +195,3 @@ def _add_tokens(output: engine_pb2.SequenceOutput, event: OutputEvent) -> None:
 def _to_logprob(logprob: TokenLogprob) -> sampling_pb2.TokenLogprob:
     top = [sampling_pb2.TopLogprob(token_id=t, logprob=value) for t, value in logprob.top]
     return sampling_pb2.TokenLogprob(token_id=logprob.token_id, logprob=logprob.logprob, top=top)
-
-
-def to_load(load: Load) -> engine_pb2.Load:
-    """Return a load as its protobuf message."""
-    return engine_pb2.Load(**{name: getattr(load, name) for name in LOAD_FIELDS})

@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import structlog
 
-from octavo.engine.core.loop import Publish
-from octavo.engine.events import Event, Load, PrefixChange
+from octavo.engine.events import Event, PrefixChange, Publish
+from octavo.v1.engine_pb2 import Load
 
 log = structlog.get_logger(__name__)
 

@@ -29,11 +29,17 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
-from octavo.engine.memory.cache_layout import Planner
 from octavo.engine.models.forward import Forward
 from octavo.engine.running.graph_sizes import GraphSize
 from octavo.engine.running.inputs import StepInputs
-from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, LayerCache, StateCache
+from octavo.kernels.metadata import (
+    AttentionMetadata,
+    AttentionPlan,
+    AttentionShape,
+    LayerCache,
+    StateCache,
+)
+from octavo.kernels.ops import plan_attention, plan_room
 
 Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
@@ -81,7 +87,7 @@ class StepGraphs:
         widths: Sequence[int],
         max_model_len: int,
         device: torch.device,
-        planners: Sequence[Planner],
+        shapes: Sequence[AttentionShape | None],
         record: Record,
     ) -> None:
         """Record a graph for each size.
@@ -95,7 +101,7 @@ class StepGraphs:
             widths: Maximum number of blocks in a sequence's table of each layer group.
             max_model_len: Maximum number of tokens of a sequence.
             device: The model's device.
-            planners: Planners of each layer group's attention.
+            shapes: Shape of each layer group's attention; None for states.
             record: The recorder; `cuda_recorder` on a GPU.
         """
         rows = max(size.rows for size in sizes)
@@ -118,7 +124,7 @@ class StepGraphs:
         # Smaller sizes fit into the larger ones' memory.
         for size in sorted(sizes, key=lambda size: size.rows, reverse=True):
             query_starts = _query_starts(size).to(device)
-            groups = self._metadata(size, query_starts, planners)
+            groups = self._metadata(size, query_starts, shapes)
             paged = PagedStep(groups, layers, kv_scales, states)
             laid = self._tokens[: size.rows][None], self._positions[: size.rows][None]
             wanted = self._wanted[: size.logits] if size.mixed else self._all_rows[: size.rows]
@@ -128,7 +134,7 @@ class StepGraphs:
             self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs, idle)
 
     def _metadata(
-        self, size: GraphSize, query_starts: torch.Tensor, planners: Sequence[Planner]
+        self, size: GraphSize, query_starts: torch.Tensor, shapes: Sequence[AttentionShape | None]
     ) -> list[AttentionMetadata]:
         """Return the metadata that the graph of a size reads, for each layer group."""
         count = len(query_starts) - 1
@@ -140,17 +146,18 @@ class StepGraphs:
                 slot_mapping=slots[: size.rows],
                 max_query_len=size.rows if size.longest > 1 else 1,
                 max_seq_len=self._max_model_len,
-                plan=self._plan(size, planner),
+                plan=self._plan(size, shape),
             )
-            for tables, slots, planner in zip(self._tables, self._slots, planners, strict=True)
+            for tables, slots, shape in zip(self._tables, self._slots, shapes, strict=True)
         ]
 
-    def _plan(self, size: GraphSize, planner: Planner) -> AttentionPlan | None:
+    def _plan(self, size: GraphSize, shape: AttentionShape | None) -> AttentionPlan | None:
         """Return a graph's plan: an input for mixed steps, else fixed for all steps."""
         if size.mixed:
-            return planner.room(size.sequences, size.chunks, size.rows)
+            return plan_room(size.sequences, size.chunks, size.rows, shape)
         query_lens = _query_lens(size)
-        return planner(query_lens, np.full(len(query_lens), self._max_model_len, np.int32))
+        seq_lens = np.full(len(query_lens), self._max_model_len, np.int32)
+        return plan_attention(query_lens, seq_lens, shape)
 
     def _work(
         self, paged: PagedStep, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]

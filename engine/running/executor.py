@@ -16,11 +16,10 @@ from octavo.engine.lora.adapter import Adapter
 from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.weights import blank_weights
 from octavo.engine.memory.cache_tensors import CacheTensors
-from octavo.engine.memory.swap import CopyTime
 from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.running.cuda_graphs import Record, StepGraphs, graph_memory
-from octavo.engine.running.graph_sizes import GraphSize, graph_sizes, mixed_sizes
+from octavo.engine.running.graph_sizes import GraphSize
 from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
 from octavo.engine.running.leader import Leader
 from octavo.engine.running.pending_step import PendingStep
@@ -69,7 +68,9 @@ class Executor:
         self._device = loaded.device
         self._graphs: StepGraphs | None = None
         self._eager_before = 0
-        self._planners = cache.layout.planners(loaded.dtype, loaded.cache_dtype, loaded.device)
+        self._shapes = cache.layout.attention_shapes(
+            loaded.dtype, loaded.cache_dtype, loaded.device
+        )
 
     @property
     def asynchronous(self) -> bool:
@@ -97,7 +98,7 @@ class Executor:
             self.cache.apply(batch.transfers)
             return None
         arrays, inputs = make_inputs(
-            batch, layout=self.cache.layout, device=self._device, planners=self._planners
+            batch, layout=self.cache.layout, device=self._device, shapes=self._shapes
         )
         if self._adapters is not None:
             adapters = (group.request.adapter for group in batch.groups)
@@ -201,9 +202,9 @@ class Executor:
         """Steps since the start that ran uncompiled although the model is compiled."""
         return self._loaded.eager_steps - self._eager_before
 
-    def take_copy_times(self) -> list[CopyTime]:
-        """Return the durations of swaps that ended since the last call."""
-        return self.cache.take_copy_times()
+    def take_copy_times(self) -> list[tuple[int, float]]:
+        """Return the numbers of blocks and seconds of the swaps that ended since the last call."""
+        return self.cache.swapper.take_times()
 
     @torch.inference_mode()
     def warm_up(self, max_model_len: int) -> None:
@@ -220,7 +221,7 @@ class Executor:
             if self._leader is not None:
                 self._leader.run(Transfers(), arrays, most_likely=False)
             inputs = to_inputs(
-                arrays, device=self._device, planners=self._planners, longest=max_model_len
+                arrays, device=self._device, shapes=self._shapes, longest=max_model_len
             )
             if self._loaded.targets is not None and self._adapters is not None:
                 blank = Adapter("", Path(), blank_weights(self._loaded.targets))
@@ -240,60 +241,36 @@ class Executor:
         self._eager_before = self._loaded.eager_steps  # the lone decode
 
     @torch.inference_mode()
-    def record_graphs(
-        self,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        record: Record,
-        num_drafted: int = 0,
-        max_num_batched_tokens: int = 0,
-    ) -> None:
+    def record_graphs(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> None:
         """Record steps, to replay them from now on; see `cuda_graphs`.
 
         Args:
-            max_num_seqs: Maximum number of sequences in a batch.
+            sizes: The sizes, from `step_sizes`.
             max_model_len: Maximum number of tokens of a sequence.
             record: The recorder of steps.
-            num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
-            max_num_batched_tokens: Maximum number of tokens of a step with chunks of prompts; 0:
-                record no such steps.
 
         Raises:
             RuntimeError: The device cannot record the model.
         """
-        sizes = _sizes(max_num_seqs, max_num_batched_tokens, num_drafted)
         self._graphs = self._record(sizes, max_model_len, record)
 
     @torch.inference_mode()
     def measure_graphs(
-        self,
-        *,
-        max_num_seqs: int,
-        max_model_len: int,
-        record: Record,
-        free: Callable[[], int],
-        num_drafted: int = 0,
-        max_num_batched_tokens: int = 0,
+        self, sizes: list[GraphSize], max_model_len: int, record: Record, free: Callable[[], int]
     ) -> int:
         """Return the bytes that `record_graphs` will take on the device; keep no graphs.
 
         Args:
-            max_num_seqs: Maximum number of sequences in a batch.
-            max_model_len: Maximum number of tokens of a sequence.
-            record: The recorder of steps.
+            sizes: See `record_graphs`.
+            max_model_len: See `record_graphs`.
+            record: See `record_graphs`.
             free: Returns the device's free bytes.
-            num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
-            max_num_batched_tokens: Maximum number of tokens of a step with chunks of prompts.
 
         Raises:
             RuntimeError: The device cannot record the model.
         """
         return graph_memory(
-            _sizes(max_num_seqs, max_num_batched_tokens, num_drafted),
-            lambda sizes, record: self._record(sizes, max_model_len, record),
-            record,
-            free,
+            sizes, lambda some, record: self._record(some, max_model_len, record), record, free
         )
 
     def _record(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> StepGraphs:
@@ -306,7 +283,7 @@ class Executor:
             widths=self.cache.layout.sequence_blocks(max_model_len),
             max_model_len=max_model_len,
             device=self._device,
-            planners=self._planners,
+            shapes=self._shapes,
             record=record,
         )
 
@@ -353,9 +330,3 @@ class Executor:
             tokens = to_device(np.array(chunk), self._device)
             reports.append(Report(rows, tokens, [count] * len(chunk)))
         return reports
-
-
-def _sizes(max_num_seqs: int, max_tokens: int, num_drafted: int) -> list[GraphSize]:
-    """Return the sizes to record; mixed steps are last, for steps that fit into no other size."""
-    unmixed = graph_sizes(max_num_seqs, num_drafted)
-    return unmixed + mixed_sizes(max_num_seqs, max_tokens, num_drafted)

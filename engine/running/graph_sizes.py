@@ -46,6 +46,20 @@ class GraphSize(NamedTuple):
         return step.logits == step.rows and all(map(ge, self[:3], step[:3]))
 
 
+def step_sizes(
+    max_num_seqs: int, num_drafted: int = 0, max_num_batched_tokens: int = 0
+) -> list[GraphSize]:
+    """Return the sizes to record; mixed steps are last, for steps that fit into no other size.
+
+    Args:
+        max_num_seqs: Maximum number of sequences in a batch.
+        num_drafted: Maximum number of drafted tokens of a sequence; 0: no drafts.
+        max_num_batched_tokens: Maximum number of tokens of a mixed step; 0: record none.
+    """
+    unmixed = graph_sizes(max_num_seqs, num_drafted)
+    return unmixed + mixed_sizes(max_num_seqs, max_num_batched_tokens, num_drafted)
+
+
 def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
     """Return the sizes to record for decodes and for steps that verify drafts, fewest rows first.
 

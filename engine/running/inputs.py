@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 from octavo.engine.kv_cache.block_table import RELEASED
-from octavo.engine.memory.cache_layout import CacheLayout, Planner
+from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.scheduling.batch import NO_SAMPLES, Batch, Samples, ScheduledSequence
 from octavo.kernels.host import to_device
 from octavo.kernels.low_rank import StepAdapters
-from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.metadata import AttentionMetadata, AttentionShape
+from octavo.kernels.ops import plan_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,11 @@ class StepInputs:
 
 
 def make_inputs(
-    batch: Batch, *, layout: CacheLayout, device: torch.device, planners: Sequence[Planner]
+    batch: Batch,
+    *,
+    layout: CacheLayout,
+    device: torch.device,
+    shapes: Sequence[AttentionShape | None],
 ) -> tuple[StepArrays, StepInputs]:
     """Concatenate a batch's sequences.
 
@@ -83,7 +88,7 @@ def make_inputs(
         batch: The batch.
         layout: Layout of the cache.
         device: The cache's device.
-        planners: Planners of each layer group's attention.
+        shapes: Shape of each layer group's attention; None for states.
     """
     starts, ends = batch.starts, batch.ends
     query_lens = (ends - starts).astype(np.int32)
@@ -133,7 +138,7 @@ def make_inputs(
         tables=tables,
     )
     inputs = replace(
-        to_inputs(arrays, device=device, planners=planners),
+        to_inputs(arrays, device=device, shapes=shapes),
         samples=samples,
         sample_rows=(first.cumsum() - 1).tolist(),
         beams=beams,
@@ -161,7 +166,7 @@ def to_inputs(
     arrays: StepArrays,
     *,
     device: torch.device,
-    planners: Sequence[Planner],
+    shapes: Sequence[AttentionShape | None],
     longest: int | None = None,
 ) -> StepInputs:
     """Return a step's tensors, without the uses of its logits.
@@ -169,7 +174,7 @@ def to_inputs(
     Args:
         arrays: The step's arrays.
         device: The cache's device.
-        planners: Planners of each layer group's attention.
+        shapes: Shape of each layer group's attention; None for states.
         longest: Tokens per sequence that attention is planned for; default: the actual ones.
     """
     laid = to_device(arrays.laid, device)
@@ -185,7 +190,7 @@ def to_inputs(
             slot_mapping=laid[2 + group],
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
-            plan=planners[group](query_lens, planned),
+            plan=plan_attention(query_lens, planned, shapes[group]),
         )
         for group, table in enumerate(arrays.tables)
     ]

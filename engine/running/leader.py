@@ -166,7 +166,7 @@ class Follower:
         self._count = count
         self._told_to_stop = told_to_stop
         self._cache = allocate(1, 0)
-        self._planners = self._cache.layout.planners(
+        self._shapes = self._cache.layout.attention_shapes(
             loaded.dtype, loaded.cache_dtype, loaded.device
         )
 
@@ -194,10 +194,10 @@ class Follower:
     def _compute(self, kind: Kind, numbers: np.ndarray) -> None:
         transfers, rest = _take_transfers(numbers)
         self._cache.apply(transfers)
-        self._cache.take_copy_times()
+        self._cache.swapper.take_times()
         if kind is Kind.COPY:
             return
-        inputs = to_inputs(unpack(rest), device=self._loaded.device, planners=self._planners)
+        inputs = to_inputs(unpack(rest), device=self._loaded.device, shapes=self._shapes)
         cache, scales = self._cache, self._loaded.kv_scales
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         forward = self._loaded.forward

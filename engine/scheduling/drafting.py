@@ -16,7 +16,7 @@ from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
-from octavo.engine.speculation.guess import NO_GUESS, Guess
+from octavo.engine.speculation.method import NO_GUESS, Guess
 from octavo.engine.speculation.speculation import Speculation
 
 DRAFT_SHARE = 0.5

@@ -5,8 +5,9 @@ some of its blocks could not continue, and would still hold the others. `swap_or
 chooses between swapping and dropping.
 """
 
+from collections import Counter
+
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError
-from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 
@@ -26,7 +27,7 @@ def with_blocks(group: SequenceGroup, cache: KVCacheManager) -> list[Sequence]:
 
 
 def preempt(
-    group: SequenceGroup, cache: KVCacheManager, policy: PreemptionPolicy, counters: Counters
+    group: SequenceGroup, cache: KVCacheManager, policy: PreemptionPolicy, counters: Counter[str]
 ) -> None:
     """Take all blocks from all sequences of a group.
 
@@ -43,13 +44,13 @@ def preempt(
         try:
             cache.swap_out(ids)
         except OutOfBlocksError:
-            counters.swap_space_full += 1
+            counters["swap_space_full"] += 1
         else:
-            counters.preemptions_swap += 1
+            counters["preemptions_swap"] += 1
             group.record(GroupEvent.SWAPPED_OUT)
             group.state = GroupState.SWAPPED
             return
-    counters.preemptions_recompute += 1
+    counters["preemptions_recompute"] += 1
     group.record(GroupEvent.DROPPED)
     for sequence in sequences:
         cache.free(sequence.id)

@@ -119,8 +119,8 @@ def _end_drafts(scheduler: Scheduler, batch: Batch, speculation: Speculation) ->
         accepted = max(0, sequence.num_known - start - 2)
         sequence.drafted_tokens += len(draft)
         sequence.accepted_tokens += accepted
-        scheduler.counters.drafted_tokens += len(draft)
-        scheduler.counters.accepted_tokens += accepted
+        scheduler.counters["drafted_tokens"] += len(draft)
+        scheduler.counters["accepted_tokens"] += accepted
         if sequence.drafting is not None:
             speculation.end_draft(sequence.drafting, len(draft), accepted)
         if sequence.finish_reason is not None or group.state is GroupState.FINISHED:

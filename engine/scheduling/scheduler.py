@@ -7,13 +7,13 @@ preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 
 import itertools
 from bisect import insort
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
-from octavo.engine.scheduling.counters import Counters
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
 from octavo.engine.scheduling.plain_decodes import KeptDecodes
 from octavo.engine.scheduling.preemption import choose_victim, preempt, with_blocks
@@ -32,6 +32,11 @@ WATERMARK = 0.01
 decodes do not preempt it at once."""
 
 
+COUNTED = (
+    *("preemptions_swap", "preemptions_recompute"),  # groups swapped out, or to be recomputed
+    *("swap_space_full", "swap_ins"),  # groups that swap space had no room for, or swapped in
+    *("drafted_tokens", "accepted_tokens"),  # drafted tokens verified, and those that were right
+)
 ORDER = attrgetter("order")
 _BEGUN = {GroupState.RUNNING, GroupState.SWAPPED}
 
@@ -42,6 +47,9 @@ class Scheduler:
     The queues are waiting, running and swapped, each sorted by `SequenceGroup.order`. A step serves
     running groups first, then swaps groups in, then admits waiting ones. When blocks
     run out, `preemption` chooses the running group that gives up its blocks.
+
+    Attributes:
+        counters: Numbers since the start, by the names in `COUNTED`.
     """
 
     def __init__(
@@ -59,7 +67,7 @@ class Scheduler:
         self.cache = cache
         self.speculation = speculation
         self.draft_model = draft_model
-        self.counters = Counters()
+        self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
@@ -435,7 +443,7 @@ class Scheduler:
                 return
             self.swapped.remove(group)
             self.cache.swap_in(ids)
-            self.counters.swap_ins += 1
+            self.counters["swap_ins"] += 1
             group.record(GroupEvent.SWAPPED_IN)
             self._start(batch, group, tokens)
 

@@ -1,6 +1,7 @@
-"""The interface of draft methods, `Method`, and their state per sequence, `DraftState`."""
+"""The interface of draft methods, `Method`, with their state and their guess for a sequence."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from octavo.engine.speculation.history import History
@@ -23,6 +24,22 @@ class DraftState:
     aligned: float = 0.0
     pause: int = 0
     last_pause: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Guess:
+    """Tokens that a method proposes to draft for a sequence, and the maximum to draft.
+
+    Attributes:
+        token_ids: The tokens that the method proposes; may be empty.
+        most: Maximum tokens to draft.
+    """
+
+    token_ids: Sequence[int] = ()
+    most: int = 0
+
+
+NO_GUESS = Guess()
 
 
 class Method(ABC):

@@ -1,8 +1,7 @@
 """Decides for each sequence whether to draft, and how many tokens."""
 
-from octavo.engine.speculation.guess import NO_GUESS, Guess
 from octavo.engine.speculation.history import History
-from octavo.engine.speculation.method import DraftState, Method
+from octavo.engine.speculation.method import NO_GUESS, DraftState, Guess, Method
 from octavo.engine.speculation.policy import DraftPolicy
 
 

@@ -166,13 +166,7 @@ def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: Cac
     if not settings.cuda_graphs or loaded.leader is not None:
         return executor
     try:
-        executor.record_graphs(
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=size.max_model_len,
-            record=cuda_recorder(),
-            num_drafted=plan.num_drafted,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-        )
+        executor.record_graphs(plan.graph_sizes, size.max_model_len, cuda_recorder())
     except RuntimeError as error:
         log.warning("no CUDA graphs: steps launch each kernel, which is slower", error=str(error))
     return executor

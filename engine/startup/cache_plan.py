@@ -15,6 +15,7 @@ from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.running.cuda_graphs import cuda_recorder
 from octavo.engine.running.executor import Executor
+from octavo.engine.running.graph_sizes import GraphSize, step_sizes
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
@@ -54,9 +55,10 @@ class CachePlan:
     speculation: Speculation | None
 
     @property
-    def num_drafted(self) -> int:
-        """Maximum tokens drafted for a sequence in a step."""
-        return 0 if self.speculation is None else self.speculation.num_tokens
+    def graph_sizes(self) -> list[GraphSize]:
+        """Sizes of the steps to record as CUDA graphs."""
+        drafted = 0 if self.speculation is None else self.speculation.num_tokens
+        return step_sizes(self.max_num_seqs, drafted, self.max_num_batched_tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +221,8 @@ def _memory_taken(
     blocks = memory_of(loaded.device).total // plan.block_bytes
     capacity = BlockBudget(blocks, probe.cache.layout.groups, most).capacity(most)
     try:
-        graphs = probe.measure_graphs(
-            max_num_seqs=plan.max_num_seqs,
-            max_model_len=capacity,
-            record=cuda_recorder(),
-            free=partial(free_memory, loaded.device),
-            num_drafted=plan.num_drafted,
-            max_num_batched_tokens=plan.max_num_batched_tokens,
-        )
+        free = partial(free_memory, loaded.device)
+        graphs = probe.measure_graphs(plan.graph_sizes, capacity, cuda_recorder(), free)
     except RuntimeError:  # `warm_up` logs it
         return taken
     log.info("CUDA graphs measured", gib=round(graphs / GIB, 3))

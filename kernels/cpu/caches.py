@@ -137,53 +137,6 @@ class CheckedCache:
         return same and self.dtype == used and self.scales == scales
 
 
-class CheckedBatch:
-    """A checked batch and its struct."""
-
-    __slots__ = ("metadata", "reference", "struct")
-
-    def __init__(self, metadata: AttentionMetadata) -> None:
-        tables = metadata.block_tables
-        for name in ("query_starts", "seq_lens", "block_tables"):
-            tensor = getattr(metadata, name)
-            if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
-                raise ValueError(f"{name} must be contiguous int32")
-        slots = CheckedSlots(metadata.slot_mapping)
-        self.metadata = metadata
-        self.struct = Batch(
-            metadata.query_starts.data_ptr(),
-            metadata.seq_lens.data_ptr(),
-            tables.data_ptr(),
-            tables.stride(0),
-            tables.shape[1],
-            metadata.seq_lens.shape[0],
-            slots.pointer,
-            slots.count,
-        )
-        self.reference = byref(self.struct)
-
-
-class CheckedSlots:
-    """A checked slot mapping."""
-
-    __slots__ = ("count", "pointer", "tensor")
-
-    def __init__(self, tensor: Tensor) -> None:
-        if tensor.dtype != torch.int64 or tensor.dim() != 1 or not tensor.is_contiguous():
-            raise ValueError("slot_mapping must be contiguous int64")
-        self.tensor, self.count, self.pointer = tensor, tensor.shape[0], tensor.data_ptr()
-
-
-class CheckedBatches:
-    """The checked batches of all groups of layers and an array of their structs."""
-
-    __slots__ = ("groups", "structs")
-
-    def __init__(self, groups: Sequence[AttentionMetadata]) -> None:
-        self.groups = groups
-        self.structs = (Batch * len(groups))(*(CheckedBatch(one).struct for one in groups))
-
-
 class CheckedCaches:
     """All layers' checked caches and arrays of their structs. Keeps the caches alive.
 
@@ -219,6 +172,37 @@ class CheckedCaches:
     def are_of(self, layers: Sequence[LayerCache], states: Sequence[StateCache]) -> bool:
         """Return whether these are the very caches that were checked."""
         return self.tensors[0] is layers and self.tensors[1] is states
+
+
+def make_batch(metadata: AttentionMetadata) -> Batch:
+    """Return a batch's struct.
+
+    Raises:
+        ValueError: A tensor is not contiguous, or of another type.
+    """
+    tables = metadata.block_tables
+    for name in ("query_starts", "seq_lens", "block_tables"):
+        tensor = getattr(metadata, name)
+        if tensor.dtype != torch.int32 or tensor.stride(-1) != 1:
+            raise ValueError(f"{name} must be contiguous int32")
+    return Batch(
+        *(metadata.query_starts.data_ptr(), metadata.seq_lens.data_ptr(), tables.data_ptr()),
+        *(tables.stride(0), tables.shape[1], metadata.seq_lens.shape[0]),
+        *check_slots(metadata.slot_mapping),
+    )
+
+
+def check_slots(slot_mapping: Tensor) -> tuple[int, int]:
+    """Return the address and the number of a step's slots.
+
+    Raises:
+        ValueError: They are not contiguous, or of another type.
+    """
+    if slot_mapping.dtype != torch.int64 or not (
+        slot_mapping.dim() == 1 and slot_mapping.is_contiguous()
+    ):
+        raise ValueError("slot_mapping must be contiguous int64")
+    return slot_mapping.data_ptr(), len(slot_mapping)
 
 
 def make_state(cache: StateCache) -> State:

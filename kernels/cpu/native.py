@@ -5,6 +5,7 @@ import weakref
 from collections.abc import Sequence
 from ctypes import (
     POINTER,
+    Array,
     Structure,
     addressof,
     byref,
@@ -17,6 +18,7 @@ from ctypes import (
     c_void_p,
     pointer,
 )
+from operator import is_
 from typing import Any
 
 import torch
@@ -27,12 +29,11 @@ from octavo.kernels.cpu.caches import (
     DTYPES,
     Batch,
     Cache,
-    CheckedBatch,
-    CheckedBatches,
     CheckedCache,
     CheckedCaches,
-    CheckedSlots,
     State,
+    check_slots,
+    make_batch,
     make_state,
 )
 from octavo.kernels.cpu.experts import ExpertKernels
@@ -120,9 +121,8 @@ class NativeKernels:
         self.latents, self.rounding = LatentKernels(linear), RoundingKernels(library)
         self.programs = Programs(library)
         self._caches: dict[int, CheckedCache] = {}
-        self._batch: CheckedBatch | None = None  # of the latest call
-        self._batches: CheckedBatches | None = None  # of the latest call
-        self._slots: CheckedSlots | None = None  # of the latest call
+        # The latest call's batches, and their structs.
+        self._batches: tuple[Sequence[AttentionMetadata], Array[Batch]] | None = None
 
     def write_kv(
         self,
@@ -138,15 +138,15 @@ class NativeKernels:
         """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
         scales = key_scale, value_scale
         cache = self._check_cache(key_cache, value_cache, key.dtype, scales)
-        slots = self._check_slots(slot_mapping)
-        key = _fit(key, cache, cache.key_dim, slots)
+        slots, count = check_slots(slot_mapping)
+        key = _fit(key, cache, cache.key_dim, count)
         if value is not None:
-            value = _fit(value, cache, cache.value_dim, slots)
+            value = _fit(value, cache, cache.value_dim, count)
         elif cache.value_dim:
             raise ValueError("the cache has values and none are given")
         bad = self._write(
             *(cache.reference, *_place(key), *((None, 0, 0) if value is None else _place(value))),
-            *(slots.pointer, slots.count, torch.get_num_threads()),
+            *(slots, count, torch.get_num_threads()),
         )
         _check_slot(bad, slot_mapping, cache)
 
@@ -167,13 +167,12 @@ class NativeKernels:
         """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
         scales = key_scale, value_scale
         cache = self._check_cache(key_cache, value_cache, key.dtype, scales)
-        slots = self._check_slots(slot_mapping)
-        key = _fit(key, cache, cache.key_dim, slots)
-        value = _fit(value, cache, cache.value_dim, slots)
-        if len(query) != slots.count or query.shape[2] != cache.key_dim:
+        slots, count = check_slots(slot_mapping)
+        key = _fit(key, cache, cache.key_dim, count)
+        value = _fit(value, cache, cache.value_dim, count)
+        if len(query) != count or query.shape[2] != cache.key_dim:
             raise ValueError(
-                f"query {list(query.shape)} does not fit {slots.count} slots of heads of "
-                f"{cache.key_dim}"
+                f"query {list(query.shape)} does not fit {count} slots of heads of {cache.key_dim}"
             )
         _check_dtype(query, cache)
         query = _rows(query)
@@ -182,7 +181,7 @@ class NativeKernels:
         bad = self._rotate(
             *(cache.reference, *_place(query), query.shape[1], *_place(key), *_place(value)),
             *(cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
-            *(slots.pointer, slots.count, out.data_ptr(), torch.get_num_threads()),
+            *(slots, count, out.data_ptr(), torch.get_num_threads()),
         )
         _check_slot(bad, slot_mapping, cache)
         return out
@@ -207,7 +206,7 @@ class NativeKernels:
         """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
         scales = key_scale, value_scale
         cache = self._check_cache(key_cache, value_cache, query.dtype, scales)
-        batch = self._check_batch(metadata)
+        batch = self._check_batches([metadata])
         num_tokens, num_heads, key_dim = query.shape
         if key_dim != cache.key_dim or num_heads % cache.num_kv_heads:
             raise ValueError(
@@ -222,7 +221,7 @@ class NativeKernels:
         slopes, logits = _of_heads(alibi_slopes), _of_heads(sinks)
         bad = self._attend(
             cache.reference,
-            batch.reference,
+            batch,
             query.data_ptr(),
             token_stride,
             head_stride,
@@ -275,7 +274,7 @@ class NativeKernels:
             IndexError: A block table names a block that is not in the cache.
         """
         cache = self._check_cache(key_cache, None, query.dtype, (key_scale, key_scale))
-        batch = self._check_batch(metadata)
+        batch = self._check_batches([metadata])
         num_tokens, num_heads, query_dim = query.shape
         _check_dtype(query, cache)
         assert cache.dtype == products.values.dtype
@@ -287,7 +286,7 @@ class NativeKernels:
             *(key_dim, products.value_dim),
         )
         bad = self._attend_latents(
-            *(cache.reference, batch.reference, *_place(query), num_heads, query_dim),
+            *(cache.reference, batch, *_place(query), num_heads, query_dim),
             *(byref(struct), out.data_ptr(), scale, sliding_window or 0, chunk or 0),
             *(soft_cap or 0.0, torch.get_num_threads()),
         )
@@ -318,7 +317,7 @@ class NativeKernels:
         batches = self._check_batches(groups)
         struct = None if adapters is None else self.low_rank.structs.make(adapters)
         step = _Step(
-            *(caches.layers, caches.groups, caches.written, caches.states, batches.structs),
+            *(caches.layers, caches.groups, caches.written, caches.states, batches),
             *(None if struct is None else addressof(struct), torch.get_num_threads()),
         )
         return step, struct
@@ -367,23 +366,12 @@ class NativeKernels:
         arrays = (c_int * len(cpus))(*cpus), (c_int * len(ends))(*ends)
         return bool(places) and bool(self._pin(*arrays, len(places)) == len(places))
 
-    def _check_batch(self, metadata: AttentionMetadata) -> CheckedBatch:
-        batch = self._batch
-        if batch is None or batch.metadata is not metadata:
-            batch = self._batch = CheckedBatch(metadata)
-        return batch
-
-    def _check_batches(self, groups: Sequence[AttentionMetadata]) -> CheckedBatches:
-        batches = self._batches
-        if batches is None or batches.groups is not groups:
-            batches = self._batches = CheckedBatches(groups)
-        return batches
-
-    def _check_slots(self, slot_mapping: Tensor) -> CheckedSlots:
-        slots = self._slots
-        if slots is None or slots.tensor is not slot_mapping:
-            slots = self._slots = CheckedSlots(slot_mapping)
-        return slots
+    def _check_batches(self, groups: Sequence[AttentionMetadata]) -> "Array[Batch]":
+        """Return the structs of batches; check these once for all layers."""
+        known = self._batches
+        if known is None or len(known[0]) != len(groups) or not all(map(is_, known[0], groups)):
+            known = self._batches = groups, (Batch * len(groups))(*map(make_batch, groups))
+        return known[1]
 
     def _check_cache(
         self,
@@ -440,15 +428,15 @@ def _of_heads(numbers: Tensor | None) -> Tensor | None:
     return None if numbers is None else numbers.to(torch.float32).contiguous()
 
 
-def _fit(tokens: Tensor, cache: CheckedCache, dim: int, slots: CheckedSlots) -> Tensor:
+def _fit(tokens: Tensor, cache: CheckedCache, dim: int, count: int) -> Tensor:
     """Return keys or values, of `dim` elements, as C++ can read them.
 
     Raises:
         ValueError: They are not of the cache's shape and dtype.
     """
-    if tokens.shape != (slots.count, cache.num_kv_heads, dim):
+    if tokens.shape != (count, cache.num_kv_heads, dim):
         raise ValueError(
-            f"keys or values {list(tokens.shape)} do not fit {slots.count} slots "
+            f"keys or values {list(tokens.shape)} do not fit {count} slots "
             f"of a cache of {cache.num_kv_heads} heads of {dim}"
         )
     _check_dtype(tokens, cache)

@@ -290,7 +290,7 @@ def _tokens(draw: random.Random, count: int) -> list[int]:
 def preemptions(engine: Stepper) -> tuple[int, int]:
     """Return the numbers of groups swapped out and dropped so far."""
     counters = engine.scheduler.counters
-    return counters.preemptions_swap, counters.preemptions_recompute
+    return counters["preemptions_swap"], counters["preemptions_recompute"]
 
 
 def compare(

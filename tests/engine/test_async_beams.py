@@ -110,7 +110,7 @@ def test_outputs_are_the_same(tiny_model, expected, preemption, aborted):
     if preemption is not None:
         assert sum(group.beam is not None for group in victims) > 3
         assert sum(group.beam is None for group in victims) > 3
-        assert (counters.preemptions_swap > 0) is (preemption == "swap")
+        assert (counters["preemptions_swap"] > 0) is (preemption == "swap")
 
 
 SIZES = {

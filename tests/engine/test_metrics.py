@@ -1,5 +1,5 @@
-from octavo.engine.events import Load
 from octavo.engine.metrics import EngineMetrics
+from octavo.v1.engine_pb2 import Load
 
 
 def test_the_share_of_blocks_in_use_counts_cached_blocks_as_unused():

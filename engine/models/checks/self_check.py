@@ -43,6 +43,7 @@ from octavo.engine.models.checks.reference import (
 from octavo.engine.models.checks.routing import Choice, Routing
 from octavo.engine.models.forward import Forward
 from octavo.kernels.metadata import AttentionMetadata
+from octavo.kernels.ops import plan_attention
 
 log = structlog.get_logger(__name__)
 
@@ -158,7 +159,7 @@ class SelfCheck:
             device=device,
             model_dtype=dtype,
         )
-        self._planners = layout.planners(dtype, cache_dtype, device)
+        self._shapes = layout.attention_shapes(dtype, cache_dtype, device)
         self._routing = routing
         self._measure = measure
         self._passes = 0
@@ -319,8 +320,8 @@ class SelfCheck:
         positions = [c.first_position + at for c, at in zip(chunks, computed, strict=True)]
         starts = torch.cat([torch.zeros(1, dtype=torch.int32), query_lens.cumsum(0)]).int()
         groups = []
-        for plan, tables, slots in zip(
-            self._planners, *self._tables_and_slots(chunks, computed), strict=True
+        for shape, tables, slots in zip(
+            self._shapes, *self._tables_and_slots(chunks, computed), strict=True
         ):
             groups.append(
                 AttentionMetadata(
@@ -330,7 +331,7 @@ class SelfCheck:
                     slot_mapping=slots.to(device),
                     max_query_len=int(query_lens.max()),
                     max_seq_len=int(seq_lens.max()),
-                    plan=plan(query_lens.numpy(), seq_lens.numpy()),
+                    plan=plan_attention(query_lens.numpy(), seq_lens.numpy(), shape),
                 )
             )
         token_ids = torch.cat([chunk.tokens[chunk.start : chunk.end] for chunk in chunks])

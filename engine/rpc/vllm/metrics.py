@@ -8,11 +8,11 @@ from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
 from octavo.common.limits import Limits
-from octavo.engine.events import Load
 from octavo.engine.lora.adapter import Adapter
-from octavo.engine.metrics import EngineMetrics
+from octavo.engine.metrics import EngineMetrics, usage_ratio
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup
+from octavo.v1.engine_pb2 import Load
 
 _FIRST_TOKEN_SECONDS = (
     *(0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75),
@@ -104,7 +104,7 @@ class VllmMetrics(Collector):
         yield self._gauge(
             "kv_cache_usage_perc",
             "Share of KV-cache blocks in use, 0 to 1.",
-            load.usage_ratio,
+            usage_ratio(load),
         )
         yield self._gauge(
             "cache_config_info",

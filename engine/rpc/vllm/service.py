@@ -22,9 +22,9 @@ from octavo.common.background import call_in_thread
 from octavo.common.models.files import CONFIG, read_json
 from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.engine.constraints.constraint import ConstraintKind
-from octavo.engine.metrics import EngineMetrics
-from octavo.engine.rpc.loading_service import RETRY_SECONDS
-from octavo.engine.rpc.service import EngineService
+from octavo.engine.metrics import EngineMetrics, usage_ratio, used_blocks
+from octavo.engine.rpc.served_engine import ServedEngine
+from octavo.engine.rpc.service import RETRY_SECONDS
 from octavo.engine.rpc.validation import to_request
 from octavo.engine.rpc.vllm.kv_events import KvSubscription
 from octavo.engine.rpc.vllm.stop_strings import StopStrings
@@ -32,7 +32,6 @@ from octavo.engine.rpc.vllm.streams import GenerateStreams, MakeStopStrings
 from octavo.engine.rpc.vllm.tokenizer_archive import in_chunks, tokenizer_archive
 from octavo.engine.rpc.vllm.translation import to_submit
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup.build import Parts
 
 log = structlog.get_logger(__name__)
 
@@ -47,14 +46,12 @@ class _Loaded:
     """State that exists once the model is loaded.
 
     Attributes:
-        engine: The service that owns the core.
-        parts: The engine's parts.
+        engine: The engine.
         session: Number of the core session that all Generate calls share.
         streams: The running Generate calls.
     """
 
-    engine: EngineService
-    parts: Parts
+    engine: ServedEngine
     session: int
     streams: GenerateStreams
 
@@ -75,11 +72,11 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Add the service to a server."""
         vllm_engine_pb2_grpc.add_VllmEngineServicer_to_server(self, server)  # type: ignore[no-untyped-call]
 
-    def attach(self, engine: EngineService, parts: Parts) -> None:
+    def attach(self, engine: ServedEngine) -> None:
         """Begin to serve: the model is loaded."""
-        parts.scheduler.cache.keep_contents()
+        engine.parts.scheduler.cache.prefixes.contents = {}
         streams = GenerateStreams(engine.core)
-        self._loaded = _Loaded(engine, parts, engine.attach(streams), streams)
+        self._loaded = _Loaded(engine, engine.attach(streams), streams)
 
     def _engine(self) -> _Loaded:
         """Return the loaded engine.
@@ -96,14 +93,14 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[vllm_pb2.GenerateResponse]:
         """Run a request; if the caller leaves, it is aborted."""
         loaded, self._received = self._engine(), time.time()
-        limits = loaded.parts.limits
+        limits = loaded.engine.parts.limits
         metadata = dict(context.invocation_metadata() or ())
         trace_context = {key: str(metadata[key]) for key in CONTEXT_FIELDS if key in metadata}
         checked = to_request(
             to_submit(request, limits, trace_context),
             session=loaded.session,
             limits=limits,
-            eos_token_ids=loaded.parts.eos_token_ids,
+            eos_token_ids=loaded.engine.parts.eos_token_ids,
         )
         if checked.constraint is not None and request.sampling_params.HasField("grammar"):
             grammar = replace(checked.constraint, kind=ConstraintKind.EBNF)
@@ -125,7 +122,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         """
         if not params.stop:
             return None
-        read_tokens = self._engine().parts.read_tokens
+        read_tokens = self._engine().engine.parts.read_tokens
         if read_tokens is None:
             why = (
                 "sampling_params.stop must be empty: the engine does not have the model's tokenizer"
@@ -163,7 +160,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         self, request: vllm_pb2.GetModelInfoRequest, context: Context
     ) -> vllm_pb2.GetModelInfoResponse:
         """Return the model's description."""
-        parts, settings = self._engine().parts, self._settings
+        parts, settings = self._engine().engine.parts, self._settings
         config = read_json(parts.path / CONFIG)
         defaults = MessageToDict(parts.defaults.sampling, preserving_proto_field_name=True)
         return vllm_pb2.GetModelInfoResponse(
@@ -187,7 +184,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_pb2.GetServerInfoResponse:
         """Return the engine's description."""
         loaded = self._engine()
-        load, (budget,) = loaded.engine.core.load, loaded.parts.limits.budgets
+        load, (budget,) = loaded.engine.core.load, loaded.engine.parts.limits.budgets
         return vllm_pb2.GetServerInfoResponse(
             active_requests=load.running + load.waiting + load.swapped,
             last_receive_timestamp=self._received,
@@ -196,9 +193,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
             data_parallel_size=1,
             kv_cache_dtype=self._settings.kv_cache_dtype,
             block_size=budget.block_size,
-            attention_backend=loaded.parts.kernels,
-            model_dtype=f"torch.{loaded.parts.dtype}",
-            max_num_seqs=loaded.parts.max_num_seqs,
+            attention_backend=loaded.engine.parts.kernels,
+            model_dtype=f"torch.{loaded.engine.parts.dtype}",
+            max_num_seqs=loaded.engine.parts.max_num_seqs,
             constrained_decoding_start="first_token",
         )
 
@@ -207,16 +204,16 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> vllm_pb2.GetLoadsResponse:
         """Return the load of the only rank."""
         loaded = self._engine()
-        load, (budget,) = loaded.engine.core.load, loaded.parts.limits.budgets
+        load, (budget,) = loaded.engine.core.load, loaded.engine.parts.limits.budgets
         size = budget.block_size
-        running, most = load.running, loaded.parts.max_num_seqs
+        running, most = load.running, loaded.engine.parts.max_num_seqs
         scheduler_load = vllm_pb2.SchedulerLoad(
             num_running_reqs=running,
             num_waiting_reqs=load.waiting + load.swapped,
             num_total_reqs=running + load.waiting + load.swapped,
-            num_used_tokens=load.used_blocks * size - load.wasted_slots,
+            num_used_tokens=used_blocks(load) * size - load.wasted_slots,
             max_total_num_tokens=load.total_blocks * size,
-            token_usage=load.usage_ratio,
+            token_usage=usage_ratio(load),
             # A running request gets a token in each step.
             gen_throughput=running / load.step_seconds if load.step_seconds else 0.0,
             cache_hit_rate=self._metrics.prefix_hit_rate,
@@ -236,7 +233,9 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
     ) -> AsyncIterator[common_pb2.GetTokenizerChunk]:
         """Send the tokenizer's files as a zip archive."""
         if self._archive is None:
-            self._archive = await call_in_thread(tokenizer_archive, self._engine().parts.path)
+            self._archive = await call_in_thread(
+                tokenizer_archive, self._engine().engine.parts.path
+            )
         for chunk in in_chunks(self._archive):
             yield chunk
 

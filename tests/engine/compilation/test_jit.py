@@ -20,6 +20,7 @@ from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.fuse_linears import FusedPart, fuse_linears
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
+from octavo.engine.running.graph_sizes import step_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 from tests.engine.models.test_architectures import SMALL, save
@@ -68,12 +69,7 @@ def run(model, *, recorded=False):
     settings = {"num_blocks": 64, "swap_space": 0, "compile": "off", "max_num_seqs": 6}
     stepper = Stepper(build(EngineSettings(model=str(model), dtype="float32", **settings)))
     if recorded:
-        stepper.parts.executor.record_graphs(
-            max_num_seqs=6,
-            max_model_len=128,
-            record=lambda work: work,
-            max_num_batched_tokens=512,
-        )
+        stepper.parts.executor.record_graphs(step_sizes(6, 0, 512), 128, lambda work: work)
     groups = [
         stepper.submit(prompt, 2 + 2 * i, eos=[2], min_tokens=2 + 2 * i)
         for i, prompt in enumerate(PROMPTS)

@@ -16,11 +16,12 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Event, Failure, Load, OutputEvent, PrefixChange
+from octavo.engine.events import Event, Failure, OutputEvent, PrefixChange
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
+from octavo.v1.engine_pb2 import Load
 
 SMALL = {"dtype": "float32", "num_blocks": 512, "max_model_len": 1024, "swap_space": 0.1}
 

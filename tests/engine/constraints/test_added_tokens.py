@@ -14,7 +14,7 @@ from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.matcher import EndRule, Matcher
 from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.trial import try_constraint
-from octavo.engine.speculation.guess import Guess
+from octavo.engine.speculation.method import Guess
 from octavo.router.text.lark import escaped
 
 DEMO_ENDS = ("<|im_end|>", "<|endoftext|>")

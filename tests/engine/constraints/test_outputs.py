@@ -57,7 +57,7 @@ def test_every_finished_output_keeps_to_its_schema(crowded, dtype, preemption):
     finished = force(runner, [random_schema(draw) for _ in range(12)])
     assert finished > 12 * 8 * 0.3
     counters = runner.parts.scheduler.counters
-    assert getattr(counters, f"preemptions_{preemption}") > 0
+    assert counters[f"preemptions_{preemption}"] > 0
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
@@ -172,7 +172,7 @@ def test_late_masks_change_nothing(byte_model, engine, monkeypatch, async_schedu
         assert [each.tokens for each in found] == [each.tokens for each in expected]
         assert runner.metrics.late_masks._value.get() > 20
         counters = runner.parts.scheduler.counters
-        assert counters.preemptions_swap + counters.preemptions_recompute > 0
+        assert counters["preemptions_swap"] + counters["preemptions_recompute"] > 0
         runner.settle()
     finally:
         runner.close()
@@ -234,7 +234,7 @@ def test_preempting_all_the_time_changes_nothing(byte_model, engine, way, every)
             found = runner.run("json_schema", PERSON_TEXT, max_tokens=60, **options)
             expected = engine.run("json_schema", PERSON_TEXT, max_tokens=60, **options)
             assert found.tokens == expected.tokens
-        assert getattr(scheduler.counters, f"preemptions_{way}") > 50 / every
+        assert scheduler.counters[f"preemptions_{way}"] > 50 / every
         runner.settle()
     finally:
         runner.close()

@@ -58,7 +58,7 @@ def written(engine):
     tier = engine.parts.disk
     wait_until(lambda: not tier._pending, what="the last write")
     time.sleep(0.05)  # the write itself
-    return tier.counters.written
+    return tier.counters["written"]
 
 
 @pytest.fixture
@@ -75,7 +75,7 @@ def test_a_restarted_engine_finds_its_prefixes(model, filled, tmp_path):
     with running(model, tmp_path) as engine:
         assert generate(engine, "a") == (filled, 96)
         assert generate(engine, "b") == (filled, 96)  # from memory now
-        assert engine.parts.disk.counters.read > 0
+        assert engine.parts.disk.counters["read"] > 0
         sample = engine.metrics.registry.get_sample_value
         assert sample("octavo_engine_disk_blocks_total", {"what": "read"}) > 0
 
@@ -108,7 +108,7 @@ def test_nobody_waits_for_a_disk_that_hangs(model, filled, tmp_path, monkeypatch
         began = time.monotonic()
         assert generate(engine, "a") == (filled, 0)
         assert time.monotonic() - began < PATIENCE / 3
-        assert engine.parts.disk.counters.late == 1
+        assert engine.parts.disk.counters["late"] == 1
         assert generate(engine, "b") == (filled, 96)  # from memory
 
 
@@ -131,5 +131,5 @@ def test_a_disk_that_cannot_be_written_to_changes_no_output(model, filled, tmp_p
         directory.rename(directory.with_name("moved"))
         directory.write_bytes(b"a file in the directory's place")
         assert generate(engine, "a") == (filled, 0)
-        wait_until(lambda: engine.parts.disk.counters.dropped > 0)
-        assert engine.parts.disk.counters.written == 0
+        wait_until(lambda: engine.parts.disk.counters["dropped"] > 0)
+        assert engine.parts.disk.counters["written"] == 0

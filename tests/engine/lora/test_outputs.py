@@ -63,7 +63,7 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
         groups.append((name, engine.submit(prompt, 10, adapter=engine.adapter(name))))
     engine.run()
     counters = engine.scheduler.counters
-    assert counters.preemptions_swap + counters.preemptions_recompute > 5
+    assert counters["preemptions_swap"] + counters["preemptions_recompute"] > 5
     assert max(len({group.request.adapter for group in b.groups}) for b in engine.batches) > 4
     for name, group in groups:
         assert own_tokens(group) == expected(name, group.request.prompt, 10), name
@@ -74,7 +74,8 @@ def test_drafts_are_verified_by_each_request_s_adapter(make_engine, expected):
     prompt = prompt_of(8, 6) * 5
     groups = [(name, engine.submit(prompt, 24, adapter=engine.adapter(name))) for name in CONFIGS]
     engine.run()
-    assert engine.scheduler.counters.drafted_tokens > engine.scheduler.counters.accepted_tokens > 0
+    counters = engine.scheduler.counters
+    assert counters["drafted_tokens"] > counters["accepted_tokens"] > 0
     for name, group in groups:
         assert own_tokens(group) == expected(name, group.request.prompt, 24), name
 

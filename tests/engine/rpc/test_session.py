@@ -12,7 +12,7 @@ from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
 from octavo.engine.events import PrefixChange
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.rpc.session import Session, to_load
+from octavo.engine.rpc.session import Session
 from octavo.engine.rpc.validation import to_request
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
@@ -34,7 +34,7 @@ async def open_session(tiny_model):
         changes = [event for event in events if isinstance(event, PrefixChange)]
         for change in changes:
             session.add_prefixes(change)
-        session.add([event for event in events if event not in changes], to_load(load))
+        session.add([event for event in events if event not in changes], load)
 
     async def read():
         while True:

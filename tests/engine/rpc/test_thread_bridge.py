@@ -6,8 +6,9 @@ import time
 
 import pytest
 
-from octavo.engine.events import Load, Started
+from octavo.engine.events import Started
 from octavo.engine.rpc.thread_bridge import thread_bridge
+from octavo.v1.engine_pb2 import Load
 
 STEPS = 1000
 

@@ -1,11 +1,13 @@
 """Shared parts of tests of recorded steps: recorders, graphs of a fake model, and inputs."""
 
 import weakref
+from unittest.mock import patch
 
 import numpy as np
 import torch
 
 from octavo.engine.attention.operator import current_step
+from octavo.engine.running import cuda_graphs
 from octavo.engine.running.cuda_graphs import StepGraphs
 from octavo.engine.running.inputs import StepInputs
 from octavo.kernels.metadata import AttentionMetadata
@@ -59,21 +61,27 @@ class AsOnAGpu:
         return lambda: output
 
 
-def graphs_of(step, record, *, sizes, planner):
-    return StepGraphs(
-        step,
-        [],
-        None,
-        sizes=sizes,
-        widths=[4],
-        max_model_len=64,
-        device=torch.device("cpu"),
-        planners=[planner],
-        record=record,
-    )
+def graphs_of(step, record, *, sizes, plan, room=None):
+    """Record steps whose attention is planned by `plan` and `room`, as on a GPU."""
+    with patch.multiple(
+        cuda_graphs,
+        plan_attention=lambda query_lens, seq_lens, _shape: plan(query_lens, seq_lens),
+        plan_room=lambda sequences, chunks, rows, _shape: room(sequences, chunks, rows),
+    ):
+        return StepGraphs(
+            step,
+            [],
+            None,
+            sizes=sizes,
+            widths=[4],
+            max_model_len=64,
+            device=torch.device("cpu"),
+            shapes=[None],
+            record=record,
+        )
 
 
-def step_inputs(*lengths, wanted=None, planner=None):
+def step_inputs(*lengths, wanted=None, plan=None):
     """Build inputs of sequences of (rows, tokens); each row's token is its index."""
     query_lens, seq_lens = np.array(lengths, np.int32).T
     rows = torch.arange(query_lens.sum())
@@ -84,7 +92,7 @@ def step_inputs(*lengths, wanted=None, planner=None):
         slot_mapping=100 + rows,
         max_query_len=int(query_lens.max()),
         max_seq_len=int(seq_lens.max()),
-        plan=None if planner is None else planner(query_lens, seq_lens),
+        plan=None if plan is None else plan(query_lens, seq_lens),
     )
     several = int((query_lens > 1).sum())
     of_logits = rows if wanted is None else torch.tensor(wanted)

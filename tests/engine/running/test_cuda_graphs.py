@@ -13,7 +13,7 @@ import torch
 from octavo.engine.attention.operator import current_step
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.running.cuda_graphs import cuda_recorder
-from octavo.engine.running.graph_sizes import MAX_ROWS, GraphSize, graph_sizes
+from octavo.engine.running.graph_sizes import MAX_ROWS, GraphSize, graph_sizes, step_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import cache_plan, capacity
@@ -64,7 +64,7 @@ def run(tiny_model, record=None):
     settings = {"dtype": "float32", "num_blocks": 64, "swap_space": 0.01, "max_num_seqs": 6}
     stepper = Stepper(build(EngineSettings(model=str(tiny_model), **settings)))
     if record:
-        stepper.parts.executor.record_graphs(max_num_seqs=6, max_model_len=128, record=record)
+        stepper.parts.executor.record_graphs(step_sizes(6), 128, record)
     prompts = [[7, 8, 9], list(range(3, 40)), [5], [11] * 20, [13, 14]]
     groups = [
         stepper.submit(prompt, 2 + 2 * i, eos=[2], min_tokens=2 + 2 * i)
@@ -96,9 +96,7 @@ def run_to_the_end(model, outputs=None):
     engine, again = Stepper(parts), Again()
     if outputs is not None:
         parts.scheduler.speculation = Speculation(Oracle(outputs), DRAFTED)
-        parts.executor.record_graphs(
-            max_num_seqs=6, max_model_len=LONGEST, record=again.record, num_drafted=DRAFTED
-        )
+        parts.executor.record_graphs(step_sizes(6, DRAFTED), LONGEST, again.record)
     parts.executor.cache.device.fill_(torch.nan)  # unwritten memory must not be read
     lengths = 3, 40, 1, 20, 9
     prompts = [[(7 * i + 11 * j) % 400 + 5 for j in range(n)] for i, n in enumerate(lengths)]
@@ -138,7 +136,7 @@ def plan(query_lens, _):
     return AttentionPlan(items, len(query_lens), 0, 0)
 
 
-decode_graphs = partial(graphs_of, sizes=SIZES, planner=plan)
+decode_graphs = partial(graphs_of, sizes=SIZES, plan=plan)
 
 
 def test_all_that_a_graph_reads_lives_as_long_as_it():
@@ -249,12 +247,9 @@ class Probe:
     def __init__(self, gpu):
         self.gpu = gpu
 
-    def measure_graphs(
-        self, *, record, free, max_num_seqs, max_model_len, num_drafted, max_num_batched_tokens
-    ):
-        assert (max_num_seqs, max_model_len, num_drafted) == (256, 8192, 8)
-        assert max_num_batched_tokens == 8192
-        assert record == "records"
+    def measure_graphs(self, sizes, max_model_len, record, free):
+        assert sizes == step_sizes(256, 8, 8192)
+        assert (max_model_len, record) == (8192, "records")
         return 3 * GIB if free() else 0
 
 
@@ -313,12 +308,7 @@ def test_graphs_are_measured_by_the_largest_and_the_smallest(tiny_model, num_dra
         return lambda: None
 
     parts = build(EngineSettings(model=str(tiny_model), num_blocks=8, swap_space=0))
-    taken = parts.executor.measure_graphs(
-        max_num_seqs=256,
-        max_model_len=128,
-        record=record,
-        free=lambda: GIB - used[0],
-        num_drafted=num_drafted,
-    )
+    recorded = step_sizes(256, num_drafted)
+    taken = parts.executor.measure_graphs(recorded, 128, record, lambda: GIB - used[0])
     assert sizes == chosen
     assert taken == shared * chosen.count(256) + own * len(graph_sizes(256, num_drafted))

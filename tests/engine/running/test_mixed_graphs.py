@@ -18,6 +18,7 @@ from octavo.engine.running.graph_sizes import (
     GraphSize,
     graph_sizes,
     mixed_sizes,
+    step_sizes,
 )
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
@@ -71,13 +72,8 @@ def run(model, outputs=None, *, again=None):
         num_drafted = DRAFTED
         parts.scheduler.speculation = Speculation(Oracle(outputs), DRAFTED)
     if again is not None:
-        parts.executor.record_graphs(
-            max_num_seqs=6,
-            max_model_len=LONGEST,
-            record=again.record,
-            num_drafted=num_drafted,
-            max_num_batched_tokens=BATCHED,
-        )
+        sizes = step_sizes(6, num_drafted, BATCHED)
+        parts.executor.record_graphs(sizes, LONGEST, again.record)
     parts.executor.cache.device.fill_(torch.nan)  # unwritten memory must not be read
     lengths = 3, 40, 1, 20, 9, 63, 33, 2
     prompts = [[(7 * i + 11 * j) % 100 + 5 for j in range(n)] for i, n in enumerate(lengths)]
@@ -133,29 +129,29 @@ def test_so_are_those_of_layers_with_states_experts_or_latents(name, tmp_path):
     assert len(again.replayed) == len(batches) - 1
 
 
-class Planner:
-    """Plan one item per sequence, with room for few."""
+def plan(query_lens, _):
+    """Plan one item per sequence."""
+    decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
+    items = np.zeros((len(query_lens), 4), np.int32)
+    items[:, 0] = [*decodes, *chunks]
+    return AttentionPlan(torch.from_numpy(items), len(decodes), 0, 0)
 
-    def __call__(self, query_lens, _):
-        decodes, chunks = np.flatnonzero(query_lens == 1), np.flatnonzero(query_lens > 1)
-        items = np.zeros((len(query_lens), 4), np.int32)
-        items[:, 0] = [*decodes, *chunks]
-        return AttentionPlan(torch.from_numpy(items), len(decodes), 0, 0)
 
-    def room(self, sequences, chunks, _):
-        items = torch.zeros((sequences + chunks + 1, 4), dtype=torch.int32)
-        items[:, 0] = -1 - torch.arange(len(items))
-        return AttentionPlan(items, sequences, 0, 0)
+def room(sequences, chunks, _):
+    """Plan room for few items."""
+    items = torch.zeros((sequences + chunks + 1, 4), dtype=torch.int32)
+    items[:, 0] = -1 - torch.arange(len(items))
+    return AttentionPlan(items, sequences, 0, 0)
 
 
 SIZES = [GraphSize(2, 1, 2), GraphSize(4, 8, 8, 2, 4), GraphSize(4, 16, 16, 2, 4)]
 
 
-step_graphs = partial(graphs_of, sizes=SIZES, planner=Planner())
+step_graphs = partial(graphs_of, sizes=SIZES, plan=plan, room=room)
 
 
 def mixed_inputs(wanted, *lengths):
-    return step_inputs(*lengths, wanted=wanted, planner=Planner())
+    return step_inputs(*lengths, wanted=wanted, plan=plan)
 
 
 def test_all_that_a_graph_reads_lives_as_long_as_it():
@@ -234,9 +230,7 @@ def count_launches(path):
     settings = {"num_blocks": 32, "swap_space": 0, "max_num_seqs": 4, "max_num_batched_tokens": 16}
     parts = build(EngineSettings(model=str(path), dtype="float32", compile="off", **settings))
     executor, engine, gpu = parts.executor, Stepper(parts), AsOnAGpu()
-    executor.record_graphs(
-        max_num_seqs=4, max_model_len=64, record=gpu.record, max_num_batched_tokens=16
-    )
+    executor.record_graphs(step_sizes(4, 0, 16), 64, gpu.record)
     graphs, forward, counts = executor._graphs, executor._forward, []
 
     def count(inputs):
@@ -281,12 +275,7 @@ def test_mixed_graphs_are_measured_by_the_largest(tiny_model):
         return lambda: None
 
     parts = build(EngineSettings(model=str(tiny_model), num_blocks=8, swap_space=0))
-    taken = parts.executor.measure_graphs(
-        max_num_seqs=100,
-        max_model_len=128,
-        record=record,
-        free=lambda: 10_000 - used[0],
-        max_num_batched_tokens=8192,
-    )
+    sizes = step_sizes(100, 0, 8192)
+    taken = parts.executor.measure_graphs(sizes, 128, record, lambda: 10_000 - used[0])
     assert again.recorded == [100, 100, 2]  # rows of logits: mixed, decodes, the smallest
     assert taken == shared + own * (len(graph_sizes(100)) + len(mixed_sizes(100, 8192)))

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 from octavo.engine.models import load_model
 from octavo.engine.models.quantization.gpu_weight import round_to_fp8, round_to_int4, round_to_int8
 from octavo.engine.running.cuda_graphs import cuda_recorder
+from octavo.engine.running.graph_sizes import step_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup.build import build
@@ -166,7 +167,7 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
     recorded = engine(speculation="ngram", num_speculative_tokens=3)
     executor = recorded.parts.executor
     if INTERPRETED:  # a graph's kernels, launched one by one
-        executor.record_graphs(max_num_seqs=4, max_model_len=512, record=again, num_drafted=3)
+        executor.record_graphs(step_sizes(4, 3), 512, again)
     known = [prompt + output for prompt, output in zip(prompts(), expected, strict=True)]
     recorded.scheduler.speculation = Speculation(Oracle(known), 3)
     replayed, forward = [], executor._graphs.run
@@ -188,9 +189,7 @@ def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
     if INTERPRETED:
         # One program per item takes long.
         monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
-        executor.record_graphs(
-            max_num_seqs=4, max_model_len=512, record=again, max_num_batched_tokens=24
-        )
+        executor.record_graphs(step_sizes(4, 0, 24), 512, again)
     replayed, forward = [], executor._graphs.run
 
     def replay(inputs):

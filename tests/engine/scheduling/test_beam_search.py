@@ -84,7 +84,7 @@ def test_hypotheses_and_scores_are_transformers(
     assert_same(results[0], expected)
     assert_same(results[1], [part[:8] for part in expected])
     counters = tight.scheduler.counters
-    assert (counters.preemptions_swap if early else counters.preemptions_recompute) > 0
+    assert (counters["preemptions_swap"] if early else counters["preemptions_recompute"]) > 0
 
 
 @pytest.mark.parametrize(

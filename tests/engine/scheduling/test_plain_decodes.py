@@ -62,7 +62,7 @@ class Machine(StandIn):
         if not batch.num_sequences:
             return None  # the step only copies blocks
         kept, from_scratch = (
-            make_inputs(each, layout=Layout, device=torch.device("cpu"), planners=[no_plan] * 2)
+            make_inputs(each, layout=Layout, device=torch.device("cpu"), shapes=[None] * 2)
             for each in (batch, self.from_scratch(batch))
         )
         for name in ("laid", "query_starts", "query_lens", "seq_lens", "rows"):
@@ -108,10 +108,6 @@ class Machine(StandIn):
         step = PendingStep(batch)
         step.set_tokens(samples, torch.tensor(tokens, dtype=torch.int64))
         return step
-
-
-def no_plan(query_lens, seq_lens):
-    return None
 
 
 requests = st.lists(
@@ -197,6 +193,6 @@ def test_steps_are_those_built_from_scratch(
     assert all(group.decode_row is None for group in groups)
     counters = scheduler.counters
     event(f"plain: {machine.plain > 0}")
-    event(f"preempted: {counters.preemptions_swap + counters.preemptions_recompute > 0}")
-    event(f"drafts were right: {counters.accepted_tokens > 0}")
-    event(f"drafts were wrong: {counters.accepted_tokens < counters.drafted_tokens}")
+    event(f"preempted: {counters['preemptions_swap'] + counters['preemptions_recompute'] > 0}")
+    event(f"drafts were right: {counters['accepted_tokens'] > 0}")
+    event(f"drafts were wrong: {counters['accepted_tokens'] < counters['drafted_tokens']}")

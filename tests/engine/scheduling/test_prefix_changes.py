@@ -37,12 +37,12 @@ def test_changes_add_up_to_what_is_held():
         if draw.random() < 0.01:
             cache.forget_contents()
         if draw.random() < 0.5:
-            stored, evicted = cache.take_changes()
+            stored, evicted = cache.prefixes.take_changes()
             assert not known & stored
             assert evicted <= known
             known = (known | stored) - evicted
             gone += len(evicted)
-            assert known == held(cache) == cache.published
+            assert known == held(cache) == cache.prefixes.published
     assert gone > 100
 
 

@@ -242,8 +242,8 @@ def test_every_request_that_fits_is_finished(
     assert engine.idle, "requests are stuck"
     engine.cache.check_idle()
     assert machine.most_scored <= scored
-    event(f"preemptions by swap: {engine.counters.preemptions_swap > 0}")
-    event(f"preemptions by recompute: {engine.counters.preemptions_recompute > 0}")
+    event(f"preemptions by swap: {engine.counters['preemptions_swap'] > 0}")
+    event(f"preemptions by recompute: {engine.counters['preemptions_recompute'] > 0}")
     for done in groups:
         assert done.state is GroupState.FINISHED
         if done.beam is not None:
@@ -399,7 +399,7 @@ def test_the_newest_group_of_the_lowest_priority_is_preempted():
     old, new = group(0, range(8), 8), group(1, range(8), 8)
     for each in (old, new, urgent):
         engine.submit(each)
-    while not engine.counters.preemptions_recompute:
+    while not engine.counters["preemptions_recompute"]:
         step(engine)
     assert (urgent.state, old.state, new.state) == (
         GroupState.RUNNING,
@@ -414,8 +414,8 @@ def test_without_swap_space_groups_are_recomputed_and_that_is_counted():
         engine.submit(group(i, range(8), 8))
     while not engine.idle:
         step(engine)
-    assert engine.counters.preemptions_swap == 0
-    assert engine.counters.swap_space_full == engine.counters.preemptions_recompute > 0
+    assert engine.counters["preemptions_swap"] == 0
+    assert engine.counters["swap_space_full"] == engine.counters["preemptions_recompute"] > 0
 
 
 def test_swapped_groups_come_back_before_new_ones_start():
@@ -430,7 +430,7 @@ def test_swapped_groups_come_back_before_new_ones_start():
     while not newcomer.admitted:
         step(engine)
     assert swapped.state in {GroupState.RUNNING, GroupState.FINISHED}
-    assert engine.counters.swap_ins == 1
+    assert engine.counters["swap_ins"] == 1
 
 
 def test_priority_goes_first_but_what_waited_goes_before_anything_new():
@@ -502,8 +502,8 @@ def test_a_full_swap_space_neither_stalls_nor_slows(swap, prefix_caching):
     recomputing, swapping = busy("recompute", 0), busy("swap", swap)
     steps, computed, drawn = serve(recomputing, crowd())
     steps_full, computed_full, drawn_full = serve(swapping, crowd())
-    assert recomputing.counters.preemptions_recompute > 10
-    assert swapping.counters.swap_space_full > 0
+    assert recomputing.counters["preemptions_recompute"] > 10
+    assert swapping.counters["swap_space_full"] > 0
     assert drawn_full == drawn == sum(g.request.max_tokens * len(g.sequences) for g in crowd())
     assert drawn_full / steps_full >= 0.8 * drawn / steps
     assert computed_full <= 1.2 * computed

@@ -15,7 +15,7 @@ from octavo.common.listening import listen
 from octavo.common.rpc import create_server
 from octavo.common.tracing import Tracing
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.rpc.service import EngineService
+from octavo.engine.rpc.served_engine import ServedEngine
 from octavo.engine.rpc.services import Services
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
@@ -54,21 +54,21 @@ async def serving(model, **settings):
     address = listen(server, "127.0.0.1", 0, None)
     await server.start()
     parts = build(settings)
-    service = EngineService(settings, parts, metrics, Tracing(None, ""))
-    thread = threading.Thread(target=service.core.run, daemon=True)
+    engine = ServedEngine(settings, parts, metrics, Tracing(None, ""))
+    thread = threading.Thread(target=engine.core.run, daemon=True)
     thread.start()
     async with grpc.aio.insecure_channel(address) as channel:
         stub = vllm_engine_pb2_grpc.VllmEngineStub(channel)
         yield SimpleNamespace(
             stub=stub,
             channel=channel,
-            core=service.core,
+            core=engine.core,
             cache=parts.scheduler.cache,
-            start=lambda: services.start(service, parts),
+            start=lambda: services.start(engine),
             metrics=metrics,
         )
     await server.stop(None)
-    service.core.stop()
+    engine.core.stop()
     await asyncio.to_thread(thread.join)
     parts.scheduler.cache.check_idle()
 

@@ -13,6 +13,7 @@ from smg_grpc_proto import vllm_engine_pb2
 from smg_grpc_proto.generated import common_pb2
 
 from benchmarks.fixture import EOS
+from octavo.engine.metrics import used_blocks
 from tests.engine.rpc.vllm.conftest import serving
 
 PROMPT = list(range(40, 80))
@@ -53,7 +54,7 @@ async def refused(call):
 
 async def idle(engine):
     async with asyncio.timeout(20):
-        while not (engine.core.idle and engine.core.load.used_blocks == 0):
+        while not (engine.core.idle and used_blocks(engine.core.load) == 0):
             await asyncio.sleep(0.01)
 
 
