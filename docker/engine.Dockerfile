@@ -9,6 +9,17 @@ ARG BASE_IMAGE=python:3.12-slim-bookworm
 # With pip's configuration for your package index, say: nothing else of it comes into the image.
 ARG BUILD_IMAGE=${BASE_IMAGE}
 
+# Kernels for every kind of CPU, compiled again only if they change. Without them each engine would compile
+# its own at its first start.
+FROM ${BUILD_IMAGE} AS kernels
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
+WORKDIR /src
+COPY kernels/cpu .
+RUN python3 prebuild.py --all /prebuilt
+
 FROM ${BUILD_IMAGE} AS build
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 WORKDIR /src
@@ -20,10 +31,12 @@ COPY constraints.txt .
 RUN python3 -m venv /opt/octavo \
     && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" --no-deps --constraint constraints.txt torch
 COPY . .
-RUN /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,smg,tracing]'
+RUN OCTAVO_PURE_WHEEL=1 /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,smg,tracing]'
+COPY --from=kernels /prebuilt /prebuilt
+RUN mv /prebuilt /opt/octavo/lib/python3.*/site-packages/octavo/kernels/cpu/
 
 FROM ${BASE_IMAGE}
-# For Triton on GPUs, and for kernels on CPUs that the package has none for, kept in /cache.
+# For Triton on GPUs, and for kernels on CPUs that none are there for, kept in /cache.
 # hadolint ignore=DL3008
 RUN apt-get update \
     && apt-get install -y --no-install-recommends g++ \

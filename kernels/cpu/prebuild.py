@@ -2,6 +2,7 @@
 
 protos/build_hook.py makes a wheel's kernels: one library for each instruction set in levels.py.
 `make` runs this file, which makes one for this machine while packages are installed; see build.py.
+With `--all` it makes a wheel's, for images.
 """
 
 import os
@@ -77,7 +78,8 @@ def _run(name: str) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
+    *every, folder = sys.argv[1:]
     try:
-        prebuild_here(Path(sys.argv[1]))
+        (prebuild if every == ["--all"] else prebuild_here)(Path(folder))
     except OSError as error:
         sys.exit(f"the CPU kernels are left to the first start: {error}")

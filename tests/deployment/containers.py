@@ -29,13 +29,15 @@ BASE, BUILD, PROMETHEUS = (f"{PROJECT}-{name}" for name in ("base", "build", "pr
 DEBIAN = "bookworm"
 ANY_USER = "54321:0"
 """A user that no image has, with group 0, as OpenShift gives one to a container."""
+OTHER_USER = "54321:54321"
+"""The same, with a group that no image has."""
 
 Inspected = dict[str, Any]
 
 
 def run(*command: str | Path, **options: Any) -> str:
     """Run a command and return its output; fail with its errors if it fails."""
-    options = {"timeout": 900, **options}
+    options = {"timeout": 1800, **options}
     done = subprocess.run(command, capture_output=True, text=True, check=False, **options)
     assert done.returncode == 0, f"{command}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
     return done.stdout.strip()
@@ -65,6 +67,11 @@ def daemon(directory: Path) -> Iterator[None]:
         finally:
             process.terminate()
             process.wait(60)
+            left = (
+                directory / "exec" / "netns" / "default"
+            )  # after a container in the host's network
+            if os.path.ismount(left):
+                run("umount", left)
             shutil.rmtree(directory / "data")
 
 
@@ -189,13 +196,17 @@ class Project:
     def build(self) -> None:
         self.compose("build", "router", "engine")
 
-    def put_the_model(self) -> None:
+    def put_the_model(self, user: str = "1000") -> None:
         """Copy the demo model's file into the volume: containers reach no package index."""
         self.compose("up", "--no-start", "engine")
         target = f"/cache/octavo/{(file := demo.file()).parent.name}"
         shell = f"umask 002 && mkdir -p {target} && cp /model/* {target}"
-        volumes = [f"--volume={PROJECT}_cache:/cache", f"--volume={file.parent}:/model:ro"]
-        run("docker", "run", "--rm", *volumes, "--entrypoint=sh", f"{PROJECT}-engine", "-c", shell)
+        self.in_volume(shell, f"--volume={file.parent}:/model:ro", user=user)
+
+    def in_volume(self, shell: str, *flags: str, user: str) -> None:
+        """Run a shell command in a container of the engine's image with its volume."""
+        flags = (*flags, f"--volume={PROJECT}_cache:/cache", f"--user={user}", "--entrypoint=sh")
+        run("docker", "run", "--rm", *flags, f"{PROJECT}-engine", "-c", shell)
 
     def containers(self, service: str) -> list["Container"]:
         """The running containers of a service, the oldest first."""

@@ -1,4 +1,4 @@
-"""compose.yaml in real containers: builds, serves, survives a crash, and leaves nothing.
+"""compose.yaml in real containers: builds, serves, survives crashes, scales, and leaves nothing.
 
 The tests run in their order, over one set of containers.
 """
@@ -17,7 +17,15 @@ import pytest
 import octavo
 from tests.deployment import containers
 from tests.deployment.composed import services
-from tests.deployment.containers import ADDRESS, PROJECT, Container, Project, run
+from tests.deployment.containers import (
+    ADDRESS,
+    ANY_USER,
+    OTHER_USER,
+    PROJECT,
+    Container,
+    Project,
+    run,
+)
 from tests.integration.harness import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
@@ -104,6 +112,8 @@ def test_images_are_small_and_containers_start(project):
         seconds = [container.seconds_to_ready() for container in project.containers(name)]
         print(f"{name}: {megabytes:.0f} MB, ready after {seconds} s the first time")
         assert megabytes < largest
+    (engine, *_) = project.containers("engine")
+    assert "kernels" not in engine.execute("ls", "/cache/octavo"), "the image lacks kernels"
 
 
 @pytest.mark.parametrize("name", ["router", "engine"])
@@ -151,3 +161,43 @@ def test_streams_survive_the_crash_of_an_engine_which_comes_back(project, expect
     wait_for_engines(2)
     assert victim.inspect()["RestartCount"] == 1
     print(f"engine: ready after {victim.seconds_to_ready()} s the second time")
+
+
+def test_engines_scale_under_streams(project, expected):
+    project.up(engines=4)
+    wait_for_engines(4)
+    wait_until(lambda: len(asked("up == 1")) == 5, 60, "five targets")
+    assert answers(lambda: project.up(engines=1)) == expected
+    assert len(project.containers("engine")) == 1
+    wait_for_engines(1)
+    assert answers() == expected
+
+
+def test_a_router_restarts_after_its_streams(project, expected):
+    assert answers(lambda: project.compose("restart", "router")) == expected
+    wait_for_engines(1)
+    assert answers() == expected
+
+
+def test_a_volume_that_is_given_to_another_user(project, expected):
+    project.use(user=OTHER_USER)
+    project.in_volume(f"chown -R {OTHER_USER} /cache", user="0")
+    assert_serves(project, OTHER_USER, expected)
+
+
+def test_any_user_of_group_0_in_a_new_volume(project, expected):
+    project.down()
+    project.use(user=ANY_USER)
+    project.put_the_model(ANY_USER)
+    assert_serves(project, ANY_USER, expected)
+
+
+def assert_serves(project: Project, user: str, expected: list[str]) -> None:
+    """Start all containers, and check their user and their answers."""
+    project.up()
+    wait_for_engines(2)
+    for name in ("router", "engine"):
+        for container in project.containers(name):
+            assert f"{container.execute('id', '-u')}:{container.execute('id', '-g')}" == user
+            container.wait_healthy(120)
+    assert answers() == expected
