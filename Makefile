@@ -1,4 +1,4 @@
-# Needs Python 3.11 or 3.12 and nothing else; each target sets up .venv itself, and compiles the CPU
+# Needs Python 3.11 to 3.13 and nothing else; each target sets up .venv itself, and compiles the CPU
 # kernels meanwhile, if there is a compiler.
 
 VENV  := .venv
@@ -8,8 +8,8 @@ BUF   := clients/node/node_modules/.bin/buf
 MODEL ?= demo
 ARGS  ?=
 
-SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
-PYTHON ?= $(shell for p in python3.11 python3.12 python3; do \
+SUITABLE := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 	$$p -c '$(SUITABLE)' 2>/dev/null && echo $$p && break; done)
 
 # Bytecode is kept from the first import on: pip would compile every module that no one imports.
@@ -96,7 +96,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard protos/*.py protos/octavo/v1
 	touch $@
 
 $(BIN)/pip:
-	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed (PYTHON=... to name it)" >&2; exit 1; }
+	@test -n "$(PYTHON)" || { echo "Python 3.11 to 3.13 is needed (PYTHON=... to name it)" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(BUF): clients/node/package-lock.json

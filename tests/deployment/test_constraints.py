@@ -13,7 +13,7 @@ from tests.deployment.composed import DOCKER
 
 ROOT = DOCKER.parent
 OWN = {"pip"}  # the virtual environment's
-PYTHONS = ("3.11", "3.12")
+PYTHONS = ("3.11", "3.12", "3.13")
 MACHINES = [(python, cpu) for python in PYTHONS for cpu in ("x86_64", "aarch64")]
 
 Environment = dict[str, str]
