@@ -104,7 +104,7 @@ async def test_blocks_read_from_disk_are_announced(byte_model, tmp_path):
         await generate(engine, prompt)
         await idle(engine)
         keys = list(reusable_keys(prompt, 16))
-        assert set(keys) <= engine.cache.published
+        assert set(keys) <= engine.cache.prefixes.published
         await index.follow(call, lambda: index.blocks.keys() == held(engine))
         parents = [None, *map(signed, keys)]
         for i, key in enumerate(keys):
