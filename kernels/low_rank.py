@@ -77,18 +77,6 @@ class LowRankLayer(NamedTuple):
     of_logits: bool
 
 
-class LowRankOfLayer(NamedTuple):
-    """The adapters of a packed layer.
-
-    Attributes:
-        batch: The layer's rows, and the adapters' matrices.
-        parts: The model's layers that it contains.
-    """
-
-    batch: LowRankBatch
-    parts: tuple[LowRankPart, ...]
-
-
 @dataclass(frozen=True, slots=True)
 class StepAdapters:
     """The adapters of a step.
@@ -106,11 +94,6 @@ class StepAdapters:
     def batch(self, *, of_logits: bool) -> LowRankBatch:
         """Return the batch of a layer."""
         return self.logits if of_logits else self.tokens
-
-    def of_layer(self, number: int) -> LowRankOfLayer:
-        """Return the batch and the parts of a packed layer."""
-        layer = self.layers[number]
-        return LowRankOfLayer(self.batch(of_logits=layer.of_logits), layer.parts)
 
 
 def make_record(down: int, up: int, rank: int, scale: float) -> np.ndarray:

@@ -314,7 +314,7 @@ def quantized_linear(
     """Multiply by quantized weights of a linear layer.
 
     Each weight is rounded to the dtype of `x`; sums are in float32. On a CPU this is plain PyTorch,
-    for tests; engines on a CPU use `kernels/cpu/linear.py`.
+    for tests; engines on a CPU use `kernels/cpu/linear.cpp`.
 
     Args:
         x: `[rows, inputs]`, of one of `DTYPES`.
@@ -349,7 +349,7 @@ def quantized_experts(  # noqa: PLR0917
     """Compute a mixture of experts with quantized weights.
 
     Weights and the activations between the products are rounded to the dtype of `x`; sums are in
-    float32. On a CPU this is plain PyTorch, for tests: see `kernels/cpu/experts.py`.
+    float32. On a CPU this is plain PyTorch, for tests: see `kernels/cpu/experts.cpp`.
 
     Args:
         x: `[rows, hidden]`, of one of `DTYPES`.

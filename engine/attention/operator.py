@@ -151,29 +151,11 @@ def _attend(  # noqa: PLR0917 - an operator's arguments are positional
     )
 
 
-def _fake(  # noqa: PLR0917 - as the operator
-    query: torch.Tensor,
-    key: torch.Tensor,  # noqa: ARG001
-    value: torch.Tensor,
-    layer: int,  # noqa: ARG001
-    scale: float,  # noqa: ARG001
-    sliding_window: int | None,  # noqa: ARG001
-    soft_cap: float | None,  # noqa: ARG001
-    chunk: int | None,  # noqa: ARG001
-    sinks: torch.Tensor | None,  # noqa: ARG001
-    alibi_slopes: torch.Tensor | None,  # noqa: ARG001
-    cos: torch.Tensor | None = None,  # noqa: ARG001
-    sin: torch.Tensor | None = None,  # noqa: ARG001
-) -> torch.Tensor:
-    """Return an uninitialized output, for the compiler."""
-    return query.new_empty(query.shape[0], query.shape[1], value.shape[2])
-
-
 OPERATOR = define(
     "paged_attention(Tensor query, Tensor key, Tensor value, int layer, float scale,"
     " int? sliding_window, float? soft_cap, int? chunk, Tensor? sinks, Tensor? alibi_slopes,"
     " Tensor? cos=None, Tensor? sin=None) -> Tensor",
-    _fake,
+    lambda query, _key, value, *_, **__: query.new_empty(*query.shape[:2], value.shape[2]),
     writes=True,
     CompositeExplicitAutograd=_attend,
 )

@@ -91,7 +91,7 @@ def _attend(
 ) -> Tensor:
     if isinstance(step := any_step(), DryRun):
         step.calls.append(layer)
-        return _fake(query, key, absorbing, keys, values, value_dim).zero_()
+        return query.new_zeros(*query.shape[:2], value_dim)
     step = current_step()
     cache, _, group, written = step.layers[layer]
     metadata = step.groups[group]
@@ -111,26 +111,11 @@ def _attend(
     )
 
 
-def _fake(
-    query: Tensor,
-    key: Tensor,  # noqa: ARG001
-    absorbing: Tensor,  # noqa: ARG001
-    keys: Tensor,  # noqa: ARG001
-    values: Tensor,  # noqa: ARG001
-    value_dim: int,
-    *_: object,
-) -> Tensor:
-    """Return an uninitialized output, for the compiler."""
-    return query.new_empty(query.shape[0], query.shape[1], value_dim)
-
-
-OPERATOR = define(
+define(
     "latent_attention(Tensor query, Tensor key, Tensor absorbing, Tensor keys, Tensor values,"
     " int value_dim, int rotated_dim, int layer, float scale, int? sliding_window,"
     " float? soft_cap, int? chunk) -> Tensor",
-    _fake,
+    lambda query, *arguments: query.new_empty(*query.shape[:2], arguments[4]),  # value_dim
     writes=True,
     CompositeExplicitAutograd=_attend,
 )
-"""The operator, which writes the cache. A traced step calls the function of the same name in
-kernels/cpu/operators.cpp."""

@@ -3,7 +3,7 @@
 As in `octavo::paged_attention`, they take a state's number, not its memory: `attending` sets the
 current step around the model. `octavo.kernels.states` documents them. In traced steps, the step
 sizes, rates and gates of recurrences must be contiguous float32; see
-kernels/cpu/state_operators.cpp.
+kernels/cpu/state_calls.h.
 """
 
 # An operator's arguments are positional.
@@ -102,12 +102,10 @@ def _selective_scan(
 
 
 _FUNCTIONS: tuple[Callable[..., Tensor], ...] = (_causal_conv, _ssd, _gated_delta, _selective_scan)
-OPERATORS = tuple(
+for _schema, _function, _like in zip(SCHEMAS, _FUNCTIONS, (0, 0, 2, 0), strict=True):
     define(
-        schema,
-        lambda *arguments, like=like: arguments[like].new_empty(arguments[like].shape),
+        _schema,
+        lambda *arguments, like=_like: arguments[like].new_empty(arguments[like].shape),
         writes=True,  # the state
-        CompositeExplicitAutograd=function,
+        CompositeExplicitAutograd=_function,
     )
-    for schema, function, like in zip(SCHEMAS, _FUNCTIONS, (0, 0, 2, 0), strict=True)
-)

@@ -15,26 +15,11 @@ from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.jit import optimized_execution  # type: ignore[attr-defined]
 
-from octavo.engine.attention import packed_latents, state_operators
-from octavo.engine.compilation.norms import RMS_NORM
-from octavo.engine.compilation.segment import Segment, layout_of, memory_of, operator_name
+from octavo.engine.compilation.segment import Segment, layout_of, memory_of
 from octavo.engine.compilation.trace import GETITEM, VALUES, Size, Trace, storage_of
-from octavo.engine.models.experts import packed_experts
-from octavo.engine.models.linear import packed_linear
-from octavo.engine.models.linear.adapted_layers import ADD_ADAPTERS
-from octavo.engine.parallel import collectives
-from octavo.kernels.cpu.program import Program
+from octavo.kernels import cpu
+from octavo.kernels.cpu.program import Program, operator_name
 
-NATIVE = {
-    torch.ops.octavo.paged_attention.default,
-    packed_latents.OPERATOR,
-    packed_experts.OPERATOR,
-    ADD_ADAPTERS,
-    collectives.OPERATOR,
-    RMS_NORM,
-    *state_operators.OPERATORS,
-}
-"""Octavo's operators that programs call, besides linear layers."""
 GROUPED_PRODUCT = "transformers.grouped_mm_fallback.default"
 """Transformers' Python operator for products of experts; PyTorch's kernel computes the same."""
 ENTRY = """\
@@ -229,7 +214,8 @@ def _literal(value: Any) -> str:  # noqa: ANN401 - whatever a graph holds
 
 
 def _is_native(node: fx.Node) -> bool:
-    return node.target in NATIVE or node.target in packed_linear.OPERATORS
+    """Return whether a node calls one of Octavo's operators that programs call."""
+    return isinstance(node.target, OpOverload) and cpu.programs.has(node.target)
 
 
 def _changes(node: fx.Node) -> bool:

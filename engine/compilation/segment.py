@@ -7,7 +7,7 @@ from torch import Tensor, fx
 
 from octavo.engine.compilation.trace import VALUES, Size, merge_numbers, storage_of
 from octavo.kernels import cpu
-from octavo.kernels.cpu.program import Linear, Program
+from octavo.kernels.cpu.program import Linear, Program, operator_name
 
 
 class Segment:
@@ -91,12 +91,6 @@ class Segment:
                 number = self._program.view(number, values[0].dtype, place)
         self._numbers[node] = number
         return number
-
-
-def operator_name(target: Any) -> str:  # noqa: ANN401 - an OpOverload
-    """Return an operator's name without its namespace."""
-    name: str = target._schema.name  # noqa: SLF001 - no public name
-    return name.partition("::")[2]
 
 
 def arguments_of(call: fx.Node) -> list[Any]:

@@ -11,11 +11,7 @@ from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.script import Script
 from octavo.engine.compilation.trace import trace
 from octavo.engine.models.forward import EagerForward
-from octavo.engine.models.linear.adapted_layers import (
-    TracedAdapters,
-    applying,
-    current_adapters,
-)
+from octavo.engine.models.linear.adapted_layers import TracedAdapters, applying
 from octavo.kernels import cpu, huge_pages
 from octavo.kernels.cpu.caches import CheckedCaches
 
@@ -51,7 +47,7 @@ class TracedForward:
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Run the model within `attending` and `applying`; see `octavo.engine.models.forward`."""
         within = current_step()
-        kept = cpu.set_step(self._checked(within), within.groups, current_adapters())
+        kept = cpu.set_step(self._checked(within), within.groups)
         logits = self._script(token_ids, positions, logit_rows)
         del kept
         return logits

@@ -4,10 +4,13 @@ import logging
 from collections.abc import Sequence
 
 import torch
+from torch._ops import OpOverload
 
 from octavo.kernels import quantized, reference, reference_states
+from octavo.kernels.cpu import logits
 from octavo.kernels.cpu.blocks import dequantize
 from octavo.kernels.cpu.native import NativeKernels
+from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.low_rank import add_low_rank as add_low_rank_in_pytorch
 from octavo.kernels.scores import score_tokens as score_tokens_in_pytorch
 
@@ -31,11 +34,11 @@ rotate_and_write = _available.rotate_and_write
 paged_attention = _available.paged_attention
 copy_blocks = _available.copy_blocks
 swap_blocks = _available.swap_blocks
-_logits = reference if _kernels is None else _kernels.logits
+_logits = reference if _kernels is None else logits
 argmax = _logits.argmax
 mask_logits = _logits.mask_logits
 draw_tokens = _logits.draw_tokens
-score_tokens = score_tokens_in_pytorch if _kernels is None else _kernels.logits.score_tokens
+score_tokens = score_tokens_in_pytorch if _kernels is None else logits.score_tokens
 _states = reference_states if _kernels is None else _kernels.states
 causal_conv = _states.causal_conv
 ssd = _states.ssd
@@ -45,7 +48,7 @@ quantized_linear = quantized.quantized_linear
 quantized_experts = quantized.quantized_experts
 fp8_linear = quantized.fp8_linear
 has_fp8_products = quantized.has_fp8_products
-add_low_rank = add_low_rank_in_pytorch if _kernels is None else _kernels.low_rank.add_low_rank
+add_low_rank = add_low_rank_in_pytorch if _kernels is None else _kernels.add_low_rank
 latents = None if _kernels is None else _kernels.latents
 linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
@@ -60,6 +63,17 @@ if _kernels is not None:  # for traced steps, which need the C++ kernels
     programs = _kernels.programs
     set_step = _kernels.set_step
     set_sum = _kernels.sums.set
+
+
+def implement(operator: OpOverload) -> None:
+    """Give an engine's operator its kernel on CPUs, if the C++ kernels are there."""
+    if _kernels is not None:
+        _kernels.programs.implement(operator)
+
+
+def set_adapters(adapters: StepAdapters | None) -> object:
+    """Set this thread's adapters; see `NativeKernels.set_adapters`."""
+    return None if _kernels is None else _kernels.set_adapters(adapters)
 
 
 def check_device(_: torch.device, cache_dtype: torch.dtype | None) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "operators.h"
 #include "vector.h"
 
 namespace {
@@ -10,7 +11,7 @@ namespace {
 constexpr int kMaxima = 4;  // at a time: independent, so none waits for the previous one
 
 template <class Type>
-int64_t argmax(const typename Type::Stored* row, int64_t columns) {
+int64_t argmax_row(const typename Type::Stored* row, int64_t columns) {
   typename Type::Stored few[kLanes];
   if (columns < kLanes) {  // padding repeats the first element, so it is never the result
     for (int64_t i = 0; i < kLanes; i++) few[i] = row[i < columns ? i : 0];
@@ -42,16 +43,18 @@ void argmax_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t col
   const auto* first = static_cast<const typename Type::Stored*>(rows);
 #pragma omp parallel for num_threads(threads) if (num_rows > 1)
   for (int64_t row = 0; row < num_rows; row++)
-    places[row] = argmax<Type>(first + row * stride, columns);
+    places[row] = argmax_row<Type>(first + row * stride, columns);
 }
 
-}  // namespace
-
-// Returns each row's column of the first greatest element. `dtype` as in cache.h.
-extern "C" void octavo_argmax(const void* rows, int64_t num_rows, int64_t stride,
-                              int64_t columns, int dtype, int64_t* places, int threads) {
+// Sets `places` to each row's column of the first greatest element.
+void argmax(const View& rows, const View& places) {
+  const int dtype = dtype_number(rows.dtype);
   const auto run = dtype == 0   ? argmax_rows<Float32>
                    : dtype == 1 ? argmax_rows<Float16>
                                 : argmax_rows<BFloat16>;
-  run(rows, num_rows, stride, columns, places, threads);
+  run(rows.data, rows.sizes[0], rows.strides[0], rows.sizes[1], places.as<int64_t>(),
+      num_threads());
 }
+OCTAVO_OPERATOR(argmax)
+
+}  // namespace

@@ -5,21 +5,16 @@ a unit, which has another scale. The kernels read the same bits in another order
 6-bit scale of Q4_K and Q5_K in a byte.
 """
 
-from collections.abc import Sequence
-from ctypes import CDLL, POINTER, byref, c_int, c_int64, c_void_p
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from octavo.kernels import huge_pages
-from octavo.kernels.cpu.linear import Layer, LinearKernels, rows_of
-from octavo.kernels.low_rank import LowRankOfLayer
 
 BLOCK = 32
 """Inputs of a block."""
 _UNIT_BLOCKS = 8  # blocks of a K format's unit
-_NARROW, _WIDE_OUTPUTS, _WIDE = 0, 1, 2  # as in linear_blocks.cpp
 
 
 class BlockFormat(NamedTuple):
@@ -200,31 +195,15 @@ def dequantize(
 
 
 class BlockKernels:
-    """The kernels of linear_blocks.cpp and stored_blocks.cpp.
+    """Packs and dequantizes weights, with the operators of stored_blocks.cpp.
 
     Args:
-        library: The compiled kernels.
-        linear: The kernels for other weights.
+        operators: The operators, `torch.ops.octavo_cpu`.
+        panel: Outputs of a panel.
     """
 
-    def __init__(self, library: CDLL, linear: LinearKernels) -> None:
-        self._prepare, self._panel = linear.prepare, linear.panel
-        self._linear = library.octavo_linear_blocks
-        self._linear.argtypes = (
-            *(c_void_p, c_int64, c_int64, POINTER(Layer), c_int64, c_int64),
-            *(c_void_p, c_int),
-        )
-        self._linear.restype = None
-        self._embed = library.octavo_embed_blocks
-        self._embed.argtypes = (
-            *(c_void_p, c_int64, c_void_p, c_int64, c_int64, c_int64),
-            *(c_void_p, c_int),
-        )
-        self._embed.restype = None
-        stored = c_void_p, c_int64, c_int64, c_int64
-        self._widen, self._pack = library.octavo_widen_blocks, library.octavo_pack_blocks
-        self._widen.argtypes, self._widen.restype = (*stored, c_int64, c_void_p, c_int), None
-        self._pack.argtypes, self._pack.restype = (*stored, c_void_p, c_int), None
+    def __init__(self, operators: Any, panel: int) -> None:  # noqa: ANN401 - any namespace
+        self._operators, self._panel = operators, panel
 
     def dequantize(
         self,
@@ -243,10 +222,7 @@ class BlockKernels:
         inputs = row_bytes // block_format.unit_bytes * block_format.unit
         out = torch.empty((len(addresses), inputs), dtype=dtype)
         huge_pages.ask_for(out)
-        self._widen(
-            *(addresses.data_ptr(), row_bytes, len(addresses), block_format.number),
-            *(int(dtype == torch.float32), out.data_ptr(), torch.get_num_threads()),
-        )
+        self._operators.widen_blocks(out, addresses, row_bytes, block_format.number)
         return out
 
     def pack(self, rows: Tensor, block_format: BlockFormat, order: Tensor | None = None) -> Tensor:
@@ -281,99 +257,7 @@ class BlockKernels:
         shape = -(-outputs // self._panel), units, self._panel * block_format.packed_bytes
         out = torch.empty(shape, dtype=torch.uint8)
         huge_pages.ask_for(out)
-        self._pack(
-            *(addresses.data_ptr(), row_bytes, outputs, block_format.number),
-            *(out.data_ptr(), torch.get_num_threads()),
-        )
-        return out
-
-    def linear(
-        self,
-        x: Tensor,
-        outputs: int,
-        blocks: Tensor,
-        bias: Tensor,
-        number: int,
-        *fused: Any,  # noqa: ANN401 - as `LinearKernels.linear`
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        """Multiply by weights in blocks.
-
-        Args:
-            x: `[rows, inputs]` bfloat16, or float32 for products that are exact up to rounding.
-            outputs: The number of outputs.
-            blocks: `[panels, units, bytes]` uint8, from `pack`.
-            bias: `[padded outputs]` float32.
-            number: Number of the format.
-            *fused: The last four positional arguments of `LinearKernels.linear`.
-            low_rank: Adapters' products, added before gates and residuals.
-
-        Returns:
-            `[rows, outputs]`, of x's dtype.
-        """
-        wide = x.dtype == torch.float32
-        elements = _WIDE if wide else _NARROW
-        return self._run(x, outputs, blocks, bias, number, elements, fused, low_rank)
-
-    def linear_wide(
-        self, x: Tensor, outputs: int, blocks: Tensor, bias: Tensor, number: int
-    ) -> Tensor:
-        """Multiply by weights in blocks; as `linear`, but return float32."""
-        elements = _WIDE if x.dtype == torch.float32 else _WIDE_OUTPUTS
-        return self._run(x, outputs, blocks, bias, number, elements)
-
-    def embed(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
-        """Look up the weights of outputs.
-
-        Args:
-            ids: `[rows]` int64, indices of outputs.
-            width: The number of inputs.
-            blocks: `[panels, units, bytes]` uint8, from `pack`.
-            number: Number of the format.
-
-        Returns:
-            `[rows, width]` bfloat16.
-
-        Raises:
-            IndexError: There is no such output.
-        """
-        return self._look_up(ids, width, blocks, number, torch.bfloat16)
-
-    def embed_wide(self, ids: Tensor, width: int, blocks: Tensor, number: int) -> Tensor:
-        """Look up the weights of outputs as `embed` does, but in float32."""
-        return self._look_up(ids, width, blocks, number, torch.float32)
-
-    def _look_up(
-        self, ids: Tensor, width: int, blocks: Tensor, number: int, dtype: torch.dtype
-    ) -> Tensor:
-        ids = ids.contiguous()
-        if len(ids) and not 0 <= int(ids.min()) <= int(ids.max()) < len(blocks) * self._panel:
-            raise IndexError("a token is outside of the vocabulary")
-        out = torch.empty((len(ids), width), dtype=dtype)
-        self._embed(
-            *(ids.data_ptr(), len(ids), blocks.data_ptr(), width, number),
-            *(int(dtype == torch.float32), out.data_ptr(), torch.get_num_threads()),
-        )
-        return out
-
-    def _run(  # noqa: PLR0917
-        self,
-        x: Tensor,
-        outputs: int,
-        blocks: Tensor,
-        bias: Tensor,
-        number: int,
-        elements: int,
-        fused: Sequence[Any] = (),
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        x, layer = self._prepare(x, outputs, blocks, bias, *fused, low_rank=low_rank)
-        wide = elements != _NARROW
-        out = x.new_empty(x.shape[0], outputs, dtype=torch.float32 if wide else x.dtype)
-        self._linear(
-            *(*rows_of(x), byref(layer), number, elements),
-            *(out.data_ptr(), torch.get_num_threads()),
-        )
+        self._operators.pack_blocks(out, addresses, row_bytes, block_format.number)
         return out
 
 

@@ -24,7 +24,7 @@
 constexpr int kMinBlock = 8;  // all block sizes are multiples of it
 constexpr int kMaxKeyDim = 576;  // as in ops.py; values are not wider
 
-// The same as in native.py. Strides are between blocks, in elements.
+// The same as in caches.py. Strides are between blocks, in elements.
 struct Cache {
   void* keys;
   void* values;  // or null: values are parts of keys

@@ -7,7 +7,7 @@ time, the batch when it changes.
 import math
 import weakref
 from collections.abc import Callable, Sequence
-from ctypes import Structure, byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import Structure, c_float, c_int32, c_int64, c_void_p
 
 import torch
 from torch import Tensor
@@ -72,13 +72,9 @@ class CheckedCache:
     Attributes:
         dtype: Dtype of queries, of results, and of the cache unless that is fp8.
         scales: Factors of keys and of values in an fp8 cache; else 1.
-        value_dim: Elements of a value; 0 if values are parts of keys.
     """
 
-    __slots__ = (
-        *("dtype", "key_dim", "keys", "num_kv_heads", "num_slots"),
-        *("reference", "scales", "struct", "value_dim", "values"),
-    )
+    __slots__ = (*("dtype", "keys", "scales", "struct", "values"),)
 
     def __init__(
         self,
@@ -87,25 +83,24 @@ class CheckedCache:
         dtype: torch.dtype,
         scales: tuple[float, float],
     ) -> None:
-        num_blocks, self.num_kv_heads, block_size, self.key_dim = key_cache.shape
+        num_blocks, num_kv_heads, block_size, key_dim = key_cache.shape
         fp8 = _FP8_DTYPES.get(key_cache.dtype, 0)
         self.dtype = dtype if fp8 else key_cache.dtype
         self.scales = scales
         key_scale, value_scale = scales
         if not (key_scale > 0 and value_scale > 0):
             raise ValueError(f"scales of keys and values must be positive: they are {scales}")
-        self.num_slots = num_blocks * block_size
-        self.value_dim = 0
+        value_dim = 0
         _check_block(key_cache)
         if value_cache is not None:
-            self.value_dim = value_cache.shape[3]
+            value_dim = value_cache.shape[3]
             _check_block(value_cache)
             if value_cache.dtype != key_cache.dtype:
                 raise ValueError(f"keys are {key_cache.dtype} and values {value_cache.dtype}")
             if value_cache.shape[:3] != key_cache.shape[:3]:
                 raise ValueError(f"keys are {key_cache.shape} and values {value_cache.shape}")
-        if self.key_dim > _MAX_KEY_DIM:
-            raise ValueError(f"keys of {self.key_dim} elements: {_MAX_KEY_DIM} is the most")
+        if key_dim > _MAX_KEY_DIM:
+            raise ValueError(f"keys of {key_dim} elements: {_MAX_KEY_DIM} is the most")
         self.keys, self.values = weakref.ref(key_cache), _reference(value_cache)
         self.struct = Cache(
             key_cache.data_ptr(),
@@ -113,16 +108,15 @@ class CheckedCache:
             key_cache.stride(0),
             0 if value_cache is None else value_cache.stride(0),
             num_blocks,
-            self.num_kv_heads,
-            self.key_dim,
-            self.value_dim,
+            num_kv_heads,
+            key_dim,
+            value_dim,
             block_size,
             DTYPES[self.dtype],
             fp8,
             key_scale,
             key_scale if value_cache is None else value_scale,
         )
-        self.reference = byref(self.struct)
 
     def is_of(
         self,

@@ -9,6 +9,16 @@
 
 namespace {
 
+// A call. Strides are those of tokens, in elements.
+struct CausalConv {
+  StateRows rows;
+  const void* x;
+  int64_t x_stride;
+  const void *weight, *bias;
+  void* out;
+  int32_t channels, channels_per_row, width, dtype, weight_dtype, silu;
+};
+
 constexpr int kChannels = 64;  // per item
 constexpr int kAhead = 16;     // tokens between computing and prefetching
 constexpr int kVectors = std::max(1, 32 / kLanes);  // computed together: a cache line of 16 bits
@@ -186,16 +196,24 @@ void run_width(const CausalConv& p, int threads) {
   if constexpr (kWidth > 2) run_width<T, kWidth - 1>(p, threads);
 }
 
-}  // namespace
-
-// Returns 0, or 1 + the index of a sequence with a bad table.
-extern "C" int octavo_causal_conv(const CausalConv* p, int threads) {
-  const int rows = (p->channels + p->channels_per_row - 1) / p->channels_per_row;
-  if (int bad = p->rows.find_bad_table(rows)) return bad;
-  with_dtype(p->dtype, [&](auto type) {
+// See octavo.kernels.states.
+void causal_conv(const Result& result, const View& x, const View& weight, const View* bias,
+                 int64_t state, bool silu) {
+  const Stopwatch stopwatch(spent.states);
+  const StateCache& cache = step.states[state];
+  const int channels = x.sizes[1], per_row = cache.row_shape[0];
+  void* const out = result.make({x.sizes[0], channels}, x.dtype);
+  const CausalConv call{rows_of(cache), tokens(x).data, x.strides[0],
+                        elements<void>(&weight, weight.dtype), elements<void>(bias, weight.dtype),
+                        out, channels, per_row, int(weight.sizes[1]), dtype_number(x.dtype),
+                        dtype_number(weight.dtype), silu};
+  call.rows.check((channels + per_row - 1) / per_row);
+  with_dtype(call.dtype, [&](auto type) {
     using T = decltype(type);
-    p->rows.clear_padding(p->out, sizeof(typename T::Stored) * p->channels);
-    run_width<T>(*p, threads);
+    call.rows.clear_padding(out, sizeof(typename T::Stored) * channels);
+    run_width<T>(call, num_threads());
   });
-  return 0;
 }
+OCTAVO_OPERATOR(causal_conv)
+
+}  // namespace

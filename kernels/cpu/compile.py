@@ -12,46 +12,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = (
-    *(
-        "latent_attention.cpp",
-        "paged_attention.cpp",
-        "linear.cpp",
-        "experts.cpp",
-        "linear_blocks.cpp",
-        "draw_tokens.cpp",
-    ),
-    *("score_tokens.cpp", "write_kv.cpp", "argmax.cpp", "copy_blocks.cpp"),
-    *("low_rank.cpp", "rms_norm.cpp", "mask_logits.cpp", "stored_blocks.cpp", "round_weights.cpp"),
-    *("ssd.cpp", "gated_delta.cpp", "causal_conv.cpp", "selective_scan.cpp"),
-    *(
-        "program.cpp",
-        "operators.cpp",
-        "state_operators.cpp",
-        "pin_threads.cpp",
-        "amx.cpp",
-        "isa.cpp",
-    ),
-)
+SOURCES = [
+    f"{name}.cpp"
+    for name in (
+        *("latent_attention", "paged_attention", "linear", "experts", "linear_blocks"),
+        *("draw_tokens", "score_tokens", "write_kv", "argmax", "copy_blocks", "low_rank"),
+        *("rms_norm", "mask_logits", "stored_blocks", "round_weights", "ssd", "gated_delta"),
+        *("causal_conv", "selective_scan", "program", "attention_operators", "sum_over_ranks"),
+        *("step", "pin_threads", "amx", "isa"),
+    )
+]
 """Sources in the order of their compile times, longest first."""
-HEADERS = (
-    *(
-        "activation.h",
-        "amx.h",
-        "attention_worker.h",
-        "blocks.h",
-        "cache.h",
-        "experts.h",
-        "fetcher.h",
-        "fp8.h",
-        "latent.h",
-        "linear.h",
-        "low_rank.h",
-        "nibbles.h",
-    ),
-    *("outputs.h", "plan.h", "prepare_rows.h", "product.h", "repack.h", "row.h", "operators.h"),
-    *("state_calls.h", "states.h", "streams.h", "vector.h", "words.h"),
-)
 FLAGS = (
     "-O2",  # compiles twice as fast as -O3, to equally fast code
     "-std=c++17",
@@ -89,7 +60,8 @@ def library_name(compiler: str, target: str, cpu: str) -> str:
         cpu: Text that identifies the CPU.
     """
     here = Path(__file__).parent
-    sources = [(here / name).read_text() for name in SOURCES + HEADERS]
+    names = [*SOURCES, *sorted(header.name for header in here.glob("*.h"))]
+    sources = [(here / name).read_text() for name in names]
     parts = [compiler, target, cpu, *FLAGS, repr(FLAGS_OF), *sources]
     return f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:16]}.so"
 

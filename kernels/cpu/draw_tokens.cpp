@@ -1,6 +1,7 @@
 // Samples tokens from rows of logits: inverts the running sum of the weights that top-k, top-p and
 // min-p keep. No sample depends on the batch.
 
+#include "operators.h"
 #include "row.h"
 
 namespace {
@@ -108,22 +109,23 @@ int64_t draw(const Row& row, int64_t top_k, double top_p, float min_p, double un
   return candidates.count ? candidates.places[at] : 0;
 }
 
-}  // namespace
-
 // Returns a token for each row. Arrays have one number per row; see SamplingTensors in
 // kernels/sampling_tensors.py.
-extern "C" void octavo_draw_tokens(const float* logits, int64_t num_rows, int64_t stride,
-                                   int64_t size, const double* temperatures,
-                                   const int64_t* top_k, const double* top_p,
-                                   const double* min_p, const double* uniforms, int64_t* tokens,
-                                   int threads) {
-#pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
+void draw_tokens(const View& logits, const View& temperatures, const View& top_k,
+                 const View& top_p, const View& min_p, const View& uniforms, const View& tokens) {
+  const int64_t num_rows = logits.sizes[0], size = logits.sizes[1];
+#pragma omp parallel for num_threads(num_threads()) if (num_rows > 1) schedule(dynamic)
   for (int64_t i = 0; i < num_rows; i++) {
-    const bool greedy = temperatures[i] == 0;  // the first of the most likely tokens
-    const double temperature = greedy ? 1 : std::max(temperatures[i], kMinTemperature);
-    const Row row(logits + i * stride, size, 1 / temperature);
+    const double given = temperatures.as<double>()[i];
+    const bool greedy = given == 0;  // the first of the most likely tokens
+    const double temperature = greedy ? 1 : std::max(given, kMinTemperature);
+    const Row row(logits.as<float>() + i * logits.strides[0], size, 1 / temperature);
     const int64_t token =
-        draw(row, greedy ? 1 : top_k[i], greedy ? 1 : top_p[i], min_p[i], uniforms[i]);
-    tokens[i] = std::min(token, size - 1);  // may be past the end if no token is possible
+        draw(row, greedy ? 1 : top_k.as<int64_t>()[i], greedy ? 1 : top_p.as<double>()[i],
+             min_p.as<double>()[i], uniforms.as<double>()[i]);
+    tokens.as<int64_t>()[i] = std::min(token, size - 1);  // past the end if none is possible
   }
 }
+OCTAVO_OPERATOR(draw_tokens)
+
+}  // namespace

@@ -15,6 +15,7 @@
 #include "activation.h"
 #include "linear.h"
 #include "nibbles.h"
+#include "operators.h"
 #include "prepare_rows.h"
 
 namespace {
@@ -377,6 +378,73 @@ class CallRouting {
   std::vector<float> weights_;
 };
 
+// One product of experts.
+ExpertProduct expert_product(const View& panels, const View& bias, const View* factors,
+                             const View* scales) {
+  ExpertProduct product{panels.data, bias.as<float>(), nullptr, 0, nullptr};
+  if (factors && scales) {
+    product.factors = factors->as<float>();
+    product.factor_stride = factors->sizes[0] > 1 ? factors->strides[0] : 0;
+    product.scales = scales->as<float>();
+  }
+  return product;
+}
+
+// Returns the ExpertWeights of a packed dtype; in 4 bits, of a group's bytes.
+int expert_weights(const View& panels) {
+  if (panels.is_float32()) return kFloat32;
+  if (panels.dtype == aoti_torch_dtype_bfloat16()) return kBFloat16;
+  if (panels.dtype == aoti_torch_dtype_int8()) return kInt8;
+  return panels.sizes[3] == GroupOf<E2m1>::kBytes ? kE2m1 : kInt4;
+}
+
+// The number of inputs of packed weights.
+int64_t expert_inputs(const View& panels) {
+  constexpr int64_t kOfWord[] = {1, 2, 4};
+  const int weights = expert_weights(panels);
+  return panels.sizes[2] * (weights >= kInt4 ? kGroupInputs : kOfWord[weights]);
+}
+
+// The sum of each row's weighted experts; an expert is down(activation(up(x))). x and the result are
+// float32 with weights in float32, else bfloat16. Sizes of rows must be a multiple of 4, or of a
+// group with weights in 4 bits.
+void packed_experts(const Result& result, const View& x, const View& expert_ids,
+                    const View& weights, const View& up, const View& up_bias, const View& down,
+                    const View& down_bias, int64_t activation, int64_t gated, double alpha,
+                    double limit, double offset, const View* up_factors, const View* up_scales,
+                    const View* down_factors, const View* down_scales) {
+  const Stopwatch stopwatch(spent.linear);
+  require(x.has_whole_rows(), "rows must be contiguous");
+  require(x.dtype == (up.is_float32() ? up.dtype : aoti_torch_dtype_bfloat16()) &&
+              weights.is_float32(),
+          "rows must have the experts' type, and weights of experts be float32");
+  const CallRouting routing({expert_ids.as<int64_t>(),
+                             {expert_ids.strides[0], expert_ids.strides[1]},
+                             weights.as<float>(),
+                             {weights.strides[0], weights.strides[1]},
+                             expert_ids.sizes[0],
+                             expert_ids.sizes[1]});
+  const ExpertsLayer layer{up.sizes[0],
+                           x.sizes[1],
+                           expert_inputs(down),
+                           expert_product(up, up_bias, up_factors, up_scales),
+                           expert_product(down, down_bias, down_factors, down_scales),
+                           {static_cast<int>(activation), gated != 0, static_cast<float>(alpha),
+                            static_cast<float>(limit), static_cast<float>(offset)}};
+  void* const out = result.make({x.sizes[0], x.sizes[1]}, x.dtype);
+  const auto run = [&](auto mix) {
+    mix(x.data, x.strides[0], routing.routing(), layer, out, num_threads());
+  };
+  switch (expert_weights(up)) {
+    case kFloat32: return run(mix<WordProducts<Singles, float>>);
+    case kBFloat16: return run(mix<WordProducts<Pairs, uint16_t>>);
+    case kInt8: return run(mix<ByteProducts>);
+    case kInt4: return run(mix<NibbleProducts<Int4>>);
+    case kE2m1: return run(mix<NibbleProducts<E2m1>>);
+  }
+}
+OCTAVO_OPERATOR(packed_experts)
+
 }  // namespace
 
 // Forces routings on this thread's next `count` calls, which the arrays must outlive. Returns the
@@ -386,21 +454,4 @@ extern "C" int64_t octavo_force_experts(const ForcedExperts* calls, int64_t coun
   forced = calls;
   forced_left = count;
   return left;
-}
-
-// y = sum of each row's weighted experts; an expert is down(activation(up(x))). x and y are
-// float32 with weights in float32, else bfloat16. Sizes of rows must be a multiple of 4, or of a
-// group with weights in 4 bits.
-extern "C" void octavo_experts(const void* x, int64_t row_stride, const Routing* routing,
-                               const ExpertsLayer* layer, void* y, int threads) {
-  const CallRouting call(*routing);
-  switch (layer->weights) {
-    case kFloat32:
-      return mix<WordProducts<Singles, float>>(x, row_stride, call.routing(), *layer, y, threads);
-    case kBFloat16:
-      return mix<WordProducts<Pairs, uint16_t>>(x, row_stride, call.routing(), *layer, y, threads);
-    case kInt8: return mix<ByteProducts>(x, row_stride, call.routing(), *layer, y, threads);
-    case kInt4: return mix<NibbleProducts<Int4>>(x, row_stride, call.routing(), *layer, y, threads);
-    case kE2m1: return mix<NibbleProducts<E2m1>>(x, row_stride, call.routing(), *layer, y, threads);
-  }
 }

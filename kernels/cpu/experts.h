@@ -1,4 +1,4 @@
-// A mixture-of-experts layer; the structs are the same as in experts.py.
+// A mixture-of-experts layer.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ struct ExpertProduct {
   const float* bias;     // [experts, padded outputs]
   const float* factors;  // factors of 8-bit inputs
   int64_t factor_stride;  // between experts' factors
-  const float* scales;    // for 8 bits: [experts, 2, padded outputs], as in `Scales`
+  const float* scales;    // for 8 bits: [experts, 2, padded outputs]
 };
 
 struct ExpertActivation {
@@ -21,7 +21,6 @@ struct ExpertActivation {
 };
 
 struct ExpertsLayer {
-  int weights;  // an ExpertWeights
   int64_t experts, hidden, inner;
   ExpertProduct up, down;
   ExpertActivation activation;
@@ -37,7 +36,7 @@ struct Routing {
 };
 
 // The routing that one call of this thread uses instead of its own, and where the call writes its
-// own. Arrays are [rows, chosen], for the call's rows from `first` on.
+// own. Arrays are [rows, chosen], for the call's rows from `first` on. The same as in experts.py.
 struct ForcedExperts {
   const int64_t* experts;
   const float* weights;

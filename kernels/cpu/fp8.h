@@ -13,7 +13,7 @@
 
 typedef uint8_t Bytes __attribute__((vector_size(kLanes)));
 
-// The same numbers as in native.py.
+// The same numbers as in caches.py.
 enum Fp8 : int32_t { kNotFp8 = 0, kE4M3 = 1, kE5M2 = 2 };
 
 // A type's exponent bias and mantissa bits.

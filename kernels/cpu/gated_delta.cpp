@@ -21,6 +21,17 @@
 
 namespace {
 
+// A call. Strides are those of tokens, in elements.
+struct GatedDelta {
+  StateRows rows;
+  const void *query, *key, *value;
+  int64_t query_stride, key_stride, value_stride;
+  const float *g, *beta;
+  void* out;
+  int32_t key_heads, value_heads, key_dim, value_dim, dtype, decays_elements, normalize;
+  float scale;
+};
+
 constexpr int kTokens = 16;      // per chunk
 constexpr int kFew = 2;          // maximum tokens for which one by one is faster
 constexpr int kPadding = kFloatsPerLine;  // else rows would share few cache sets
@@ -282,15 +293,24 @@ void run(const GatedDelta& p, int threads) {
   }
 }
 
-}  // namespace
-
-// Returns 0, or 1 + the index of a sequence with a bad table.
-extern "C" int octavo_gated_delta(const GatedDelta* p, int threads) {
-  if (int bad = p->rows.find_bad_table(p->value_heads)) return bad;
-  with_dtype(p->dtype, [&](auto type) {
+// See octavo.kernels.states.
+void gated_delta(const Result& result, const View& query, const View& key, const View& value,
+                 const View& g, const View& beta, int64_t state, double scale, bool normalize) {
+  const Stopwatch stopwatch(spent.states);
+  const int heads = value.sizes[1], value_dim = value.sizes[2];
+  void* const out = result.make({value.sizes[0], heads, value_dim}, value.dtype);
+  const GatedDelta call{rows_of(step.states[state]), tokens(query).data, tokens(key).data,
+                        tokens(value).data, query.strides[0], key.strides[0], value.strides[0],
+                        elements(&g), elements(&beta), out, int(key.sizes[1]), heads,
+                        int(key.sizes[2]), value_dim, dtype_number(value.dtype), g.dimensions == 3,
+                        normalize, float(scale)};
+  call.rows.check(heads);
+  with_dtype(call.dtype, [&](auto type) {
     using T = decltype(type);
-    p->rows.clear_padding(p->out, sizeof(typename T::Stored) * p->value_heads * p->value_dim);
-    run<T>(*p, threads);
+    call.rows.clear_padding(out, sizeof(typename T::Stored) * heads * value_dim);
+    run<T>(call, num_threads());
   });
-  return 0;
 }
+OCTAVO_OPERATOR(gated_delta)
+
+}  // namespace

@@ -1,6 +1,5 @@
 """Weights of latent attention, packed once for latent_attention.cpp."""
 
-from ctypes import Structure, c_int64, c_void_p
 from typing import NamedTuple
 
 import torch
@@ -10,15 +9,6 @@ from octavo.kernels.cpu.linear import LinearKernels
 
 _UNIT = 8
 """All dimensions are multiples of it."""
-
-
-class LatentProducts(Structure):
-    """The packed weights of a layer; the same as in latent.h."""
-
-    _fields_ = (
-        *(("absorbing", c_void_p), ("keys", c_void_p), ("values", c_void_p)),
-        *(("key_dim", c_int64), ("value_dim", c_int64)),
-    )
 
 
 class PackedLatents(NamedTuple):

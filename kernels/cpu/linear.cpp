@@ -5,9 +5,8 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "linear.h"
+#include "linear_call.h"
 #include "outputs.h"
-#include "prepare_rows.h"
 #include "repack.h"
 
 namespace {
@@ -53,7 +52,7 @@ void linear(const Row* x, int64_t rows, int64_t row_stride, const LinearLayer& l
 
 // Packs words first to end - 1 of up to kPanel rows; a word's rows become adjacent. Missing rows
 // become zeros.
-void pack_words(const uint8_t* from, int64_t row_bytes, int rows, int64_t first, int64_t end,
+void pack_panel(const uint8_t* from, int64_t row_bytes, int rows, int64_t first, int64_t end,
                 uint32_t* to) {
   constexpr int kSquare = 4, kAheadBytes = 256;
   const int64_t squares = first + (end - first) / kSquare * kSquare;
@@ -80,62 +79,81 @@ void pack_words(const uint8_t* from, int64_t row_bytes, int rows, int64_t first,
   }
 }
 
-}  // namespace
-
-// y = x * weights + bias. Inputs and the rows' stride must be even.
-extern "C" void octavo_linear(const uint16_t* x, int64_t rows, int64_t row_stride,
-                              const LinearLayer* layer, uint16_t* y, int threads) {
-  linear(x, rows, row_stride, *layer, y, threads);
+// y = x * weights + bias.
+void packed_linear(const Result& result, const View& x, int64_t outputs, const View& panels,
+                   const View& bias, int64_t gated, int64_t adapted, const View* norm,
+                   double epsilon, const View* residual) {
+  const Stopwatch stopwatch(spent.linear);
+  require(x.dtype == panels.dtype, "rows must have the weights' type");
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual);
+  const auto run = [&](auto* rows, auto* y) {
+    linear(rows, call.rows, call.row_stride, call.layer, y, call.threads);
+  };
+  if (call.is_float32)
+    run(call.x_of<float>(), call.make<float>(result, x.dtype));
+  else
+    run(call.x_of(), call.make<uint16_t>(result, x.dtype));
 }
+OCTAVO_OPERATOR(packed_linear)
 
-// The same in float32, for any number of inputs and stride.
-extern "C" void octavo_linear_float32(const float* x, int64_t rows, int64_t row_stride,
-                                      const LinearLayer* layer, float* y, int threads) {
-  linear(x, rows, row_stride, *layer, y, threads);
+// The same for bfloat16, but y is float32.
+void packed_linear_wide(const Result& result, const View& x, int64_t outputs, const View& panels,
+                        const View& bias, int64_t adapted) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, panels, bias, 0, adapted);
+  require(!call.is_float32, "rows must be bfloat16");
+  linear(call.x_of(), call.rows, call.row_stride, call.layer,
+         call.make<float>(result, aoti_torch_dtype_float32()), call.threads);
 }
-
-// Like octavo_linear, but y is float32.
-extern "C" void octavo_linear_wide(const uint16_t* x, int64_t rows, int64_t row_stride,
-                                   const LinearLayer* layer, float* y, int threads) {
-  linear(x, rows, row_stride, *layer, y, threads);
-}
+OCTAVO_OPERATOR(packed_linear_wide)
 
 // y = (x * factors) * (weights * scales) + bias, with x * factors in bytes. Inputs must be a
-// multiple of 4.
-extern "C" void octavo_linear_int8(const uint16_t* x, int64_t rows, int64_t row_stride,
-                                   const LinearLayer* layer, const Scales* scales, uint16_t* y,
-                                   int threads) {
+// multiple of 4. `row_sums` has the sum of each output's scaled weights.
+void packed_linear_int8(const Result& result, const View& x, int64_t outputs, const View& panels,
+                        const View& bias, const View& factors, const View& scales,
+                        const View& row_sums, int64_t gated, int64_t adapted, const View* norm,
+                        double epsilon, const View* residual) {
+  const Stopwatch stopwatch(spent.linear);
+  const LinearCall call(x, outputs, panels, bias, gated, adapted, norm, epsilon, residual);
+  require(!call.is_float32, "rows must be bfloat16");
   constexpr bool kAsTheyAre = Fours::kParts == 1 && Fours::kOffset == 0;
-  const int64_t depth = layer->inputs / 4, stride = depth * Fours::kParts;
-  uint8_t* const bytes = scratch<uint8_t>(rows * layer->inputs);
-  uint32_t* const words = kAsTheyAre ? nullptr : scratch<uint32_t>(rows * stride);
-  Range* const ranges = scratch<Range>(rows);
-  auto prepare = [=](int64_t row) {
-    uint8_t* const to = bytes + row * layer->inputs;
-    ranges[row] = round_row(x + row * row_stride, *layer, scales->factors, to);
+  const LinearLayer& layer = call.layer;
+  const int64_t depth = layer.inputs / 4, stride = depth * Fours::kParts;
+  uint8_t* const bytes = scratch<uint8_t>(call.rows * layer.inputs);
+  uint32_t* const words = kAsTheyAre ? nullptr : scratch<uint32_t>(call.rows * stride);
+  Range* const ranges = scratch<Range>(call.rows);
+  auto prepare = [&, words, bytes](int64_t row) {
+    uint8_t* const to = bytes + row * layer.inputs;
+    ranges[row] = round_row(call.x_of() + row * call.row_stride, layer, factors.as<float>(), to);
     if (words) take_apart<Fours>(to, depth, words + row * stride);
   };
-  const Outputs<uint16_t> out{y, *layer};
+  const Outputs<uint16_t> out{call.make<uint16_t>(result, x.dtype), layer};
   auto store = [&](int64_t row, int64_t panel, const Ints* sums) {
     Floats values[kPanelVectors];
-    to_floats(sums, ranges[row], scales->outputs + panel * kPanel,
-              scales->row_sums + panel * kPanel, values);
+    to_floats(sums, ranges[row], scales.as<float>() + panel * kPanel,
+              row_sums.as<float>() + panel * kPanel, values);
     out.write(row, panel, values);
   };
   const void* prepared = words ? static_cast<const void*>(words) : bytes;
-  multiply<Fours>(prepared, rows, stride, *layer, depth, threads, prepare, store);
+  multiply<Fours>(prepared, call.rows, stride, layer, depth, call.threads, prepare, store);
 }
+OCTAVO_OPERATOR(packed_linear_int8)
 
-// Packs a weight's rows, of `words` words each, into panels; see linear.h. Outputs are padded with
-// zeros to whole panels.
-extern "C" void octavo_pack_words(const uint8_t* rows, int64_t row_bytes, int64_t outputs,
-                                  int64_t words, uint32_t* panels, int threads) {
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
+// Packs a weight's rows, of whole words, into panels; see linear.h. Outputs are padded with zeros to
+// whole panels.
+void pack_words(const View& weight, const View& panels) {
+  const int64_t outputs = weight.sizes[0], words = panels.sizes[1];
+  const int64_t row_bytes = weight.strides[0] * words * sizeof(uint32_t) / weight.sizes[1];
+  const auto* rows = weight.as<uint8_t>();
+#pragma omp parallel for schedule(dynamic) num_threads(num_threads())
   for (int64_t output = 0; output < outputs; output += kPanel)
     for (int64_t k = 0; k < words; k += kLineWords)
-      pack_words(rows + output * row_bytes, row_bytes, std::min<int64_t>(outputs - output, kPanel),
-                 k, std::min(k + kLineWords, words), panels + output * words);
+      pack_panel(rows + output * row_bytes, row_bytes, std::min<int64_t>(outputs - output, kPanel),
+                 k, std::min(k + kLineWords, words), panels.as<uint32_t>() + output * words);
 }
+OCTAVO_OPERATOR(pack_words)
+
+}  // namespace
 
 // Returns the number of outputs of a panel.
 extern "C" int octavo_panel_outputs() { return kPanel; }

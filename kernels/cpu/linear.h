@@ -227,7 +227,7 @@ void take_apart(const void* row, int64_t depth, uint32_t* parts) {
     }
 }
 
-// A layer; the same as in linear.py. The norm and the residual are of the rows' type.
+// A layer. The norm and the residual are of the rows' type.
 struct LinearLayer {
   const void* panels;
   const float* bias;  // per output of each panel
@@ -240,15 +240,4 @@ struct LinearLayer {
   const void* residual;  // added to outputs that are not gated, or null
   int64_t residual_stride;
   const LowRankSums* adapted;  // added to the products first, or null
-};
-
-// Types of the rows and outputs of layers in blocks: bfloat16; bfloat16 with float32 outputs; or
-// float32. The same as in blocks.py.
-enum BlockElements { kNarrowBlocks, kWideOutputBlocks, kWideBlocks };
-
-// Factors of 8-bit weights and activations; the same as in linear.py.
-struct Scales {
-  const float* factors;   // per input
-  const float* outputs;   // per output of each panel
-  const float* row_sums;  // per output: the sum of its scaled weights
 };

@@ -14,16 +14,6 @@ Layers with 4-bit weights are in blocks.py.
 """
 
 from collections.abc import Sequence
-from ctypes import (
-    CDLL,
-    POINTER,
-    Structure,
-    byref,
-    c_float,
-    c_int,
-    c_int64,
-    c_void_p,
-)
 from typing import Any
 
 import torch
@@ -31,57 +21,26 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from octavo.kernels import huge_pages
-from octavo.kernels.cpu.low_rank import LowRankKernels, LowRankSums
-from octavo.kernels.low_rank import LowRankOfLayer
 
 GROUP = 32  # inputs that share a scale in 4 bits, as in linear.h and GGUF
-_PAIR, _FOUR = 2, 4  # inputs per instruction, of 16 and of 8 bits
+_FOUR = 4  # inputs per instruction, of 8 bits
 _WORD = 4  # bytes
 
 
-class Layer(Structure):
-    """A layer; the same as in linear.h."""
-
-    _fields_ = (
-        *(("panels", c_void_p), ("bias", c_void_p)),
-        *(("inputs", c_int64), ("outputs", c_int64)),
-        *(("gated", c_int), ("epsilon", c_float)),
-        *(("norm", c_void_p), ("residual", c_void_p), ("residual_stride", c_int64)),
-        ("adapted", c_void_p),
-    )
-    sums: LowRankSums
-
-
-class _Scales(Structure):
-    """Scales of an 8-bit layer; the same as in linear.h."""
-
-    _fields_ = (("factors", c_void_p), ("outputs", c_void_p), ("row_sums", c_void_p))
-
-
 class LinearKernels:
-    """The kernels of linear.cpp.
+    """Packs weights for the operators of linear.cpp.
 
     Args:
-        library: The compiled kernels.
-        low_rank: The kernels for adapters, if layers have any.
+        operators: The operators, `torch.ops.octavo_cpu`.
+        panel: Outputs of a panel. Half of a gated panel's are gates.
 
     Attributes:
-        panel: Outputs of a panel. Half of a gated panel's are gates.
+        operators: The argument.
+        panel: The argument.
     """
 
-    def __init__(self, library: CDLL, low_rank: LowRankKernels | None = None) -> None:
-        self._low_rank = low_rank
-        self.panel = int(library.octavo_panel_outputs())
-        rows, results = (c_void_p, c_int64, c_int64), (c_void_p, c_int)
-        layer, scales = POINTER(Layer), POINTER(_Scales)
-        self._linear, self._wide = library.octavo_linear, library.octavo_linear_wide
-        self._float32 = library.octavo_linear_float32
-        for function in (self._linear, self._wide, self._float32):
-            function.argtypes, function.restype = (*rows, layer, *results), None
-        self._int8 = library.octavo_linear_int8
-        self._int8.argtypes, self._int8.restype = (*rows, layer, scales, *results), None
-        self._pack = library.octavo_pack_words
-        self._pack.argtypes, self._pack.restype = (*rows, c_int64, *results), None
+    def __init__(self, operators: Any, panel: int) -> None:  # noqa: ANN401 - any namespace
+        self.operators, self.panel = operators, panel
 
     def pack(self, weight: Tensor) -> Tensor:
         """Pack weights into panels.
@@ -96,14 +55,10 @@ class LinearKernels:
             weight = weight.contiguous()
         outputs, inputs = weight.shape
         size = weight.element_size()
-        words = inputs * size // _WORD
-        shape = -(-outputs // self.panel), words, self.panel * _WORD // size
+        shape = -(-outputs // self.panel), inputs * size // _WORD, self.panel * _WORD // size
         out = weight.new_empty(shape)
         huge_pages.ask_for(out)
-        self._pack(
-            *(weight.data_ptr(), weight.stride(0) * size, outputs, words),
-            *(out.data_ptr(), torch.get_num_threads()),
-        )
+        self.operators.pack_words(weight, out)
         return out
 
     def pack_int4(self, quantized: Tensor, scale: Tensor, zero: Tensor) -> Tensor:
@@ -175,129 +130,6 @@ class LinearKernels:
             return True
         return dtype in {torch.bfloat16, torch.int8} and inputs % _FOUR == 0
 
-    def linear(  # noqa: PLR0917 - as the operator
-        self,
-        x: Tensor,
-        outputs: int,
-        panels: Tensor,
-        bias: Tensor,
-        gated: int = 0,
-        norm: Tensor | None = None,
-        epsilon: float = 0.0,
-        residual: Tensor | None = None,
-        *,
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        """Multiply by bfloat16 or float32 weights.
-
-        Args:
-            x: `[rows, inputs]`. All tensors but the bias have the weights' dtype.
-            outputs: The number of outputs.
-            panels: The packed weights.
-            bias: `[padded outputs]` float32.
-            gated: 1 if the panels are from `interleave`: each output is silu(gate) * up (SwiGLU,
-                Shazeer 2020).
-            norm: `[inputs]`, weights of an RMSNorm of x before the product (Zhang and
-                Sennrich, 2019); None for no norm.
-            epsilon: The norm's epsilon.
-            residual: `[rows, outputs]` to add to outputs that are not gated.
-            low_rank: Products of adapters, added before gates and residuals.
-
-        Returns:
-            `[rows, outputs]`, rounded once.
-        """
-        x, layer = self.prepare(
-            *(x, outputs, panels, bias, gated, norm, epsilon, residual), low_rank=low_rank
-        )
-        out = x.new_empty(x.shape[0], outputs)
-        multiply = self._float32 if x.dtype == torch.float32 else self._linear
-        multiply(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
-        return out
-
-    def linear_wide(
-        self,
-        x: Tensor,
-        outputs: int,
-        panels: Tensor,
-        bias: Tensor,
-        *,
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        """Multiply by bfloat16 weights as `linear` does, but return float32."""
-        x, layer = self.prepare(x, outputs, panels, bias, low_rank=low_rank)
-        out = x.new_empty(x.shape[0], outputs, dtype=torch.float32)
-        self._wide(*rows_of(x), byref(layer), out.data_ptr(), torch.get_num_threads())
-        return out
-
-    def linear_int8(  # noqa: PLR0917 - as the operator
-        self,
-        x: Tensor,
-        outputs: int,
-        panels: Tensor,
-        bias: Tensor,
-        factors: Tensor,
-        scales: Tensor,
-        row_sums: Tensor,
-        *fused: Any,  # noqa: ANN401 - as `linear`
-        low_rank: LowRankOfLayer | None = None,
-    ) -> Tensor:
-        """Multiply by 8-bit weights; activations are rounded to 8 bits row by row.
-
-        Args:
-            x: `[rows, inputs]` bfloat16.
-            outputs: The number of outputs.
-            panels: The packed weights.
-            bias: `[padded outputs]` float32.
-            factors: `[inputs]` float32, factors of x before it is rounded.
-            scales: `[padded outputs]` float32, factors of the weights.
-            row_sums: `[padded outputs]` float32, the sum of each output's scaled weights.
-            *fused: The last four positional arguments of `linear`.
-            low_rank: Products of adapters, added before gates and residuals.
-
-        Returns:
-            `[rows, outputs]` bfloat16.
-        """
-        x, layer = self.prepare(x, outputs, panels, bias, *fused, low_rank=low_rank)
-        out = x.new_empty(x.shape[0], outputs)
-        struct = _Scales(factors.data_ptr(), scales.data_ptr(), row_sums.data_ptr())
-        self._int8(
-            *rows_of(x), byref(layer), byref(struct), out.data_ptr(), torch.get_num_threads()
-        )
-        return out
-
-    def prepare(  # noqa: PLR0917 - as the operators
-        self,
-        x: Tensor,
-        outputs: int,
-        panels: Tensor,
-        bias: Tensor,
-        gated: int = 0,
-        norm: Tensor | None = None,
-        epsilon: float = 0.0,
-        residual: Tensor | None = None,
-        *,
-        low_rank: LowRankOfLayer | None = None,
-    ) -> tuple[Tensor, Layer]:
-        """Return rows that C++ can read, and the layer with its adapters."""
-        if x.stride(1) != 1 or x.stride(0) % _PAIR:
-            x = x.contiguous()
-        layer = Layer(panels.data_ptr(), bias.data_ptr(), x.shape[1], outputs, gated, epsilon)
-        if norm is not None:
-            layer.norm = norm.data_ptr()
-        if residual is not None:
-            assert residual.stride(1) == 1
-            layer.residual, layer.residual_stride = residual.data_ptr(), residual.stride(0)
-        if low_rank is not None:
-            assert self._low_rank is not None
-            layer.sums = self._low_rank.multiply_down(x, low_rank, layer)  # keeps the memory alive
-            layer.adapted = layer.sums.address
-        return x, layer
-
 
 def _pad(values: Tensor, whole: int) -> Tensor:
     return pad(values, (0, 0) * (values.dim() - 1) + (0, -values.shape[0] % whole))
-
-
-def rows_of(x: Tensor) -> tuple[int, int, int]:
-    """Return rows as C++ takes them: their address, number and stride."""
-    return x.data_ptr(), x.shape[0], x.stride(0)

@@ -9,8 +9,8 @@
 #include <cstdint>
 
 #include "blocks.h"
+#include "linear_call.h"
 #include "outputs.h"
-#include "prepare_rows.h"
 #include "streams.h"
 
 namespace {
@@ -122,39 +122,70 @@ void widen_output(const uint8_t* panels, int64_t inputs, int64_t output, Element
                      });
 }
 
-}  // namespace
-
-// y = x * weights + bias. The number of inputs must be a multiple of the format's unit: 32, or 256 of
-// a "K" format.
-extern "C" void octavo_linear_blocks(const void* x, int64_t rows, int64_t row_stride,
-                                     const LinearLayer* layer, int64_t format, int64_t elements,
-                                     void* y, int threads) {
+// The inputs must be a multiple of the format's unit: 32, or 256 of a "K" format. `wide`: outputs are
+// float32, as those of rows in float32 are anyway.
+void linear_blocks(const Result& result, const LinearCall& call, int64_t format, bool wide) {
+  wide |= call.is_float32;
+  void* const y =
+      call.make(result, wide ? aoti_torch_dtype_float32() : aoti_torch_dtype_bfloat16());
+  const LinearLayer& layer = call.layer;
   with_format(format, [&](auto kind) {
     using K = decltype(kind);
-    const auto* narrow = static_cast<const uint16_t*>(x);
-    if (elements == kNarrowBlocks)
-      multiply<K>(narrow, rows, row_stride, *layer, static_cast<uint16_t*>(y), threads);
-    else if (elements == kWideOutputBlocks)
-      multiply<K>(narrow, rows, row_stride, *layer, static_cast<float*>(y), threads);
+    if (call.is_float32)
+      multiply_wide<K>(call.x_of<float>(), call.rows, call.row_stride, layer, static_cast<float*>(y),
+                       call.threads);
+    else if (wide)
+      multiply<K>(call.x_of(), call.rows, call.row_stride, layer, static_cast<float*>(y), call.threads);
     else
-      multiply_wide<K>(static_cast<const float*>(x), rows, row_stride, *layer,
-                       static_cast<float*>(y), threads);
+      multiply<K>(call.x_of(), call.rows, call.row_stride, layer, static_cast<uint16_t*>(y), call.threads);
   });
 }
 
-// Sets each row of y, `inputs` in bfloat16 or, if `wide`, float32, to the weights of an output. The
-// outputs must be within the panels.
-extern "C" void octavo_embed_blocks(const int64_t* outputs, int64_t rows, const uint8_t* panels,
-                                    int64_t inputs, int64_t format, int64_t wide, void* y,
-                                    int threads) {
+// y = x * weights + bias. Results have the type of x.
+void packed_linear_blocks(const Result& result, const View& x, int64_t outputs, const View& blocks,
+                          const View& bias, int64_t format, int64_t gated, int64_t adapted,
+                          const View* norm, double epsilon, const View* residual) {
+  const Stopwatch stopwatch(spent.linear);
+  linear_blocks(result, {x, outputs, blocks, bias, gated, adapted, norm, epsilon, residual}, format,
+                false);
+}
+OCTAVO_OPERATOR(packed_linear_blocks)
+
+void packed_linear_blocks_wide(const Result& result, const View& x, int64_t outputs,
+                               const View& blocks, const View& bias, int64_t format) {
+  const Stopwatch stopwatch(spent.linear);
+  linear_blocks(result, {x, outputs, blocks, bias}, format, true);
+}
+OCTAVO_OPERATOR(packed_linear_blocks_wide)
+
+// Sets each row of the result, `width` elements, to the weights of an output.
+template <class Element>
+void embed(const Result& result, const View& ids, int64_t width, const View& blocks, int64_t format,
+           int32_t dtype) {
+  const Stopwatch stopwatch(spent.linear);
+  const int64_t count = ids.sizes[0], stride = ids.strides[0];
+  const auto* outputs = ids.as<const int64_t>();
+  for (int64_t i = 0; i < count; i++)
+    if (uint64_t(outputs[i * stride]) >= uint64_t(blocks.sizes[0] * kPanel))
+      throw std::out_of_range("a token is outside of the vocabulary");
+  auto* const out = static_cast<Element*>(result.make({count, width}, dtype));
   with_format(format, [&](auto kind) {
-    using K = decltype(kind);
-#pragma omp parallel for num_threads(threads)
-    for (int64_t row = 0; row < rows; row++) {
-      if (wide)
-        widen_output<K>(panels, inputs, outputs[row], static_cast<float*>(y) + row * inputs);
-      else
-        widen_output<K>(panels, inputs, outputs[row], static_cast<uint16_t*>(y) + row * inputs);
-    }
+#pragma omp parallel for num_threads(num_threads())
+    for (int64_t i = 0; i < count; i++)
+      widen_output<decltype(kind)>(blocks.as<uint8_t>(), width, outputs[i * stride], out + i * width);
   });
 }
+
+void packed_embedding(const Result& result, const View& ids, int64_t width, const View& blocks,
+                      int64_t format) {
+  embed<uint16_t>(result, ids, width, blocks, format, aoti_torch_dtype_bfloat16());
+}
+OCTAVO_OPERATOR(packed_embedding)
+
+void packed_embedding_wide(const Result& result, const View& ids, int64_t width,
+                           const View& blocks, int64_t format) {
+  embed<float>(result, ids, width, blocks, format, aoti_torch_dtype_float32());
+}
+OCTAVO_OPERATOR(packed_embedding_wide)
+
+}  // namespace

@@ -1,13 +1,10 @@
 // Low-rank products for the rows of a batch; each row may have its own pair of matrices.
 
-#include "low_rank.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-#include "linear.h"
-#include "prepare_rows.h"
+#include "linear_call.h"
 
 namespace {
 
@@ -162,7 +159,7 @@ bool is_adapted(const LowRankBatch& batch, const LowRankPart* parts, int64_t num
   return false;
 }
 
-// Multiplies the rows of a batch; see octavo_multiply_down.
+// Multiplies the rows of a batch; see multiply_down.
 template <class Element>
 void multiply_rows_down(const LowRankBatch& batch, const LowRankPart* parts, int64_t num_parts,
                         const Element* x, int64_t rows, int64_t row_stride,
@@ -203,35 +200,62 @@ void multiply_rows_down(const LowRankBatch& batch, const LowRankPart* parts, int
 
 }  // namespace
 
-// Multiplies each row, bfloat16 or, if `wide`, float32, by its adapter's down projection, LoRA's A,
-// of the same type. Stores the products in `inner`; LowRankSums describes its layout. Returns 1; or
-// 0 if no adapter of the batch adapts this layer, and -1 if the batch has another number of rows.
-extern "C" int octavo_multiply_down(const LowRankBatch* batch, const LowRankPart* parts,
-                                    int64_t num_parts, const void* x, int wide, int64_t rows,
-                                    int64_t row_stride, const LinearLayer* layer, float* inner,
-                                    int threads) {
-  if (rows != batch->num_rows) return -1;
-  if (!is_adapted(*batch, parts, num_parts)) return 0;
+bool multiply_down(const LowRankBatch& batch, const LowRankPart* parts, int64_t num_parts,
+                   const void* x, bool wide, int64_t rows, int64_t row_stride,
+                   const LinearLayer& layer, float* inner, int threads) {
+  if (!is_adapted(batch, parts, num_parts)) return false;
   const auto run = [&](const auto* elements) {
-    multiply_rows_down(*batch, parts, num_parts, elements, rows, row_stride, *layer, inner,
-                       threads);
+    multiply_rows_down(batch, parts, num_parts, elements, rows, row_stride, layer, inner, threads);
   };
   if (wide)
     run(static_cast<const float*>(x));
   else
     run(static_cast<const uint16_t*>(x));
-  return 1;
+  return true;
 }
 
-// Adds to each row of `out`, [rows][outputs], of `dtype` or float32 if `wide`, the product of its
-// adapter's matrices with the row of `x`, [rows][inputs]. `dtype` as in cache.h.
-extern "C" void octavo_add_low_rank(const void* x, int64_t x_stride, int64_t inputs, void* out,
-                                    int64_t out_stride, int64_t outputs, int dtype, int wide,
-                                    const int32_t* rows, const LowRankTile* tiles, int64_t num_tiles,
-                                    const LowRankRecord* records, int threads) {
+namespace {
+
+// Adds to each row of `out`, [rows][outputs], of the dtype of x or float32, the product of its
+// adapter's matrices with the row of `x`, [rows][inputs].
+void add_products(const View& out, const View& x, const LowRankRecord* records, const int32_t* rows,
+                  const LowRankTile* tiles, int64_t num_tiles) {
+  const bool wide = out.dtype != x.dtype;
+  const int dtype = dtype_number(x.dtype);
   const auto run = dtype == 0   ? add_tiles<Float32, Float32>
                    : dtype == 1 ? (wide ? add_tiles<Float16, Float32> : add_tiles<Float16, Float16>)
                    : wide       ? add_tiles<BFloat16, Float32>
                                 : add_tiles<BFloat16, BFloat16>;
-  run({x, out, rows, x_stride, out_stride, inputs, outputs}, tiles, num_tiles, records, threads);
+  run({x.data, out.data, rows, x.strides[0], out.strides[0], x.sizes[1], out.sizes[1]}, tiles,
+      num_tiles, records, num_threads());
 }
+
+// See octavo.kernels.ops.add_low_rank; `records` are those of one layer.
+void add_low_rank(const View& out, const View& x, const View& records, const View& rows,
+                  const View& tiles) {
+  add_products(out, x, records.as<LowRankRecord>(), rows.as<int32_t>(), tiles.as<LowRankTile>(),
+               tiles.sizes[0]);
+}
+OCTAVO_OPERATOR(add_low_rank)
+
+// Returns `out` with the products of the current step's adapters, of the model's layer `target`.
+void add_adapters(const Result& result, const View& out, const View& x, int64_t target,
+                  int64_t of_logits) {
+  const Stopwatch stopwatch(spent.linear);
+  const int64_t count = out.sizes[0], width = out.sizes[1], bytes = bytes_of(out.dtype);
+  require(out.has_whole_rows() && x.has_whole_rows(), "rows must be contiguous");
+  View sum = out;
+  sum.data = result.make({count, width}, out.dtype);
+  sum.strides[0] = width;
+  for (int64_t row = 0; row < count; row++)
+    std::memcpy(sum.as<char>() + row * width * bytes,
+                out.as<char>() + row * out.strides[0] * bytes, width * bytes);
+  if (!adapters) return;
+  const LowRankBatch& batch = of_logits ? adapters->logits : adapters->tokens;
+  require(batch.num_rows == count && x.sizes[0] == count, "adapters are for other rows");
+  add_products(sum, x, batch.records + target * batch.num_adapters, batch.rows, batch.tiles,
+               batch.num_tiles);
+}
+OCTAVO_OPERATOR(add_adapters)
+
+}  // namespace

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "operators.h"
 #include "row.h"
 
 namespace {
@@ -26,23 +27,23 @@ void mask_row(typename Type::Stored* row, int64_t columns, const uint32_t* mask,
 }
 
 template <class Type>
-void mask_rows(void* logits, int64_t num_rows, int64_t stride, int64_t columns,
-               const uint32_t* const* masks, int64_t words, int threads) {
-  auto* first = static_cast<typename Type::Stored*>(logits);
-#pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
-  for (int64_t row = 0; row < num_rows; row++)
-    if (masks[row]) mask_row<Type>(first + row * stride, columns, masks[row], words);
+void mask_rows(const View& logits, const View& rows, const View& masks) {
+  const int64_t words = masks.sizes[1], count = rows.sizes[0];
+#pragma omp parallel for num_threads(num_threads()) if (count > 1) schedule(dynamic)
+  for (int64_t i = 0; i < count; i++)
+    mask_row<Type>(logits.as<typename Type::Stored>() + rows.as<int64_t>()[i] * logits.strides[0],
+                   logits.sizes[1], masks.as<const uint32_t>() + i * words, words);
 }
 
-}  // namespace
-
-// Masks the rows that have a mask; others have a null pointer. Bit i % 32 of word i / 32 allows token
-// i. `dtype` as in cache.h.
-extern "C" void octavo_mask_logits(void* logits, int64_t num_rows, int64_t stride, int64_t columns,
-                                   int dtype, const uint32_t* const* masks, int64_t words,
-                                   int threads) {
+// Masks rows. Bit i % 32 of word i / 32 of a row's mask allows token i.
+void mask_logits(const View& logits, const View& rows, const View& masks) {
+  require(logits.has_whole_rows(), "rows of logits must be contiguous");
+  const int dtype = dtype_number(logits.dtype);
   const auto run = dtype == 0   ? mask_rows<Float32>
                    : dtype == 1 ? mask_rows<Float16>
                                 : mask_rows<BFloat16>;
-  run(logits, num_rows, stride, columns, masks, words, threads);
+  run(logits, rows, masks);
 }
+OCTAVO_OPERATOR(mask_logits)
+
+}  // namespace

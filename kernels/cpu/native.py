@@ -1,4 +1,4 @@
-"""The compiled kernels on a CPU: passes the pointers and strides of tensors to C++."""
+"""The compiled kernels on a CPU: sets the step that operators in C++ read, and calls them."""
 
 import itertools
 import weakref
@@ -11,22 +11,18 @@ from ctypes import (
     byref,
     c_char_p,
     c_double,
-    c_float,
     c_int,
     c_int32,
-    c_int64,
     c_void_p,
     pointer,
 )
 from operator import is_
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from octavo.kernels.cpu.blocks import BlockKernels
 from octavo.kernels.cpu.caches import (
-    DTYPES,
     Batch,
     Cache,
     CheckedCache,
@@ -37,19 +33,21 @@ from octavo.kernels.cpu.caches import (
     make_state,
 )
 from octavo.kernels.cpu.experts import ExpertKernels
-from octavo.kernels.cpu.latent import LatentKernels, LatentProducts, PackedLatents
+from octavo.kernels.cpu.latent import LatentKernels, PackedLatents
 from octavo.kernels.cpu.library import load_library
 from octavo.kernels.cpu.linear import LinearKernels
-from octavo.kernels.cpu.logits import LogitKernels
-from octavo.kernels.cpu.low_rank import LowRankKernels
+from octavo.kernels.cpu.low_rank import LowRankStructs
 from octavo.kernels.cpu.program import Programs
 from octavo.kernels.cpu.rounding import RoundingKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.cpu.sums import RankSums
-from octavo.kernels.low_rank import StepAdapters
+from octavo.kernels.low_rank import LowRankBatch, StepAdapters
 from octavo.kernels.metadata import AttentionMetadata, StateCache
 from octavo.kernels.state_rows import StateRows
 from octavo.kernels.widths import width_of_values
+
+_operators = torch.ops.octavo_cpu
+_GROUPS = _WRITTEN = (c_int32 * 1)(0)  # of a step with one layer, which is not written
 
 
 class _Step(Structure):
@@ -58,7 +56,6 @@ class _Step(Structure):
     _fields_ = (
         *(("layers", POINTER(Cache)), ("groups", POINTER(c_int32)), ("written", POINTER(c_int32))),
         *(("states", POINTER(State)), ("batches", POINTER(Batch))),
-        *(("adapters", c_void_p), ("threads", c_int32)),
     )
 
 
@@ -75,12 +72,14 @@ class NativeKernels:
         OSError: They cannot be compiled on this machine.
 
     Attributes:
-        logits: The kernels for logits.
-        linear: The kernels for linear layers.
+        linear: Packer of linear layers' weights.
+        blocks: Packer of weights in GGUF's formats.
         latents: Packer of latent attention's weights.
+        rounding: The kernels that round weights.
         states: The kernels for layers that keep a state.
-        experts: The kernel for mixtures of experts.
-        programs: Builder of programs of operators.
+        experts: Packer of mixtures of experts.
+        programs: The operators, and the builder of programs of operators.
+        sums: The sum over ranks.
         isa: Name in isa.cpp of the instruction set that the kernels use.
     """
 
@@ -88,38 +87,19 @@ class NativeKernels:
         library = load_library()
         library.octavo_isa.restype = c_char_p
         self.isa = library.octavo_isa().decode()
-        rows, pointers = (c_void_p, c_int64, c_int64), (c_void_p, c_void_p)
-        batch, sight = (POINTER(Cache), POINTER(Batch), *rows), (c_float, c_int, c_int, c_float)
-        self._attend = library.octavo_paged_attention
-        self._attend_latents = library.octavo_latent_attention
-        self._write, self._rotate = library.octavo_write_kv, library.octavo_rotate_and_write
-        self._copy, self._pin = library.octavo_copy_blocks, library.octavo_pin_threads
-        self._set_step, self._take_spent = library.octavo_set_step, library.octavo_take_spent
-        latents, slots = POINTER(LatentProducts), (c_void_p, c_int64)
-        functions: tuple[tuple[Any, Any, tuple[Any, ...]], ...] = (
-            (self._attend, c_int, (*batch, c_int, c_void_p, c_int, *sight, *pointers, c_int)),
-            (self._attend_latents, c_int, (*batch, c_int, c_int, latents, c_void_p, *sight, c_int)),
-            (self._write, c_int64, (POINTER(Cache), *rows, *rows, *slots, c_int)),
-            (
-                *(self._rotate, c_int64),
-                (
-                    *(POINTER(Cache), *rows, c_int, *rows, *rows, *pointers, c_int64),
-                    *(*slots, c_void_p, c_int),
-                ),
-            ),
-            (self._copy, None, (*pointers, c_void_p, c_int64, c_int64, c_int)),
-            (self._pin, c_int, (*pointers, c_int)),
-            (self._set_step, None, (POINTER(_Step),)),
-            (self._take_spent, Spent, ()),
-        )
-        for function, result, arguments in functions:
-            function.argtypes, function.restype = arguments, result
-        self.low_rank, self.logits = LowRankKernels(library), LogitKernels(library)
-        self.linear = linear = LinearKernels(library, self.low_rank)
-        self.blocks, self.experts = BlockKernels(library, linear), ExpertKernels(library, linear)
-        self.states, self.sums = StateKernels(self._run_on_states), RankSums(library)
-        self.latents, self.rounding = LatentKernels(linear), RoundingKernels(library)
         self.programs = Programs(library)
+        self._pin, self._take_spent = library.octavo_pin_threads, library.octavo_take_spent
+        self._pin.argtypes = (c_void_p, c_void_p, c_int)
+        self._take_spent.restype = Spent
+        self._set_step, self._set_adapters = library.octavo_set_step, library.octavo_set_adapters
+        self._set_step.argtypes, self._set_step.restype = (POINTER(_Step),), None
+        self._set_adapters.argtypes, self._set_adapters.restype = (c_void_p,), None
+        panel = int(library.octavo_panel_outputs())
+        self.linear = LinearKernels(_operators, panel)
+        self.blocks, self.rounding = BlockKernels(_operators, panel), RoundingKernels(_operators)
+        self.experts, self.latents = ExpertKernels(library, self.linear), LatentKernels(self.linear)
+        self.states, self.sums = StateKernels(self._set_states), RankSums(library)
+        self._adapters = LowRankStructs()
         self._caches: dict[int, CheckedCache] = {}
         # The latest call's batches, and their structs.
         self._batches: tuple[Sequence[AttentionMetadata], Array[Batch]] | None = None
@@ -136,19 +116,10 @@ class NativeKernels:
         value_scale: float = 1.0,
     ) -> None:
         """Write each token's key and value to its slot; see `octavo.kernels.ops.write_kv`."""
-        scales = key_scale, value_scale
-        cache = self._check_cache(key_cache, value_cache, key.dtype, scales)
-        slots, count = check_slots(slot_mapping)
-        key = _fit(key, cache, cache.key_dim, count)
-        if value is not None:
-            value = _fit(value, cache, cache.value_dim, count)
-        elif cache.value_dim:
-            raise ValueError("the cache has values and none are given")
-        bad = self._write(
-            *(cache.reference, *_place(key), *((None, 0, 0) if value is None else _place(value))),
-            *(slots, count, torch.get_num_threads()),
-        )
-        _check_slot(bad, slot_mapping, cache)
+        cache = self._check_cache(key_cache, value_cache, key.dtype, (key_scale, value_scale))
+        kept = self._set_layer(cache, _slots_of(slot_mapping))
+        _operators.write_kv(_rows(key), None if value is None else _rows(value), 0)
+        del kept
 
     def rotate_and_write(  # noqa: PLR0917 - as in `octavo.kernels.ops`
         self,
@@ -165,26 +136,12 @@ class NativeKernels:
         value_scale: float = 1.0,
     ) -> Tensor:
         """Rotate queries and keys, write keys and values; see `octavo.kernels.ops`."""
-        scales = key_scale, value_scale
-        cache = self._check_cache(key_cache, value_cache, key.dtype, scales)
-        slots, count = check_slots(slot_mapping)
-        key = _fit(key, cache, cache.key_dim, count)
-        value = _fit(value, cache, cache.value_dim, count)
-        if len(query) != count or query.shape[2] != cache.key_dim:
-            raise ValueError(
-                f"query {list(query.shape)} does not fit {count} slots of heads of {cache.key_dim}"
-            )
-        _check_dtype(query, cache)
-        query = _rows(query)
-        cos, sin = (angle.to(torch.float32).contiguous() for angle in (cos, sin))
-        out = torch.empty(query.shape, dtype=cache.dtype)
-        bad = self._rotate(
-            *(cache.reference, *_place(query), query.shape[1], *_place(key), *_place(value)),
-            *(cos.data_ptr(), sin.data_ptr(), cos.stride(0)),
-            *(slots, count, out.data_ptr(), torch.get_num_threads()),
-        )
-        _check_slot(bad, slot_mapping, cache)
-        return out
+        cache = self._check_cache(key_cache, value_cache, key.dtype, (key_scale, value_scale))
+        kept = self._set_layer(cache, _slots_of(slot_mapping))
+        angles = (angle.to(torch.float32).contiguous() for angle in (cos, sin))
+        rotated: Tensor = _operators.rotate_and_write(*map(_rows, (query, key, value)), *angles, 0)
+        del kept
+        return rotated
 
     def paged_attention(
         self,
@@ -204,39 +161,14 @@ class NativeKernels:
         value_scale: float = 1.0,
     ) -> Tensor:
         """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
-        scales = key_scale, value_scale
-        cache = self._check_cache(key_cache, value_cache, query.dtype, scales)
-        batch = self._check_batches([metadata])
-        num_tokens, num_heads, key_dim = query.shape
-        if key_dim != cache.key_dim or num_heads % cache.num_kv_heads:
-            raise ValueError(
-                f"{num_heads} query heads of {key_dim} do not fit a cache of "
-                f"{cache.num_kv_heads} heads of {cache.key_dim}"
-            )
-        _check_dtype(query, cache)
-        query = _rows(query)
-        token_stride, head_stride, _ = query.stride()
-        value_dim = width_of_values(key_cache, value_cache, value_dim)
-        out = torch.empty((num_tokens, num_heads, value_dim), dtype=cache.dtype)
-        slopes, logits = _of_heads(alibi_slopes), _of_heads(sinks)
-        bad = self._attend(
-            cache.reference,
-            batch,
-            query.data_ptr(),
-            token_stride,
-            head_stride,
-            num_heads,
-            out.data_ptr(),
-            value_dim,
-            scale,
-            sliding_window or 0,
-            chunk or 0,
-            soft_cap or 0.0,
-            None if slopes is None else slopes.data_ptr(),
-            None if logits is None else logits.data_ptr(),
-            torch.get_num_threads(),
+        cache = self._check_cache(key_cache, value_cache, query.dtype, (key_scale, value_scale))
+        kept = self._set_layer(cache, self._check_batches([metadata]))
+        out: Tensor = _operators.attend(
+            *(_rows(query), width_of_values(key_cache, value_cache, value_dim), 0, scale),
+            *(sliding_window or 0, soft_cap or 0.0, chunk or 0),
+            *(_of_heads(sinks), _of_heads(alibi_slopes)),
         )
-        _check_table(bad, metadata, key_cache)
+        del kept
         return out
 
     def latent_attention(
@@ -274,76 +206,50 @@ class NativeKernels:
             IndexError: A block table names a block that is not in the cache.
         """
         cache = self._check_cache(key_cache, None, query.dtype, (key_scale, key_scale))
-        batch = self._check_batches([metadata])
-        num_tokens, num_heads, query_dim = query.shape
-        _check_dtype(query, cache)
-        assert cache.dtype == products.values.dtype
-        key_dim = query_dim - products.rotated
+        kept = self._set_layer(cache, self._check_batches([metadata]))
         query = _rows(query)
-        out = torch.empty((num_tokens, num_heads, products.value_dim), dtype=cache.dtype)
-        struct = LatentProducts(
-            *(part.data_ptr() for part in (products.absorbing, products.keys, products.values)),
-            *(key_dim, products.value_dim),
+        out: Tensor = _operators.latent_attention(
+            *(query, query, *products, 0, scale),  # the second one, a key, is not written
+            *(sliding_window or 0, soft_cap or 0.0, chunk or 0),
         )
-        bad = self._attend_latents(
-            *(cache.reference, batch, *_place(query), num_heads, query_dim),
-            *(byref(struct), out.data_ptr(), scale, sliding_window or 0, chunk or 0),
-            *(soft_cap or 0.0, torch.get_num_threads()),
-        )
-        _check_table(bad, metadata, key_cache)
+        del kept
         return out
 
-    def set_step(
-        self,
-        caches: CheckedCaches,
-        groups: Sequence[AttentionMetadata],
-        adapters: StepAdapters | None = None,
-    ) -> object:
+    def set_step(self, caches: CheckedCaches, groups: Sequence[AttentionMetadata]) -> object:
         """Set this thread's step for the operators that programs call.
 
         The arguments and the returned object must outlive those calls.
         """
-        step, kept = self._step(caches, groups, adapters)
-        self._set_step(byref(step))
-        return kept
-
-    def _step(
-        self,
-        caches: CheckedCaches,
-        groups: Sequence[AttentionMetadata],
-        adapters: StepAdapters | None,
-    ) -> tuple[_Step, object]:
-        """Return a step's struct, and the memory that it points to besides the arguments."""
         batches = self._check_batches(groups)
-        struct = None if adapters is None else self.low_rank.structs.make(adapters)
-        step = _Step(
-            *(caches.layers, caches.groups, caches.written, caches.states, batches),
-            *(None if struct is None else addressof(struct), torch.get_num_threads()),
-        )
-        return step, struct
+        parts = caches.layers, caches.groups, caches.written, caches.states, batches
+        self._set_step(byref(_Step(*parts)))
+        return parts
 
-    def _run_on_states(self, name: str, rows: StateRows, arguments: list[Any]) -> Tensor:
-        """Run an operator on states that are not a traced step's.
+    def set_adapters(self, adapters: StepAdapters | None) -> object:
+        """Set this thread's adapters for packed layers; None for none.
 
-        Raises:
-            IndexError: A table names a block that is not in the cache.
+        The argument and the returned object must stay alive until they are set again.
         """
-        if not len(arguments[0]):  # an operator takes an empty result for one without memory
-            return torch.empty_like(arguments[2 if name == "gated_delta" else 0])
+        struct = None if adapters is None else self._adapters.make(adapters)
+        self._set_adapters(None if struct is None else addressof(struct))
+        return struct
+
+    def _set_layer(self, cache: CheckedCache, batches: "Array[Batch]") -> object:
+        """Set a step of one layer, which is not written; return the memory it points to."""
+        parts = pointer(cache.struct), _GROUPS, _WRITTEN, None, batches
+        self._set_step(byref(_Step(*parts)))
+        return parts
+
+    def _set_states(self, rows: StateRows) -> object:
+        """Set a step of one state; return the memory it points to."""
         tables, state = rows.tables, make_state(StateCache(rows.state, rows.first_row, 0))
         batch = Batch(
             *(rows.query_starts.data_ptr(), rows.seq_lens.data_ptr(), tables.data_ptr()),
             *(tables.stride(0), tables.shape[1], tables.shape[0]),
         )
-        step = _Step(states=pointer(state), batches=pointer(batch), threads=torch.get_num_threads())
+        step = _Step(states=pointer(state), batches=pointer(batch))
         self._set_step(byref(step))
-        try:
-            return self.programs.run(name, arguments)
-        except RuntimeError as error:
-            raise IndexError(
-                f"a table names a block of a state that is not in the cache's {len(rows.state)}:"
-                f" {tables.tolist()}"
-            ) from error
+        return step
 
     def take_spent(self) -> Spent:
         """Return the seconds that this thread's steps spent in operators since the last call."""
@@ -388,11 +294,17 @@ class NativeKernels:
             weakref.finalize(key_cache, self._caches.pop, id(key_cache), None)
         return cache
 
+    @staticmethod
+    def add_low_rank(out: Tensor, x: Tensor, batch: LowRankBatch, layer: int) -> None:
+        """Add low-rank products; see `octavo.kernels.ops.add_low_rank`."""
+        _operators.add_low_rank(out, x, batch.records[layer], batch.rows, batch.tiles)
+
     def copy_blocks(self, cache: Tensor, pairs: Tensor) -> None:
         """Copy whole blocks within a cache; see `octavo.kernels.ops.copy_blocks`."""
         self.swap_blocks(cache, cache, pairs)
 
-    def swap_blocks(self, source: Tensor, destination: Tensor, pairs: Tensor) -> None:
+    @staticmethod
+    def swap_blocks(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
         """Copy whole blocks between caches in CPU memory; see `ops.swap_blocks`."""
         if source.shape[1:] != destination.shape[1:] or source.dtype != destination.dtype:
             raise ValueError(
@@ -401,15 +313,14 @@ class NativeKernels:
             )
         if not (source.is_contiguous() and destination.is_contiguous()):
             raise ValueError("caches must be contiguous")
-        pairs = pairs.to(torch.int64).contiguous()
-        self._copy(
-            source.data_ptr(),
-            destination.data_ptr(),
-            pairs.data_ptr(),
-            pairs.shape[0],
-            source.stride(0) * source.element_size(),
-            torch.get_num_threads(),
-        )
+        block_bytes = source.stride(0) * source.element_size()
+        _operators.copy_blocks(source, destination, pairs.long().contiguous(), block_bytes)
+
+
+def _slots_of(slot_mapping: Tensor) -> "Array[Batch]":
+    """Return a batch of slots alone."""
+    slots, count = check_slots(slot_mapping)
+    return (Batch * 1)(Batch(slots=slots, num_tokens=count))
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -417,54 +328,6 @@ def _rows(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def _place(rows: Tensor) -> tuple[int, int, int]:
-    """Return the address and the strides of a tensor from `_rows`."""
-    token_stride, head_stride, _ = rows.stride()
-    return rows.data_ptr(), token_stride, head_stride
-
-
 def _of_heads(numbers: Tensor | None) -> Tensor | None:
     """Return one value per head, as C++ can read them."""
     return None if numbers is None else numbers.to(torch.float32).contiguous()
-
-
-def _fit(tokens: Tensor, cache: CheckedCache, dim: int, count: int) -> Tensor:
-    """Return keys or values, of `dim` elements, as C++ can read them.
-
-    Raises:
-        ValueError: They are not of the cache's shape and dtype.
-    """
-    if tokens.shape != (count, cache.num_kv_heads, dim):
-        raise ValueError(
-            f"keys or values {list(tokens.shape)} do not fit {count} slots "
-            f"of a cache of {cache.num_kv_heads} heads of {dim}"
-        )
-    _check_dtype(tokens, cache)
-    return _rows(tokens)
-
-
-def _check_slot(bad: int, slot_mapping: Tensor, cache: CheckedCache) -> None:
-    """Raise IndexError if C++ found a slot, counted from 1, past the cache's end."""
-    if bad:
-        raise IndexError(
-            f"token {bad - 1} goes to slot {int(slot_mapping[bad - 1])}, of {cache.num_slots}"
-        )
-
-
-def _check_table(bad: int, metadata: AttentionMetadata, cache: Tensor) -> None:
-    """Raise IndexError if C++ found a sequence, counted from 1, with a bad block table."""
-    if bad:
-        raise IndexError(
-            f"the block table of sequence {bad - 1}, {int(metadata.seq_lens[bad - 1])} tokens "
-            f"long, does not hold enough blocks out of {cache.shape[0]}: "
-            f"{metadata.block_tables[bad - 1].tolist()}"
-        )
-
-
-def _check_dtype(tokens: Tensor, cache: CheckedCache) -> None:
-    """Raise ValueError if C++ would misread the tokens' memory."""
-    if tokens.dtype != cache.dtype or tokens.dtype not in DTYPES:
-        raise ValueError(f"tokens are {tokens.dtype} and the cache is for {cache.dtype}")
-
-
-__all__ = ["NativeKernels", "Spent"]

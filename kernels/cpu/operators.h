@@ -1,4 +1,11 @@
-// The types that Octavo's operators share, and the calls of programs; see program.cpp.
+// Operators: functions of tensors and numbers, each in the source of its kernel.
+//
+// OCTAVO_OPERATOR(name) makes the function `name` the operator octavo_cpu::name, whose schema has the
+// function's arguments; a function whose first argument is a Result returns a new tensor.
+// `define` in engine/operators.py gives octavo::name the same function. PyTorch's dispatcher calls
+// operators one by one (eager models, tests), and programs call them without it (program.cpp).
+// They throw exceptions, which become Python's ValueError (std::invalid_argument), IndexError
+// (std::out_of_range) or RuntimeError.
 #pragma once
 
 #include <algorithm>
@@ -8,6 +15,8 @@
 #include <cstring>
 #include <initializer_list>
 #include <memory>
+#include <new>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -16,34 +25,30 @@
 #include "low_rank.h"
 #include "plan.h"
 
-// PyTorch's stable C functions. Their header, torch/csrc/inductor/aoti_torch/c/shim.h, needs all of
-// PyTorch's headers.
+// PyTorch's stable C functions. Their headers, torch/csrc/inductor/aoti_torch/c/shim.h and
+// torch/csrc/stable/c/shim.h, need all of PyTorch's headers.
 struct AtenTensorOpaque;
 using Tensor = AtenTensorOpaque*;
 using Error = int32_t;  // 0: no error
 
 extern "C" {
 Error aoti_torch_get_data_ptr(Tensor tensor, void** pointer);
-Error aoti_torch_get_dim(Tensor tensor, int64_t* dimensions);
-Error aoti_torch_get_sizes(Tensor tensor, int64_t** sizes);
-Error aoti_torch_get_strides(Tensor tensor, int64_t** strides);
-Error aoti_torch_get_dtype(Tensor tensor, int32_t* dtype);
 Error aoti_torch_empty_strided(int64_t dimensions, const int64_t* sizes, const int64_t* strides,
                                int32_t dtype, int32_t device, int32_t device_index,
                                Tensor* made);
-Error aoti_torch_delete_tensor_object(Tensor tensor);
 int32_t aoti_torch_device_type_cpu();
 int32_t aoti_torch_dtype_float32();
 int32_t aoti_torch_dtype_float16();
 int32_t aoti_torch_dtype_bfloat16();
 int32_t aoti_torch_dtype_int8();
+Error torch_get_num_threads(uint32_t* threads);
 }
 
 // Otherwise other libraries of the process could define the names declared here.
 #define HIDDEN __attribute__((visibility("hidden")))
 
 // The location of the states of one convolution or recurrence of one layer; the same as in
-// native.py. The stride and the size are in elements.
+// caches.py. The stride and the size are in elements.
 struct StateCache {
   void* state;
   int64_t block_stride, row_size;
@@ -58,10 +63,11 @@ struct Step {
   const int32_t* written;  // whether a layer writes its cache; else an earlier layer does
   const StateCache* states;
   const Batch* batches;  // each group's batch
-  const StepAdapters* adapters;  // or null without adapters
-  int32_t threads;
 };
 extern __thread Step step HIDDEN;
+
+// The current step's adapters; null without adapters.
+extern __thread const StepAdapters* adapters HIDDEN;
 
 // Seconds of this thread's steps. `linear` includes the operators fused into the products.
 struct Spent {
@@ -82,6 +88,18 @@ class Stopwatch {
   const Clock::time_point began_;
 };
 
+// The number of threads of PyTorch's operators in this thread.
+inline int num_threads() {
+  uint32_t threads = 1;
+  torch_get_num_threads(&threads);
+  return static_cast<int>(threads);
+}
+
+// Throws an exception for arguments that a kernel would misread.
+inline void require(bool holds, const char* what) {
+  if (!holds) throw std::invalid_argument(what);
+}
+
 constexpr int kMaxDimensions = 8;
 
 // A tensor's memory.
@@ -95,7 +113,18 @@ struct View {
   T* as() const {
     return static_cast<T*>(data);
   }
+  bool is_float32() const { return dtype == aoti_torch_dtype_float32(); }
+  // Whether the elements of each row are adjacent.
+  bool has_whole_rows() const {
+    return strides[dimensions - 1] == 1 || sizes[dimensions - 1] == 1;
+  }
 };
+
+// Returns the elements of an optional tensor, or null.
+template <class T>
+const T* maybe(const View* view) {
+  return view ? view->as<const T>() : nullptr;
+}
 
 // Returns the number of a floating-point dtype in the kernels, or -1 for others.
 inline int dtype_number(int32_t dtype) {
@@ -114,10 +143,12 @@ struct Free {
 };
 using Memory = std::unique_ptr<void, Free>;
 
-// Returns uninitialized memory, or null if there is none.
+// Returns uninitialized memory.
 inline Memory allocate(int64_t bytes) {
   constexpr int64_t kAlignment = 64;  // bytes
-  return Memory(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+  Memory memory(std::aligned_alloc(kAlignment, (bytes / kAlignment + 1) * kAlignment));
+  if (!memory) throw std::bad_alloc();
+  return memory;
 }
 
 // The destination of an operator's result: memory that a program frees, or a new PyTorch tensor.
@@ -126,7 +157,7 @@ struct Result {
   Memory* memory;  // null for a tensor
   Tensor* tensor;
 
-  // Allocates an uninitialized contiguous result; returns null without memory.
+  // Allocates an uninitialized contiguous result.
   void* make(const int64_t* sizes, int32_t dimensions, int32_t dtype) const {
     *view = {nullptr, dtype, dimensions, {}, {}};
     int64_t elements = 1;
@@ -138,8 +169,10 @@ struct Result {
     if (memory) {
       *memory = allocate(elements * bytes_of(dtype));
       view->data = memory->get();
-    } else if (!aoti_torch_empty_strided(dimensions, view->sizes, view->strides, dtype,
-                                         aoti_torch_device_type_cpu(), 0, tensor)) {
+    } else if (aoti_torch_empty_strided(dimensions, view->sizes, view->strides, dtype,
+                                        aoti_torch_device_type_cpu(), 0, tensor)) {
+      throw std::bad_alloc();
+    } else {
       aoti_torch_get_data_ptr(*tensor, &view->data);
     }
     return view->data;
@@ -149,8 +182,8 @@ struct Result {
   }
 };
 
-// The tensors of a program as it runs. The numbers of constants begin at `kFirstConstant`; the same
-// as in program.py.
+// The tensors of a call: those of a program as it runs, or the call's own. The numbers of constants
+// begin at `kFirstConstant`; the same as in program.py.
 struct Tensors {
   static constexpr int64_t kFirstConstant = int64_t{1} << 32;
   const View* constants;
@@ -161,13 +194,13 @@ struct Tensors {
   }
 };
 
-// Converts a program's word to an operator's argument; kLetter stands for it in signatures.
+// Converts a word to an argument; kLetter stands for it in signatures.
 template <class T>
 struct Argument {
-  static constexpr char kLetter = std::is_floating_point_v<T> ? 'f' : 'i';
+  static constexpr char kLetter = std::is_same_v<T, double> ? 'f' : std::is_same_v<T, bool> ? 'b' : 'i';
 
   static T take(int64_t word, const Tensors&) {
-    if constexpr (std::is_floating_point_v<T>) {
+    if constexpr (std::is_same_v<T, double>) {
       T number;
       std::memcpy(&number, &word, sizeof number);
       return number;
@@ -192,45 +225,58 @@ struct Argument<const View*> {
   }
 };
 
-// An operator. `run` returns whether it succeeded.
+using Value = uint64_t;  // in PyTorch's stack: a tensor that the callee owns, or a number's bits
+
 struct Operator {
   const char* name;
   std::string signature;  // a letter for each argument
-  bool (*run)(const Result& result, const int64_t* words, const Tensors& tensors);
+  bool makes;             // whether it returns a tensor
+  void (*run)(const Result& result, const int64_t* words, const Tensors& tensors);
+  void (*boxed)(Value* stack, uint64_t num_arguments, uint64_t num_results);  // for PyTorch
 };
-
-template <auto function>
-struct Caller;
-
-template <class... Arguments, bool (*function)(const Result&, Arguments...)>
-struct Caller<function> {
-  template <size_t... i>
-  static bool call(const Result& result, const int64_t* words, const Tensors& tensors,
-                   std::index_sequence<i...>) {
-    return function(result, Argument<Arguments>::take(words[i], tensors)...);
-  }
-  static bool run(const Result& result, const int64_t* words, const Tensors& tensors) {
-    return call(result, words, tensors, std::index_sequence_for<Arguments...>{});
-  }
-  static Operator named(const char* name) { return {name, {Argument<Arguments>::kLetter...}, run}; }
-};
-
-template <auto function>
-Operator named(const char* name) {
-  return Caller<function>::named(name);
-}
 
 // All operators.
-const std::vector<Operator>& operators() HIDDEN;
+std::vector<Operator>& operators() HIDDEN;
 
-bool causal_conv(const Result& result, const View& x, const View& weight, const View* bias,
-                 int64_t state, bool silu) HIDDEN;
-bool ssd(const Result& result, const View& x, const View& dt, const View& a, const View& b,
-         const View& c, int64_t state, const View* d, const View* dt_bias, bool softplus,
-         double least_dt, double most_dt) HIDDEN;
-bool gated_delta(const Result& result, const View& query, const View& key, const View& value,
-                 const View& g, const View& beta, int64_t state, double scale, bool normalize)
-    HIDDEN;
-bool selective_scan(const Result& result, const View& x, const View& dt, const View& a,
-                    const View& b, const View& c, int64_t state, const View* d,
-                    const View* dt_bias, bool softplus) HIDDEN;
+// Calls an operator with the arguments on PyTorch's stack.
+void call_boxed(const Operator& called, Value* stack) HIDDEN;
+
+template <auto function, class... Arguments, size_t... i>
+void call(const int64_t* words, const Tensors& tensors, std::index_sequence<i...>,
+          const Result& result, void (*)(const Result&, Arguments...)) {
+  function(result, Argument<Arguments>::take(words[i], tensors)...);
+}
+template <auto function, class... Arguments, size_t... i>
+void call(const int64_t* words, const Tensors& tensors, std::index_sequence<i...>, const Result&,
+          void (*)(Arguments...)) {
+  function(Argument<Arguments>::take(words[i], tensors)...);
+}
+
+template <auto function, class... Arguments>
+Operator describe(const char* name, bool makes) {
+  return {name, {Argument<Arguments>::kLetter...}, makes,
+          [](const Result& result, const int64_t* words, const Tensors& tensors) {
+            call<function>(words, tensors, std::index_sequence_for<Arguments...>(), result,
+                           function);
+          },
+          nullptr};
+}
+template <auto function, class... Arguments>
+Operator describe(const char* name, void (*)(const Result&, Arguments...)) {
+  return describe<function, Arguments...>(name, true);
+}
+template <auto function, class... Arguments>
+Operator describe(const char* name, void (*)(Arguments...)) {
+  return describe<function, Arguments...>(name, false);
+}
+
+template <auto function>
+bool add_operator(const char* name) {
+  static Operator made = describe<function>(name, function);
+  made.boxed = [](Value* stack, uint64_t, uint64_t) { call_boxed(made, stack); };
+  operators().push_back(made);
+  return true;
+}
+
+#define OCTAVO_OPERATOR(function) \
+  [[maybe_unused]] const bool function##_is_operator = add_operator<function>(#function);

@@ -13,7 +13,7 @@ constexpr int kMinSplit = 256;  // minimum keys per item
 constexpr int kItemsPerThread = 4;
 constexpr int kFirstKey = std::max(kLanes, kMinBlock);  // items begin at multiples of it
 
-// A batch's sequences as one layer group sees them; the same as in native.py.
+// A batch's sequences as one layer group sees them; the same as in caches.py.
 struct Batch {
   const int32_t* query_starts;
   const int32_t* seq_lens;

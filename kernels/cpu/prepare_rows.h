@@ -103,7 +103,7 @@ inline Range round_row(const uint16_t* row, const LinearLayer& layer, const floa
 }
 
 // Converts products of a row's bytes and a panel's weights to float32. `scales` and `row_sums` are
-// the panel's; see `Scales`.
+// the panel's; see packed_linear_int8.
 inline void to_floats(const Ints* sums, const Range& range, const float* scales,
                       const float* row_sums, Floats* values) {
   for (int j = 0; j < kPanelVectors; j++) {

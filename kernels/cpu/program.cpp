@@ -1,3 +1,5 @@
+// Calls operators: one by one for PyTorch's dispatcher, and in programs.
+//
 // Programs: a traced step's calls of Octavo's operators, run without Python and PyTorch's
 // dispatcher, which would take longer than a small model's products.
 //
@@ -15,9 +17,13 @@ namespace {
 
 struct LibraryOpaque;
 using Library = LibraryOpaque*;
-using Value = uint64_t;  // a tensor that the callee owns, or a number's bits
 
 extern "C" {
+Error aoti_torch_get_dim(Tensor tensor, int64_t* dimensions);
+Error aoti_torch_get_sizes(Tensor tensor, int64_t** sizes);
+Error aoti_torch_get_strides(Tensor tensor, int64_t** strides);
+Error aoti_torch_get_dtype(Tensor tensor, int32_t* dtype);
+Error aoti_torch_delete_tensor_object(Tensor tensor);
 Error aoti_torch_library_init_fragment(const char* name, const char* file, uint32_t line,
                                        Library* made);
 Error aoti_torch_library_init_impl(const char* name, const char* key, const char* file,
@@ -95,8 +101,7 @@ class Run {
     const int64_t made = *word++, output = *word++;
     Tensor* const tensor = output < 0 ? nullptr : &outputs_.tensors[output];
     const Result result{&views_[made], tensor ? nullptr : &memory_[made], tensor};
-    if (!called.run(result, word, {program_.constants, views_.data()}))
-      throw std::runtime_error(std::string("octavo::") + called.name + " failed");
+    called.run(result, word, {program_.constants, views_.data()});
     return word + called.signature.size();
   }
 
@@ -148,7 +153,66 @@ std::string list(const char* each, int count) {
   return words;
 }
 
+// The libraries that define and implement PyTorch's operators in a namespace.
+struct Namespace {
+  Library definitions, kernels;
+
+  explicit Namespace(const char* name) {
+    if (aoti_torch_library_init_fragment(name, __FILE__, __LINE__, &definitions) ||
+        aoti_torch_library_init_impl(name, "CPU", __FILE__, __LINE__, &kernels))
+      throw std::runtime_error("PyTorch refuses a library");
+  }
+};
+
+Namespace& engine_operators() {
+  static Namespace own("octavo");
+  return own;
+}
+
+// Defines and implements an operator of the kernels' own namespace.
+Error define(const Operator& defined) {
+  static Namespace own("octavo_cpu");
+  std::string arguments;
+  for (size_t i = 0; i < defined.signature.size(); i++) {
+    const char letter = defined.signature[i];
+    const char* const type = letter == 't'   ? "Tensor x"
+                             : letter == 'o' ? "Tensor? x"
+                             : letter == 'f' ? "float x"
+                             : letter == 'b' ? "bool x"
+                                             : "int x";
+    arguments += (i ? ", " : "") + (type + std::to_string(i));
+  }
+  const std::string schema =
+      defined.name + ("(" + arguments) + (defined.makes ? ") -> Tensor" : ") -> ()");
+  return aoti_torch_library_def(own.definitions, schema.c_str()) ||
+         aoti_torch_library_impl(own.kernels, defined.name, defined.boxed);
+}
+
 }  // namespace
+
+void call_boxed(const Operator& called, Value* stack) {
+  constexpr size_t kMostArguments = 24;
+  const size_t count = called.signature.size();
+  if (count > kMostArguments) std::abort();
+  Owned owned;
+  owned.tensors.resize(count + 1);
+  Tensor& made = owned.tensors[count];
+  for (size_t i = 0; i < count; i++) {
+    if (called.signature[i] == 't') owned.tensors[i] = reinterpret_cast<Tensor>(stack[i]);
+    if (called.signature[i] != 'o' || !stack[i]) continue;
+    const std::unique_ptr<Value> held(reinterpret_cast<Value*>(stack[i]));
+    owned.tensors[i] = reinterpret_cast<Tensor>(*held);
+  }
+  View views[kMostArguments], view;
+  int64_t words[kMostArguments];
+  for (size_t i = 0; i < count; i++) {
+    const bool is_tensor = called.signature[i] == 't' || called.signature[i] == 'o';
+    words[i] = !is_tensor ? static_cast<int64_t>(stack[i]) : owned.tensors[i] ? i : -1;
+    if (owned.tensors[i]) views[i] = view_of(owned.tensors[i]);
+  }
+  called.run({&view, nullptr, &made}, words, {nullptr, views});
+  if (called.makes) stack[0] = reinterpret_cast<Value>(std::exchange(made, nullptr));
+}
 
 // Returns an operator's name, and sets its signature; null past the last one.
 extern "C" const char* octavo_operator(int64_t number, const char** signature) {
@@ -157,16 +221,25 @@ extern "C" const char* octavo_operator(int64_t number, const char** signature) {
   return operators()[number].name;
 }
 
+// Makes all operators PyTorch's, as octavo_cpu::<name>; may be called again.
+extern "C" Error octavo_define_operators() {
+  static const Error error =
+      !std::all_of(operators().begin(), operators().end(),
+                   [](const Operator& each) { return define(each) == 0; });
+  return error;
+}
+
+// Makes an operator the kernel of `octavo::<name>`.
+extern "C" Error octavo_implement(int64_t number) {
+  const Operator& chosen = operators()[number];
+  return aoti_torch_library_impl(engine_operators().kernels, chosen.name, chosen.boxed);
+}
+
 // Registers `octavo::<name>`, which runs programs with these numbers of inputs and outputs: (int
 // program, int tokens, int rows, Tensor x0, ...) -> (Tensor y0, ...).
 extern "C" Error octavo_register_run(const char* name, int inputs, int outputs) {
-  static Library definitions, kernels;
-  if (!kernels &&
-      (aoti_torch_library_init_fragment("octavo", __FILE__, __LINE__, &definitions) ||
-       aoti_torch_library_init_impl("octavo", "CPU", __FILE__, __LINE__, &kernels)))
-    return 1;
   const std::string schema = name + ("(int program, int tokens, int rows, " +
                              list("Tensor x", inputs)) + ") -> (" + list("Tensor y", outputs) + ")";
-  return aoti_torch_library_def(definitions, schema.c_str()) ||
-         aoti_torch_library_impl(kernels, name, run);
+  return aoti_torch_library_def(engine_operators().definitions, schema.c_str()) ||
+         aoti_torch_library_impl(engine_operators().kernels, name, run);
 }

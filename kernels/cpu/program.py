@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 MAX_DIMENSIONS = 8
 FIRST_CONSTANT = 1 << 32
@@ -29,6 +30,7 @@ DTYPES = "float32", "float16", "bfloat16", "int8", "uint8", "int32", "int64"
 """The types of constants."""
 
 
+_LETTERS = {"Tensor": "t", "Optional[Tensor]": "o", "int": "i", "float": "f", "bool": "b"}
 _registered: set[str] = set()
 """The operators of this process that run programs."""
 
@@ -41,7 +43,7 @@ class Linear(NamedTuple):
     rows: int = 0
 
 
-class _View(Structure):
+class View(Structure):
     """A tensor's memory; the same as in operators.h."""
 
     _fields_ = (
@@ -75,13 +77,20 @@ class Program:
 
 
 class Programs:
-    """The operators that programs call.
+    """The operators of C++, which PyTorch and programs call.
 
     Args:
         library: The compiled kernels.
+
+    Raises:
+        OSError: PyTorch refuses the operators.
     """
 
     def __init__(self, library: CDLL) -> None:
+        if library.octavo_define_operators():
+            raise OSError("PyTorch refuses the CPU kernels' operators")
+        self._implement = library.octavo_implement
+        self._implement.argtypes, self._implement.restype = (c_int64,), c_int
         self._register = library.octavo_register_run
         self._register.argtypes, self._register.restype = (c_char_p, c_int, c_int), c_int
         self._dtypes = {
@@ -100,24 +109,18 @@ class Programs:
         """Return an empty program."""
         return ProgramBuilder(self._operators, self._dtypes, self._run)
 
-    def run(self, name: str, arguments: Sequence[Any]) -> Tensor:
-        """Run one operator.
+    def has(self, operator: OpOverload) -> bool:
+        """Return whether one of PyTorch's operators is the engine's, and in C++."""
+        return operator.namespace == "octavo" and operator_name(operator) in self._operators
 
-        Args:
-            name: Its name in operators.cpp.
-            arguments: Its tensors and numbers in order; None for a tensor that is absent.
-
-        Raises:
-            RuntimeError: The operator refuses them.
-        """
-        program = self.new()
-        tensors = [argument for argument in arguments if isinstance(argument, Tensor)]
-        inputs = iter([program.input() for _ in tensors])
-        words = [next(inputs) if isinstance(each, Tensor) else each for each in arguments]
-        program.call(name, words, output=True)
-        made = program.finish()
-        out: Tensor = getattr(torch.ops.octavo, made.name)(made.address, 0, 0, *tensors)
-        return out
+    def implement(self, operator: OpOverload) -> None:
+        """Make the operator of the same name in C++ the kernel of one of the engine's, on CPUs."""
+        number, signature = self._operators[operator_name(operator)]
+        types = "".join(map(_letter, operator._schema.arguments))  # noqa: SLF001
+        if types != signature:
+            raise TypeError(f"{operator} has arguments {types}, and {signature} in C++")
+        if self._implement(number):
+            raise RuntimeError(f"PyTorch refuses the kernel of {operator}")
 
     def _run(self, inputs: int, outputs: int) -> str:
         """Return the name of the operator that runs programs; register it the first time.
@@ -169,12 +172,12 @@ class ProgramBuilder:
         """Call an operator.
 
         Args:
-            name: Its name in operators.cpp.
+            name: Its name in C++.
             arguments: Tensors' numbers, and plain numbers; None for an absent argument.
             output: Whether the result is the program's next output.
         """
         number, signature = self._operators[name]
-        words = [_word(*each) for each in zip(signature, arguments, strict=True)]
+        words = [word_of(*each) for each in zip(signature, arguments, strict=True)]
         made = self._next()
         self._words += [number, made, self._outputs if output else ABSENT, *words]
         self._outputs += output
@@ -202,7 +205,7 @@ class ProgramBuilder:
     def finish(self) -> Program:
         """Return the program."""
         words = (c_int64 * len(self._words))(*self._words)
-        views = (_View * len(self._constants))(*map(self._view, self._constants))
+        views = (View * len(self._constants))(*map(self._view, self._constants))
         made = _Program(addressof(words), addressof(views), len(words), self._others)
         name = self._run(self._inputs, self._outputs)
         return Program(name, addressof(made), (made, words, views, self._constants))
@@ -211,15 +214,26 @@ class ProgramBuilder:
         self._others += 1
         return self._others - 1
 
-    def _view(self, tensor: Tensor) -> _View:
+    def _view(self, tensor: Tensor) -> View:
         rest = (0,) * (MAX_DIMENSIONS - tensor.dim())
-        return _View(
+        return View(
             *(tensor.data_ptr(), self._dtypes[tensor.dtype], tensor.dim()),
             *((c_int64 * MAX_DIMENSIONS)(*each, *rest) for each in (tensor.shape, tensor.stride())),
         )
 
 
-def _word(letter: str, value: Any) -> int:  # noqa: ANN401
+def operator_name(operator: Any) -> str:  # noqa: ANN401 - an OpOverload
+    """Return an operator's name without its namespace."""
+    name: str = operator._schema.name  # noqa: SLF001 - no public name
+    return name.partition("::")[2]
+
+
+def _letter(argument: Any) -> str:  # noqa: ANN401 - an argument of a schema
+    """Return the letter of an argument in C++'s signatures."""
+    return _LETTERS[str(argument.type)]
+
+
+def word_of(letter: str, value: Any) -> int:  # noqa: ANN401
     """Encode an argument as a word, by its letter in the operator's signature."""
     if letter == "f":
         bits: int = struct.unpack("q", struct.pack("d", value or 0.0))[0]

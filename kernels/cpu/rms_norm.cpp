@@ -5,6 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "operators.h"
 #include "prepare_rows.h"
 
 namespace {
@@ -54,18 +55,19 @@ void norm_rows(const void* x, int dimensions, const int64_t* sizes, const int64_
              static_cast<Element*>(out) + row * width);
 }
 
-}  // namespace
-
-// Norms the rows of a tensor, whose elements are adjacent, into a contiguous one.
-//
-// Elements are float32 if `wide`, else bfloat16, and so are weights, which may be null.
+// Norms the rows of a tensor, float32 or bfloat16, whose elements are adjacent, into a contiguous one.
 // `rounds_first` also rounds to the elements' type before multiplying by the weights.
-extern "C" void octavo_rms_norm(const void* x, int dimensions, const int64_t* sizes,
-                                const int64_t* strides, bool wide, const void* weights,
-                                bool wide_weights, float epsilon, bool rounds_first, void* out,
-                                int threads) {
-  const auto run = wide ? (wide_weights ? norm_rows<float, float> : norm_rows<float, uint16_t>)
-                        : (wide_weights ? norm_rows<uint16_t, float>
-                                        : norm_rows<uint16_t, uint16_t>);
-  run(x, dimensions, sizes, strides, weights, epsilon, rounds_first, out, threads);
+void rms_norm(const Result& result, const View& x, const View* weight, double epsilon,
+              bool rounds_first) {
+  require(x.has_whole_rows(), "rows must be contiguous");
+  void* const out = result.make(x.sizes, x.dimensions, x.dtype);
+  const bool wide_weight = weight && weight->is_float32();
+  const auto run = x.is_float32()
+                       ? (wide_weight ? norm_rows<float, float> : norm_rows<float, uint16_t>)
+                       : (wide_weight ? norm_rows<uint16_t, float> : norm_rows<uint16_t, uint16_t>);
+  run(x.data, x.dimensions, x.sizes, x.strides, maybe<void>(weight), epsilon, rounds_first, out,
+      num_threads());
 }
+OCTAVO_OPERATOR(rms_norm)
+
+}  // namespace

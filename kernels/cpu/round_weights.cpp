@@ -6,6 +6,7 @@
 #include <limits>
 
 #include "linear.h"
+#include "operators.h"
 #include "prepare_rows.h"
 
 namespace {
@@ -92,7 +93,7 @@ void store_q4_1(const RoundedGroup<Float16>& group, uint8_t* to) {
 constexpr int kQ41Bytes = 4 + kHalf;
 
 template <class Element>
-void round_to_q4_1(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
+void round_rows_to_q4_1(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
                    int64_t groups, uint8_t* rows, int threads) {
 #pragma omp parallel for schedule(dynamic, 16) num_threads(threads)
   for (int64_t output = 0; output < outputs; output++)
@@ -114,7 +115,7 @@ Floats load_some(const typename Element::Stored* from, int64_t count) {
 // Sets `bytes` to an output's weights times `factors`, in 127 steps; returns the step size. `sum`
 // gets the sum of the bytes.
 template <class Element>
-float round_to_bytes(const typename Element::Stored* from, const float* factors, int64_t inputs,
+float round_row(const typename Element::Stored* from, const float* factors, int64_t inputs,
                      int8_t* bytes, int32_t* sum) {
   const auto product = [=](int64_t i) {
     return load_some<Element>(from + i, inputs - i) * load_first<Floats>(factors + i, inputs - i);
@@ -137,13 +138,13 @@ float round_to_bytes(const typename Element::Stored* from, const float* factors,
 }
 
 template <class Element>
-void round_to_bytes(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
+void round_rows_to_bytes(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
                     int64_t inputs, const float* factors, int8_t* bytes, float* scales, float* sums,
                     int threads) {
 #pragma omp parallel for schedule(dynamic, 16) num_threads(threads)
   for (int64_t output = 0; output < outputs; output++) {
     int32_t sum;
-    scales[output] = round_to_bytes<Element>(weight + output * stride, factors, inputs,
+    scales[output] = round_row<Element>(weight + output * stride, factors, inputs,
                                              bytes + output * inputs, &sum);
     sums[output] = sum * scales[output];
   }
@@ -151,7 +152,7 @@ void round_to_bytes(const typename Element::Stored* weight, int64_t stride, int6
 
 // Sets `widest` to the greatest magnitude of each input's weights.
 template <class Element>
-void find_widest(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
+void find_widest_of(const typename Element::Stored* weight, int64_t stride, int64_t outputs,
                  int64_t inputs, float* widest, int threads) {
   constexpr int64_t kInputs = 32 * kLanes;
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
@@ -168,38 +169,44 @@ void find_widest(const typename Element::Stored* weight, int64_t stride, int64_t
   }
 }
 
-// Calls function(weights, Element{}) with a weight in bfloat16 or, if `wide`, float32.
+// Calls function(weights, stride, outputs, Element{}) with a weight in bfloat16 or float32.
 template <class Function>
-void with_elements(const void* weight, int64_t wide, Function function) {
-  if (wide) function(static_cast<const float*>(weight), Float32{});
-  else function(static_cast<const uint16_t*>(weight), BFloat16{});
+void with_elements(const View& weight, Function function) {
+  const int64_t stride = weight.strides[0], outputs = weight.sizes[0];
+  require(weight.has_whole_rows(), "rows must be contiguous");
+  if (weight.is_float32()) function(weight.as<const float>(), stride, outputs, Float32{});
+  else function(weight.as<const uint16_t>(), stride, outputs, BFloat16{});
 }
 
-}  // namespace
-
-// Rounds a weight, in bfloat16 or, if `wide`, float32, to rows of GGUF's Q4_1.
-extern "C" void octavo_round_to_q4_1(const void* weight, int64_t stride, int64_t wide,
-                                     int64_t outputs, int64_t groups, uint8_t* rows, int threads) {
-  with_elements(weight, wide, [&](auto* from, auto element) {
-    round_to_q4_1<decltype(element)>(from, stride, outputs, groups, rows, threads);
+// Rounds a weight to rows of GGUF's Q4_1.
+void round_to_q4_1(const View& weight, const View& rows) {
+  const int64_t groups = weight.sizes[1] / kGroupInputs;
+  with_elements(weight, [&](auto* from, int64_t stride, int64_t outputs, auto element) {
+    round_rows_to_q4_1<decltype(element)>(from, stride, outputs, groups, rows.as<uint8_t>(),
+                                     num_threads());
   });
 }
+OCTAVO_OPERATOR(round_to_q4_1)
 
 // Rounds a weight times its inputs' factors to bytes, with a scale per output; also sets each
 // output's scaled sum of bytes.
-extern "C" void octavo_round_to_bytes(const void* weight, int64_t stride, int64_t wide,
-                                      int64_t outputs, int64_t inputs, const float* factors,
-                                      int8_t* bytes, float* scales, float* sums, int threads) {
-  with_elements(weight, wide, [&](auto* from, auto element) {
-    round_to_bytes<decltype(element)>(from, stride, outputs, inputs, factors, bytes, scales, sums,
-                                      threads);
+void round_to_bytes(const View& weight, const View& factors, const View& bytes, const View& scales,
+                    const View& sums) {
+  with_elements(weight, [&](auto* from, int64_t stride, int64_t outputs, auto element) {
+    round_rows_to_bytes<decltype(element)>(from, stride, outputs, weight.sizes[1], factors.as<float>(),
+                                      bytes.as<int8_t>(), scales.as<float>(), sums.as<float>(),
+                                      num_threads());
   });
 }
+OCTAVO_OPERATOR(round_to_bytes)
 
 // Sets `widest` to the greatest magnitude of each input's weights.
-extern "C" void octavo_find_widest(const void* weight, int64_t stride, int64_t wide,
-                                   int64_t outputs, int64_t inputs, float* widest, int threads) {
-  with_elements(weight, wide, [&](auto* from, auto element) {
-    find_widest<decltype(element)>(from, stride, outputs, inputs, widest, threads);
+void find_widest(const View& weight, const View& widest) {
+  with_elements(weight, [&](auto* from, int64_t stride, int64_t outputs, auto element) {
+    find_widest_of<decltype(element)>(from, stride, outputs, weight.sizes[1], widest.as<float>(),
+                                   num_threads());
   });
 }
+OCTAVO_OPERATOR(find_widest)
+
+}  // namespace

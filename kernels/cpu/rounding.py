@@ -1,6 +1,6 @@
 """Rounding of weights in C++; same bits as `octavo.engine.models.quantization.rounding`."""
 
-from ctypes import CDLL, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,17 +14,11 @@ class RoundingKernels:
     """The kernels of round_weights.cpp.
 
     Args:
-        library: The compiled kernels.
+        operators: The operators, `torch.ops.octavo_cpu`.
     """
 
-    def __init__(self, library: CDLL) -> None:
-        weight = c_void_p, c_int64, c_int64, c_int64, c_int64
-        self._to_q4_1 = library.octavo_round_to_q4_1
-        self._to_q4_1.argtypes, self._to_q4_1.restype = (*weight, c_void_p, c_int), None
-        self._to_bytes = library.octavo_round_to_bytes
-        self._to_bytes.argtypes, self._to_bytes.restype = (*weight, *[c_void_p] * 4, c_int), None
-        self._widest = library.octavo_find_widest
-        self._widest.argtypes, self._widest.restype = (*weight, c_void_p, c_int), None
+    def __init__(self, operators: Any) -> None:  # noqa: ANN401 - any namespace
+        self._operators = operators
 
     def to_q4_1(self, weight: Tensor) -> Tensor:
         """Round a weight to 4 bits; each group gets the scale with the least squared error.
@@ -39,7 +33,7 @@ class RoundingKernels:
         outputs, groups = weight.shape[0], weight.shape[1] // GROUP
         out = torch.empty((outputs, groups * FORMATS["Q4_1"].unit_bytes), dtype=torch.uint8)
         huge_pages.ask_for(out)
-        self._to_q4_1(*_rows(weight), groups, out.data_ptr(), torch.get_num_threads())
+        self._operators.round_to_q4_1(weight, out)
         return out
 
     def to_bytes(self, weight: Tensor, factors: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -58,8 +52,7 @@ class RoundingKernels:
         out = torch.empty((outputs, inputs), dtype=torch.int8)
         huge_pages.ask_for(out)
         scale, sums = torch.empty(2, outputs)
-        made = (tensor.data_ptr() for tensor in (out, scale, sums))
-        self._to_bytes(*_rows(weight), inputs, factors.data_ptr(), *made, torch.get_num_threads())
+        self._operators.round_to_bytes(weight, factors, out, scale, sums)
         return out, scale, sums
 
     def widest(self, weight: Tensor) -> Tensor:
@@ -70,7 +63,7 @@ class RoundingKernels:
         """
         weight = _readable(weight)
         out = torch.empty(weight.shape[1])
-        self._widest(*_rows(weight), len(out), out.data_ptr(), torch.get_num_threads())
+        self._operators.find_widest(weight, out)
         return out
 
 
@@ -79,9 +72,3 @@ def _readable(weight: Tensor) -> Tensor:
     if weight.dtype not in {torch.bfloat16, torch.float32}:
         weight = weight.float()
     return weight if weight.stride(1) == 1 else weight.contiguous()
-
-
-def _rows(weight: Tensor) -> tuple[int, int, int, int]:
-    """Return a weight's rows as C++ takes them."""
-    wide = int(weight.dtype == torch.float32)
-    return weight.data_ptr(), weight.stride(0), wide, len(weight)

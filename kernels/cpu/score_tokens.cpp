@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "operators.h"
 #include "row.h"
 
 namespace {
@@ -28,22 +29,25 @@ void write_top(const Row& row, float normaliser, int64_t most, int64_t* places,
   }
 }
 
-}  // namespace
-
-// `tokens` and `logprobs` have one element per row, `top` and `top_logprobs` `most`.
-extern "C" void octavo_score_tokens(const float* logits, int64_t num_rows, int64_t stride,
-                                    int64_t size, const int64_t* tokens, int64_t most,
-                                    float* logprobs, int64_t* top, float* top_logprobs,
-                                    int threads) {
-#pragma omp parallel for num_threads(threads) if (num_rows > 1) schedule(dynamic)
+// `tokens` and `logprobs` have one element per row, `top` and `top_logprobs` several.
+void score_tokens(const View& logits, const View& tokens, const View& logprobs, const View& top,
+                  const View& top_logprobs) {
+  const int64_t num_rows = logits.sizes[0], size = logits.sizes[1], most = top.sizes[1];
+#pragma omp parallel for num_threads(num_threads()) if (num_rows > 1) schedule(dynamic)
   for (int64_t i = 0; i < num_rows; i++) {
-    const float* row_logits = logits + i * stride;
+    const float* row_logits = logits.as<float>() + i * logits.strides[0];
     const Row row(row_logits, size, 1);
     const double total =
         add_all(row.vectors(), [&](int64_t at) { return row.weigh(row.at(at)); });
     const float normaliser = row.greatest() + std::log(total);
-    const bool known = tokens[i] >= 0 && tokens[i] < size;
-    logprobs[i] = known ? row_logits[tokens[i]] - normaliser : NAN;
-    if (most) write_top(row, normaliser, most, top + i * most, top_logprobs + i * most);
+    const int64_t token = tokens.as<int64_t>()[i];
+    const bool known = token >= 0 && token < size;
+    logprobs.as<float>()[i] = known ? row_logits[token] - normaliser : NAN;
+    if (most)
+      write_top(row, normaliser, most, top.as<int64_t>() + i * most,
+                top_logprobs.as<float>() + i * most);
   }
 }
+OCTAVO_OPERATOR(score_tokens)
+
+}  // namespace

@@ -10,6 +10,18 @@
 
 namespace {
 
+// A call. Strides are those of tokens, in elements.
+struct SelectiveScan {
+  StateRows rows;
+  const void *x, *b, *c;
+  int64_t x_stride, b_stride, c_stride;
+  const void* dt;
+  int64_t dt_stride;
+  const float *a, *d, *dt_bias;
+  void* out;
+  int32_t channels, channels_per_row, state_size, dtype, dt_dtype, softplus;
+};
+
 constexpr int kChannels = 64;   // per item
 constexpr int kTokens = kLanes > 8 ? kLanes : 8;  // at a time; whole vectors
 constexpr int kMostVectors = 2;  // vectors of a state at a time
@@ -153,16 +165,26 @@ void run(const SelectiveScan& p, int threads) {
   }
 }
 
-}  // namespace
-
-// Returns 0, or 1 + the index of a sequence with a bad table.
-extern "C" int octavo_selective_scan(const SelectiveScan* p, int threads) {
-  const int rows = (p->channels + p->channels_per_row - 1) / p->channels_per_row;
-  if (int bad = p->rows.find_bad_table(rows)) return bad;
-  with_dtype(p->dtype, [&](auto type) {
+// See octavo.kernels.states.
+void selective_scan(const Result& result, const View& x, const View& dt, const View& a,
+                    const View& b, const View& c, int64_t state, const View* d,
+                    const View* dt_bias, bool softplus) {
+  const Stopwatch stopwatch(spent.states);
+  const StateCache& cache = step.states[state];
+  const int channels = x.sizes[1], per_row = cache.row_shape[0];
+  void* const out = result.make({x.sizes[0], channels}, x.dtype);
+  const SelectiveScan call{rows_of(cache), tokens(x).data, tokens(b).data, tokens(c).data,
+                           x.strides[0], b.strides[0], c.strides[0], tokens(dt).data,
+                           dt.strides[0], elements(&a), elements(d), elements(dt_bias), out,
+                           channels, per_row, cache.row_shape[1], dtype_number(x.dtype),
+                           dtype_number(dt.dtype), softplus};
+  call.rows.check((channels + per_row - 1) / per_row);
+  with_dtype(call.dtype, [&](auto type) {
     using T = decltype(type);
-    p->rows.clear_padding(p->out, sizeof(typename T::Stored) * p->channels);
-    run<T>(*p, threads);
+    call.rows.clear_padding(out, sizeof(typename T::Stored) * channels);
+    run<T>(call, num_threads());
   });
-  return 0;
 }
+OCTAVO_OPERATOR(selective_scan)
+
+}  // namespace

@@ -16,6 +16,17 @@
 
 namespace {
 
+// A call. Strides are those of tokens, in elements.
+struct Ssd {
+  StateRows rows;
+  const void *x, *b, *c;
+  int64_t x_stride, b_stride, c_stride;
+  const float *dt, *a, *d, *dt_bias;
+  void* out;
+  int32_t heads, head_dim, groups, state_size, dtype, softplus;
+  float least_dt, greatest_dt;
+};
+
 constexpr int kTokens = std::max(16, kMicroColumns * kLanes);  // per chunk
 constexpr int kFew = 3;            // maximum tokens for which one by one is faster
 constexpr int kMostHeads = 8;      // per item: their states stay in a core's cache
@@ -232,15 +243,24 @@ void run(const Ssd& p, int threads) {
   }
 }
 
-}  // namespace
-
-// Returns 0, or 1 + the index of a sequence with a bad table.
-extern "C" int octavo_ssd(const Ssd* p, int threads) {
-  if (int bad = p->rows.find_bad_table(p->heads)) return bad;
-  with_dtype(p->dtype, [&](auto type) {
+// See octavo.kernels.states.
+void ssd(const Result& result, const View& x, const View& dt, const View& a, const View& b,
+         const View& c, int64_t state, const View* d, const View* dt_bias, bool softplus,
+         double least_dt, double most_dt) {
+  const Stopwatch stopwatch(spent.states);
+  const int heads = x.sizes[1], head_dim = x.sizes[2];
+  void* const out = result.make({x.sizes[0], heads, head_dim}, x.dtype);
+  const Ssd call{rows_of(step.states[state]), tokens(x).data, tokens(b).data, tokens(c).data,
+                 x.strides[0], b.strides[0], c.strides[0], elements(&dt), elements(&a),
+                 elements(d), elements(dt_bias), out, heads, head_dim, int(b.sizes[1]),
+                 int(b.sizes[2]), dtype_number(x.dtype), softplus, float(least_dt), float(most_dt)};
+  call.rows.check(heads);
+  with_dtype(call.dtype, [&](auto type) {
     using T = decltype(type);
-    p->rows.clear_padding(p->out, sizeof(typename T::Stored) * p->heads * p->head_dim);
-    run<T>(*p, threads);
+    call.rows.clear_padding(out, sizeof(typename T::Stored) * heads * head_dim);
+    run<T>(call, num_threads());
   });
-  return 0;
 }
+OCTAVO_OPERATOR(ssd)
+
+}  // namespace

@@ -1,10 +1,15 @@
-// The arguments of the kernels of stateful layers.
+// The states and the tensors of the operators of stateful layers.
+//
+// Step sizes, rates and gates of recurrences must be contiguous float32, as in the graph.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <string>
 
-// The states of a batch's sequences; the same as in states.py. Strides and sizes are in elements.
+#include "operators.h"
+
+// The states of the current step's sequences. Strides and sizes are in elements.
 struct StateRows {
   void* state;
   int64_t block_stride, row_size;
@@ -35,61 +40,40 @@ struct StateRows {
                     query_count(seq) * bytes_per_token);
   }
 
-  // Returns 0, or 1 + the index of a sequence with one of its first `count` rows in no block.
-  int find_bad_table(int count) const {
+  // Throws an exception if one of a sequence's first `count` rows is in no block.
+  void check(int count) const {
     const int first = first_row / rows_per_block, end = (first_row + count - 1) / rows_per_block;
     for (int seq = 0; seq < num_seqs; seq++)
       for (int i = first; !is_padding(seq) && i <= end; i++)
-        if (uint32_t(tables[seq * table_stride + i]) >= uint32_t(num_blocks)) return 1 + seq;
-    return 0;
+        if (uint32_t(tables[seq * table_stride + i]) >= uint32_t(num_blocks))
+          throw std::out_of_range("the table of sequence " + std::to_string(seq) +
+                                  " names a block of a state that is not in the cache's " +
+                                  std::to_string(num_blocks));
   }
 };
 
-// The kernels' arguments; the same as in states.py. Strides are those of tokens, in elements.
-struct CausalConv {
-  StateRows rows;
-  const void* x;
-  int64_t x_stride;
-  const void *weight, *bias;
-  void* out;
-  int32_t channels, channels_per_row, width, dtype, weight_dtype, silu;
-};
+inline StateRows rows_of(const StateCache& cache) {
+  const Batch& batch = step.batches[cache.group];
+  return {cache.state,      cache.block_stride,   cache.row_size,    batch.block_tables,
+          batch.table_stride, batch.query_starts, batch.seq_lens,    cache.num_blocks,
+          cache.rows_per_block, cache.first_row,  batch.num_seqs};
+}
 
-struct Ssd {
-  StateRows rows;
-  const void *x, *b, *c;
-  int64_t x_stride, b_stride, c_stride;
-  const float *dt, *a, *d, *dt_bias;
-  void* out;
-  int32_t heads, head_dim, groups, state_size, dtype, softplus;
-  float least_dt, greatest_dt;
-};
+// Returns a tensor whose tokens are contiguous.
+inline const View& tokens(const View& x) {
+  int64_t stride = 1;
+  for (int i = x.dimensions - 1; i > 0; stride *= x.sizes[i--])
+    require(x.strides[i] == stride || x.sizes[i] == 1, "tokens must be contiguous");
+  return x;
+}
 
-struct GatedDelta {
-  StateRows rows;
-  const void *query, *key, *value;
-  int64_t query_stride, key_stride, value_stride;
-  const float *g, *beta;
-  void* out;
-  int32_t key_heads, value_heads, key_dim, value_dim, dtype, decays_elements, normalize;
-  float scale;
-};
-
-struct SelectiveScan {
-  StateRows rows;
-  const void *x, *b, *c;
-  int64_t x_stride, b_stride, c_stride;
-  const void* dt;
-  int64_t dt_stride;
-  const float *a, *d, *dt_bias;
-  void* out;
-  int32_t channels, channels_per_row, state_size, dtype, dt_dtype, softplus;
-};
-
-// They return 0, or 1 + the index of a sequence whose table names a block that does not exist.
-extern "C" {
-int octavo_causal_conv(const CausalConv*, int threads);
-int octavo_ssd(const Ssd*, int threads);
-int octavo_gated_delta(const GatedDelta*, int threads);
-int octavo_selective_scan(const SelectiveScan*, int threads);
+// Returns the elements of a contiguous tensor of one dtype; null if it is absent.
+template <class T = float>
+const T* elements(const View* x, int32_t dtype = aoti_torch_dtype_float32()) {
+  if (!x) return nullptr;
+  int64_t stride = 1;
+  for (int i = x->dimensions - 1; i >= 0; stride *= x->sizes[i--])
+    require(x->strides[i] == stride || x->sizes[i] == 1, "a state's parameter must be contiguous");
+  require(x->dtype == dtype, "a state's parameter has another dtype");
+  return x->as<const T>();
 }

@@ -14,7 +14,7 @@
 constexpr float kLog2OfE = 1.4426950408889634f;
 constexpr int kFloatsPerLine = 16;
 
-// Calls `work` with the type of this number in states.py.
+// Calls `work` with the type of this number in caches.py.
 template <class Work>
 void with_dtype(int dtype, Work work) {
   switch (dtype) {

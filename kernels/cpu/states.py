@@ -14,11 +14,12 @@ class StateKernels:
     """The kernels of `octavo.kernels.states`, in C++. Several threads may call them.
 
     Args:
-        run: Runs an operator of state_operators.cpp over the states of a batch, whose number is 0.
+        set_states: Sets the states of a batch, whose number is 0, for this thread's next operator;
+            returns the memory that must outlive it.
     """
 
-    def __init__(self, run: Callable[[str, StateRows, list[Any]], Tensor]) -> None:
-        self._run = run
+    def __init__(self, set_states: Callable[[StateRows], object]) -> None:
+        self._set_states = set_states
 
     def causal_conv(
         self,
@@ -86,6 +87,12 @@ class StateKernels:
         inputs = [_tokens(x), _tokens(dt), _floats(a), _tokens(b), _tokens(c)]
         skips = [_floats(d), _floats(dt_bias), dt_softplus]
         return self._run("selective_scan", rows, [*inputs, 0, *skips])
+
+    def _run(self, name: str, rows: StateRows, arguments: list[Any]) -> Tensor:
+        kept = self._set_states(rows)
+        out: Tensor = getattr(torch.ops.octavo_cpu, name)(*arguments)
+        del kept
+        return out
 
 
 def _tokens(x: Tensor) -> Tensor:

@@ -8,6 +8,7 @@
 #include <cstring>
 
 #include "blocks.h"
+#include "operators.h"
 
 namespace {
 
@@ -209,23 +210,28 @@ void pack(const StoredRows& stored, uint8_t* panels, int threads) {
       }
 }
 
-}  // namespace
+// The weight's rows: `addresses` has the address of each output's row.
+StoredRows stored_rows(const View& addresses, int64_t row_bytes) {
+  return {addresses.as<const uint8_t* const>(), row_bytes, addresses.sizes[0]};
+}
 
-// Sets y, `[outputs, inputs]` in bfloat16 or, if `wide`, float32, to the weights of outputs' rows.
-extern "C" void octavo_widen_blocks(const uint8_t* const* rows, int64_t row_bytes, int64_t outputs,
-                                    int64_t format, int64_t wide, void* y, int threads) {
+// Sets y, `[outputs, inputs]` in bfloat16 or float32, to the weights of outputs' rows.
+void widen_blocks(const View& y, const View& addresses, int64_t row_bytes, int64_t format) {
+  const StoredRows stored = stored_rows(addresses, row_bytes);
   with_format(format, [&](auto kind) {
     using K = decltype(kind);
-    const StoredRows stored{rows, row_bytes, outputs};
-    if (wide) widen<K, Float32>(stored, y, threads);
-    else widen<K, BFloat16>(stored, y, threads);
+    if (y.is_float32()) widen<K, Float32>(stored, y.data, num_threads());
+    else widen<K, BFloat16>(stored, y.data, num_threads());
   });
 }
+OCTAVO_OPERATOR(widen_blocks)
 
 // Lays out outputs' rows in panels; outputs are padded with zeros to whole ones.
-extern "C" void octavo_pack_blocks(const uint8_t* const* rows, int64_t row_bytes, int64_t outputs,
-                                   int64_t format, uint8_t* panels, int threads) {
+void pack_blocks(const View& panels, const View& addresses, int64_t row_bytes, int64_t format) {
   with_format(format, [&](auto kind) {
-    pack<decltype(kind)>({rows, row_bytes, outputs}, panels, threads);
+    pack<decltype(kind)>(stored_rows(addresses, row_bytes), panels.as<uint8_t>(), num_threads());
   });
 }
+OCTAVO_OPERATOR(pack_blocks)
+
+}  // namespace

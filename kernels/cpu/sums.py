@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 _DTYPES = torch.float32, torch.float16, torch.bfloat16
-"""Dtypes by their numbers in operators.cpp."""
+"""Dtypes by their numbers in sum_over_ranks.cpp."""
 _Function = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_int)
 
 log = logging.getLogger(__name__)

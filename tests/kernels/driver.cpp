@@ -7,8 +7,7 @@
 #include <random>
 #include <vector>
 
-#include "cache.h"
-#include "plan.h"
+#include "operators.h"
 
 extern "C" {
 int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int, const void*,
@@ -16,13 +15,7 @@ int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int
                                 const float*, int64_t, const int64_t*, int64_t, void*, int);
 int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
                            int, float, int, int, float, const float*, const float*, int);
-void octavo_argmax(const void*, int64_t, int64_t, int64_t, int, int64_t*, int);
-void octavo_mask_logits(void*, int64_t, int64_t, int64_t, int, const uint32_t* const*, int64_t,
-                        int);
-void octavo_draw_tokens(const float*, int64_t, int64_t, int64_t, const double*, const int64_t*,
-                        const double*, const double*, const double*, int64_t*, int);
-void octavo_score_tokens(const float*, int64_t, int64_t, int64_t, const int64_t*, int64_t, float*,
-                         int64_t*, float*, int);
+const char* octavo_call(const char* name, const int64_t* words, const View* views, View* made);
 }
 
 namespace {
@@ -159,6 +152,21 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
     }
 }
 
+// A tensor's rows.
+template <class T>
+View rows(const std::vector<T>& values, int64_t count, int32_t dtype = 0) {
+  const int64_t width = values.size() / count;
+  return {const_cast<T*>(values.data()), dtype, 2, {count, width}, {width, 1}};
+}
+
+// Calls an operator of tensors.
+void call(const char* name, const std::vector<View>& views) {
+  std::vector<int64_t> words;
+  while (words.size() < views.size()) words.push_back(words.size());
+  View made;
+  expect(name, octavo_call(name, words.data(), views.data(), &made) != nullptr, 0, 0);
+}
+
 void check_tokens() {
   constexpr int kRows = 3, kColumns = 1003;
   std::mt19937 random(1);
@@ -167,15 +175,16 @@ void check_tokens() {
   const std::vector<int64_t> few(kRows, 1), any{5, 6, 7};
   std::vector<int64_t> places(kRows), drawn(kRows), top(kRows);
   std::vector<float> logprobs(kRows), top_logprobs(kRows);
-  octavo_argmax(logits.stored.data(), kRows, kColumns, kColumns, 0, places.data(), kThreads);
+  const std::vector<float> given(logits.stored.begin(), logits.stored.begin() + kRows * kColumns);
+  const View own_rows = rows(given, kRows, aoti_torch_dtype_float32());
+  call("argmax", {own_rows, rows(places, 1)});
   for (const auto& temperatures : {greedy, ones}) {  // of top-k 1, the same
-    octavo_draw_tokens(logits.stored.data(), kRows, kColumns, kColumns, temperatures.data(),
-                       few.data(), ones.data(), least.data(), uniforms.data(), drawn.data(),
-                       kThreads);
+    call("draw_tokens", {own_rows, rows(temperatures, 1), rows(few, 1), rows(ones, 1),
+                         rows(least, 1), rows(uniforms, 1), rows(drawn, 1)});
     for (int row = 0; row < kRows; row++) expect("a draw", drawn[row], places[row], 0);
   }
-  octavo_score_tokens(logits.stored.data(), kRows, kColumns, kColumns, any.data(), 1,
-                      logprobs.data(), top.data(), top_logprobs.data(), kThreads);
+  call("score_tokens",
+       {own_rows, rows(any, 1), rows(logprobs, 1), rows(top, kRows), rows(top_logprobs, kRows)});
   for (int row = 0; row < kRows; row++) {
     const float* own = &logits.values[row * kColumns];
     double total = 0;
@@ -184,13 +193,14 @@ void check_tokens() {
     expect("its place", places[row], top[row], 0);
     expect("a score", logprobs[row], own[any[row]] - std::log(total), 1e-5);
   }
-  std::vector<float> masked = logits.stored;
+  std::vector<float> masked = given;
   const int64_t last = kRows - 1, words = (kColumns + 31) / 32;
+  const std::vector<int64_t> chosen{last};
   std::vector<uint32_t> mask(words);
   for (uint32_t& word : mask) word = random();
-  std::vector<const uint32_t*> masks(kRows);
-  masks[last] = mask.data();
-  octavo_mask_logits(masked.data(), kRows, kColumns, kColumns, 0, masks.data(), words, kThreads);
+  call("mask_logits",
+       {rows(masked, kRows, aoti_torch_dtype_float32()), {const_cast<int64_t*>(chosen.data()), 0, 1,
+        {1}, {1}}, rows(mask, 1)});
   for (int i = 0; i < kRows * kColumns; i++) {
     const int token = i % kColumns;
     const bool allowed = i / kColumns < last || mask[token / 32] >> token % 32 & 1;

@@ -17,7 +17,7 @@ from octavo.kernels.cpu import linear as native_linear
 from octavo.kernels.cpu.blocks import FORMATS, BlockKernels, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import LinearKernels
 from tests.kernels.packed_blocks import pack
-from tests.kernels.test_linear import ARM, CPUS, linear_library
+from tests.kernels.test_linear import CPUS, emulated
 
 
 @pytest.fixture(scope="module", params=CPUS)
@@ -28,9 +28,8 @@ def kernels(request, tmp_path_factory):
             pytest.skip("there is no C++ compiler")
         yield native, native_linear
         return
-    with linear_library(request.param, tmp_path_factory.mktemp("kernels")) as library:
-        linear = LinearKernels(library)
-        yield BlockKernels(library, linear), linear
+    with emulated(request.param, tmp_path_factory) as own:
+        yield BlockKernels(*own), LinearKernels(*own)
 
 
 def random_bytes(own, outputs, units, seed):
@@ -41,6 +40,18 @@ def random_bytes(own, outputs, units, seed):
         scales = draw.normal(size=(outputs, units, 1)).astype(np.float16)
         rows[..., at : at + 2] = scales.view(np.uint8)
     return torch.from_numpy(rows.reshape(outputs, -1))
+
+
+def multiply(kernels, x, outputs, packed, bias, number, *fused):
+    """Multiply by weights in blocks without adapters."""
+    gated, *rest = fused or (0, None, 0.0, None)
+    return kernels[1].operators.packed_linear_blocks(
+        x, outputs, packed, bias, number, gated, -1, *rest
+    )
+
+
+def multiply_wide(kernels, *arguments):
+    return kernels[1].operators.packed_linear_blocks_wide(*arguments)
 
 
 def meaning(own, rows):
@@ -106,8 +117,8 @@ def test_products(kernels, own, rows, units, outputs, seed):
     bias = torch.randn(outputs, generator=draw)
     packed, padded = blocks.pack(weight, own), linear.pad_outputs(bias)
     expected = x.double() @ exact.double().T + bias
-    found = blocks.linear(x, outputs, packed, padded, own.number)
-    wide = blocks.linear_wide(x, outputs, packed, padded, own.number)
+    found = multiply(kernels, x, outputs, packed, padded, own.number)
+    wide = multiply_wide(kernels, x, outputs, packed, padded, own.number)
     assert (found.dtype, wide.dtype) == (torch.bfloat16, torch.float32)
     assert found.equal(wide.bfloat16())
     # Each group of inputs is rounded to 255 steps, with errors up to half a step.
@@ -119,7 +130,7 @@ def test_products(kernels, own, rows, units, outputs, seed):
     usual = (steps**2 @ exact.double().T ** 2).sqrt()
     assert (wide - expected).norm() <= 1.5 * usual.norm() + 1e-5 * size.norm()
     # Rows in float32 are not rounded.
-    exactly = blocks.linear(x.float(), outputs, packed, padded, own.number)
+    exactly = multiply(kernels, x.float(), outputs, packed, padded, own.number)
     size = x.double().abs() @ exact.double().abs().T + bias.abs()
     assert exactly.dtype == torch.float32
     assert ((exactly - expected).abs() <= 1e-6 * size + 1e-6).all()
@@ -134,9 +145,9 @@ def test_a_row_is_the_same_alone_and_among_others(kernels, own, dtype):
     x = torch.randn(30, meaning(own, weight).shape[1], generator=torch.Generator().manual_seed(3))
     x = x.to(dtype)
     layer = (69, blocks.pack(weight, own), linear.pad_outputs(torch.zeros(69)), own.number)
-    alone = torch.cat([blocks.linear_wide(row[None], *layer) for row in x])
+    alone = torch.cat([multiply_wide(kernels, row[None], *layer) for row in x])
     for rows in range(2, 31):
-        assert blocks.linear_wide(x[:rows], *layer).equal(alone[:rows])
+        assert multiply_wide(kernels, x[:rows], *layer).equal(alone[:rows])
 
 
 def test_codes_of_4_bits_become_q4_1():
@@ -149,19 +160,21 @@ def test_codes_of_4_bits_become_q4_1():
 
 
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
-def test_embeddings(request, kernels, own):
-    if request.node.callspec.params["kernels"] in ARM:
-        pytest.skip("the emulated program looks nothing up")
-    blocks, _ = kernels
+def test_embeddings(kernels, own):
+    blocks, linear = kernels
+    embed, embed_wide = (
+        linear.operators.packed_embedding,
+        linear.operators.packed_embedding_wide,
+    )
     rows = random_bytes(own, 70, 2, 3)
     exact, packed = meaning(own, rows), blocks.pack(rows, own)
     ids = torch.tensor([69, 0, 33, 0])
-    assert blocks.embed_wide(ids, exact.shape[1], packed, own.number).equal(exact[ids])
-    narrow = blocks.embed(ids, exact.shape[1], packed, own.number)
+    assert embed_wide(ids, exact.shape[1], packed, own.number).equal(exact[ids])
+    narrow = embed(ids, exact.shape[1], packed, own.number)
     assert narrow.equal(exact[ids].bfloat16())
     for outside in (-1, 4000):
         with pytest.raises(IndexError, match="outside of the vocabulary"):
-            blocks.embed(torch.tensor([outside]), exact.shape[1], packed, own.number)
+            embed(torch.tensor([outside]), exact.shape[1], packed, own.number)
 
 
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
@@ -186,8 +199,8 @@ def test_fused(kernels, own, rows, tail, dtype):
         weight, bias = (linear.interleave(part[:40], part[40:]) for part in (weight, bias))
     else:
         expected = expected + added
-    found = blocks.linear(
-        *(x, 40 if gated else 80, blocks.pack(weight, own), linear.pad_outputs(bias)),
+    found = multiply(
+        *(kernels, x, 40 if gated else 80, blocks.pack(weight, own), linear.pad_outputs(bias)),
         *(own.number, int(gated), norm, 1e-5, None if gated else added),
     )
     tolerance = 1e-6 if dtype == torch.float32 else 0.03
@@ -196,13 +209,14 @@ def test_fused(kernels, own, rows, tail, dtype):
 
 @pytest.mark.parametrize("own", FORMATS.values(), ids=FORMATS)
 @pytest.mark.parametrize("rows", [1, 8])
-def test_threads_share_the_outputs(kernels, monkeypatch, own, rows):
+@pytest.mark.usefixtures("two_threads")
+def test_threads_share_the_outputs(kernels, own, rows):
     """One thread computes each output, so the number of threads does not change results."""
     blocks, linear = kernels
     weight = random_bytes(own, outputs := 289, 1, 3)
     x = torch.randn(rows, meaning(own, weight).shape[1]).bfloat16()
     layer = (blocks.pack(weight, own), linear.pad_outputs(torch.zeros(outputs)), own.number)
-    expected = blocks.linear(x, outputs, *layer)
+    expected = multiply(kernels, x, outputs, *layer)
     for threads in (3, 70):  # 70: more threads than panels
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        assert blocks.linear(x, outputs, *layer).equal(expected)
+        torch.set_num_threads(threads)
+        assert multiply(kernels, x, outputs, *layer).equal(expected)

@@ -17,7 +17,8 @@ from octavo.kernels.cpu import experts as native
 from octavo.kernels.cpu.experts import ExpertKernels, PackedProduct
 from octavo.kernels.cpu.linear import GROUP, LinearKernels
 from tests.kernels.conftest import activations
-from tests.kernels.test_linear import SOURCES, X86, for_x86
+from tests.kernels.emulated_operators import LoadedOperators
+from tests.kernels.test_linear import EMULATION, SOURCES, X86, for_x86
 
 
 @dataclass(frozen=True)
@@ -60,10 +61,12 @@ def kernels(request, tmp_path_factory):
         if native is None:
             pytest.skip("there is no C++ compiler")
         return native
-    sources = [SOURCES / name for name in ("linear.cpp", "experts.cpp")]
+    names = ("linear.cpp", "experts.cpp", "low_rank.cpp", "step.cpp")
+    sources = [*(SOURCES / name for name in names), EMULATION / "torch.cpp"]
     path = for_x86(*X86[request.param], tmp_path_factory.mktemp("kernels"), *sources)
     library = ctypes.CDLL(str(path))
-    return ExpertKernels(library, LinearKernels(library))
+    operators = LoadedOperators(library)
+    return ExpertKernels(library, LinearKernels(operators, library.octavo_panel_outputs()))
 
 
 class Layer:
@@ -102,7 +105,7 @@ class Layer:
     def found(self, kernels, up, down):
         """Return the kernel's result with packed weights."""
         own = self.case.activation
-        result = kernels.experts(
+        result = kernels.linear.operators.packed_experts(
             *(self.x, self.ids, self.weights, up.panels, up.bias, down.panels, down.bias),
             *(own.number, int(own.gated), own.alpha, own.limit, own.offset),
             *(up.factors, up.scales, down.factors, down.scales),

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from octavo.kernels.cpu import compile as compiling
 from octavo.kernels.cpu import linear as native
 from octavo.kernels.cpu.levels import LEVELS
 from octavo.kernels.cpu.linear import GROUP, LinearKernels
-from tests.kernels.emulated_linear import EmulatedLibrary
+from tests.kernels.emulated_operators import LoadedOperators, RemoteOperators
 
 SOURCES = Path(compiling.__file__).parent
 EMULATION = Path(__file__).parent / "emulation"
@@ -40,10 +41,8 @@ X86 = {
 """Instructions that the compiler may use, and those that are emulated."""
 ARM = {level.name: level for level in LEVELS["aarch64"]}
 FAST = ("avx2",)
-KERNELS = [
-    SOURCES / f"{name}.cpp"
-    for name in ("linear", "linear_blocks", "stored_blocks", "round_weights", "isa")
-]
+NAMES = "linear", "linear_blocks", "stored_blocks", "round_weights", "low_rank", "step", "isa"
+KERNELS = [*(SOURCES / f"{name}.cpp" for name in NAMES), EMULATION / "torch.cpp"]
 PANEL = 32
 """Maximum outputs of a panel."""
 
@@ -71,23 +70,25 @@ def kernels(request, tmp_path_factory):
             pytest.skip("there is no C++ compiler")
         yield native
         return
-    with linear_library(request.param, tmp_path_factory.mktemp("kernels")) as library:
-        yield LinearKernels(library)
+    with emulated(request.param, tmp_path_factory) as (operators, panel):
+        yield LinearKernels(operators, panel)
 
 
 @contextmanager
-def linear_library(name, directory):
-    """Yield the kernels of a kind of CPU."""
+def emulated(name, tmp_path_factory):
+    """Yield the operators of a kind of CPU, and the outputs of a panel."""
+    directory = tmp_path_factory.getbasetemp() / f"kernels-{name}"
+    directory.mkdir(exist_ok=True)
     if name in ARM:
-        library = EmulatedLibrary("qemu-aarch64", for_arm(ARM[name], directory))
-        assert library.isa == name
-        yield library
-        library.close()
+        operators = RemoteOperators("qemu-aarch64", for_arm(ARM[name], directory))
+        assert operators.isa == name
+        yield operators, operators.panel
+        operators.close()
     else:
         library = ctypes.CDLL(str(for_x86(*X86[name], directory, *KERNELS)))
         library.octavo_isa.restype = ctypes.c_char_p
         assert library.octavo_isa().decode() == name
-        yield library
+        yield LoadedOperators(library), library.octavo_panel_outputs()
 
 
 def for_x86(march, emulated, directory, *sources):
@@ -107,16 +108,33 @@ def for_arm(level, directory):
     compiler = "aarch64-linux-gnu-g++"
     if shutil.which(compiler) is None or shutil.which("qemu-aarch64") is None:
         pytest.skip(f"no {compiler} or no qemu-aarch64")
-    sources = (EMULATION / "remote_linear.cpp", *KERNELS)
+    sources = (EMULATION / "remote.cpp", *KERNELS)
     return built(compiler, *level.flags, "-static", *sources, to=directory / "program")
 
 
 def built(compiler, *arguments, to):
-    """Compile in half the time; return the path."""
+    """Compile in half the time, unless another test has; return the path."""
+    if to.exists():
+        return to
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-O")]
     command = [compiler, *flags, "-O1", "-Wno-psabi", f"-I{SOURCES}", *arguments, "-o", to]
     subprocess.run(command, check=True)
     return to
+
+
+def linear(kernels, x, outputs, panels, bias, gated=0, norm=None, epsilon=0.0, residual=None):
+    """Multiply by packed weights without adapters."""
+    return kernels.operators.packed_linear(
+        x, outputs, panels, bias, gated, -1, norm, epsilon, residual
+    )
+
+
+def linear_int8(kernels, x, outputs, panels, bias, *scales_and_fused):
+    """Multiply by packed weights in 8 bits without adapters."""
+    scales, fused = scales_and_fused[:3], scales_and_fused[3:] or (0, None, 0.0, None)
+    return kernels.operators.packed_linear_int8(
+        *(x, outputs, panels, bias, *scales, fused[0], -1, *fused[1:])
+    )
 
 
 def case(shape, seed, dtype=torch.bfloat16):
@@ -147,10 +165,11 @@ def test_a_panel_has_the_outputs_of_a_word_side_by_side(kernels, dtype, shape, s
 @settings(deadline=None)
 def test_bfloat16(kernels, shape, seed):
     x, weight, bias = case(shape, seed)
-    found = kernels.linear(x, len(bias), kernels.pack(weight), kernels.pad_outputs(bias))
+    found = linear(kernels, x, len(bias), kernels.pack(weight), kernels.pad_outputs(bias))
     expected = x.double() @ weight.double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=2**-8, atol=1e-5)
-    wide = kernels.linear_wide(x, len(bias), kernels.pack(weight), kernels.pad_outputs(bias))
+    packed = kernels.pack(weight), kernels.pad_outputs(bias)
+    wide = kernels.operators.packed_linear_wide(x, len(bias), *packed, -1)
     assert wide.dtype == torch.float32
     torch.testing.assert_close(wide.double(), expected, rtol=1e-4, atol=1e-4)
 
@@ -169,7 +188,7 @@ def test_float32(kernels, rows, inputs, outputs, seed):
         torch.randn(outputs, inputs, generator=draw),
         torch.randn(outputs, generator=draw),
     )
-    found = kernels.linear(x, outputs, kernels.pack(weight), kernels.pad_outputs(bias))
+    found = linear(kernels, x, outputs, kernels.pack(weight), kernels.pad_outputs(bias))
     assert found.dtype == torch.float32
     expected = x.double() @ weight.double().T + bias
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-4)
@@ -186,8 +205,9 @@ def test_int8(kernels, shape, seed, zero):
     whole = (weight / scale[:, None]).round().clamp(-127, 127).to(torch.int8)
     draw = torch.Generator().manual_seed(seed)
     factors = 2.0 ** torch.randint(-2, 3, x.shape[1:], generator=draw)  # exact in any precision
-    found = kernels.linear_int8(
+    found = linear_int8(
         *(
+            kernels,
             x,
             len(bias),
             kernels.pack(whole),
@@ -214,7 +234,7 @@ def test_int8(kernels, shape, seed, zero):
 
 def in_own_type(kernels, weight, bias):
     """A layer's operator, and its arguments after rows and outputs."""
-    return kernels.linear, (kernels.pack(weight), kernels.pad_outputs(bias))
+    return partial(linear, kernels), (kernels.pack(weight), kernels.pad_outputs(bias))
 
 
 def in_8_bits(kernels, weight, bias):
@@ -223,7 +243,7 @@ def in_8_bits(kernels, weight, bias):
     scale = weight.abs().amax(1).clamp_min(1e-8) / 127
     whole = (weight / scale[:, None]).round().to(torch.int8)
     scales = (factors, kernels.pad_outputs(scale), kernels.pad_outputs(whole.sum(1) * scale))
-    return kernels.linear_int8, (kernels.pack(whole), kernels.pad_outputs(bias), *scales)
+    return partial(linear_int8, kernels), (kernels.pack(whole), kernels.pad_outputs(bias), *scales)
 
 
 KINDS = [(in_own_type, torch.bfloat16), (in_own_type, torch.float32), (in_8_bits, torch.bfloat16)]
@@ -286,13 +306,14 @@ def test_a_row_is_the_same_alone_and_among_others(kernels, make, dtype):
 
 @pytest.mark.parametrize("rows", [1, 4, 20])
 @each_kind
-def test_threads_share_the_outputs(kernels, monkeypatch, make, dtype, rows):
+@pytest.mark.usefixtures("two_threads")
+def test_threads_share_the_outputs(kernels, make, dtype, rows):
     """One thread computes each output, so the number of threads does not change results."""
     x, weight, bias = case((rows, 2 * GROUP, 9 * PANEL + 1), seed=0, dtype=dtype)
     operator, layer = make(kernels, weight, bias)
     expected = operator(x, len(bias), *layer)
     for threads in (3, 70):  # 70: more threads than panels
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        torch.set_num_threads(threads)
         assert operator(x, len(bias), *layer).equal(expected)
 
 

@@ -1,7 +1,5 @@
 """The rounding kernels equal PyTorch's definition, on every kind of CPU."""
 
-import ctypes
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -12,22 +10,18 @@ from octavo.kernels.cpu import rounding as native
 from octavo.kernels.cpu.blocks import FORMATS, dequantize, to_q4_1
 from octavo.kernels.cpu.linear import GROUP
 from octavo.kernels.cpu.rounding import RoundingKernels
-from tests.kernels.test_linear import ARM, CPUS, SOURCES, X86, for_x86, linear_library
+from tests.kernels.test_linear import CPUS, emulated
 
 
 @pytest.fixture(scope="module", params=CPUS)
 def kernels(request, tmp_path_factory):
-    directory = tmp_path_factory.mktemp("kernels")
     if request.param == "native":
         if native is None:
             pytest.skip("there is no C++ compiler")
         yield native
-    elif request.param in ARM:
-        with linear_library(request.param, directory) as library:
-            yield RoundingKernels(library)
-    else:
-        path = for_x86(*X86[request.param], directory, SOURCES / "round_weights.cpp")
-        yield RoundingKernels(ctypes.CDLL(str(path)))
+        return
+    with emulated(request.param, tmp_path_factory) as (operators, _):
+        yield RoundingKernels(operators)
 
 
 def random_weight(outputs, groups, dtype, seed):

@@ -31,7 +31,8 @@ from pathlib import Path
 import octavo, torch
 from octavo.kernels import cpu
 x, w = torch.randn(3, 64).bfloat16(), torch.randn(32, 64).bfloat16()
-y = cpu.linear.linear(x, 32, cpu.linear.pack(w), cpu.linear.pad_outputs(torch.zeros(32)))
+layer = cpu.linear.pack(w), cpu.linear.pad_outputs(torch.zeros(32))
+y = torch.ops.octavo_cpu.packed_linear_wide(x, 32, *layer, -1)
 torch.testing.assert_close(y.float(), x.float() @ w.float().T, rtol=0.01, atol=0.05)
 print(Path(octavo.__file__).parent, cpu.path, cpu.warning)
 """

@@ -131,12 +131,11 @@ def stacked(count: int, make: Callable[[int], Tensor]) -> Tensor:
     return made
 
 
-OPERATOR = define(
+define(
     "packed_experts(Tensor x, Tensor expert_ids, Tensor weights, Tensor up, Tensor up_bias,"
     " Tensor down, Tensor down_bias, int activation, int gated, float alpha, float limit,"
     " float offset, Tensor? up_factors=None, Tensor? up_scales=None, Tensor? down_factors=None,"
     " Tensor? down_scales=None) -> Tensor",
     lambda x, *_: x.new_empty(x.shape),
-    CPU=None if kernels is None else kernels.experts,
+    native=True,
 )
-"""The operator. A traced step calls the function of the same name in kernels/cpu/operators.cpp."""

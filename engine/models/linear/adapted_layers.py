@@ -5,16 +5,16 @@ add the products in their kernels. Other layers have a hook that calls `add_adap
 step this is the operator `octavo::add_adapters`.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from octavo.engine.operators import define
-from octavo.kernels.low_rank import LowRankBatch, StepAdapters
+from octavo.kernels import cpu
+from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.ops import add_low_rank
 
 
@@ -75,11 +75,23 @@ _adapters: ContextVar[StepAdapters | TracedAdapters | None] = ContextVar(
 @contextmanager
 def applying(adapters: StepAdapters | TracedAdapters | None) -> Iterator[None]:
     """Set the adapters of the model that runs in this context; None for none."""
+    if adapters is None and _adapters.get() is None:
+        yield
+        return
     token = _adapters.set(adapters)
+    kept = _set_in_kernels(current_adapters())
     try:
         yield
     finally:
         _adapters.reset(token)
+        kept = _set_in_kernels(current_adapters())
+        del kept
+
+
+def _set_in_kernels(adapters: StepAdapters | None) -> object:
+    """Set the adapters of packed layers; see `octavo.kernels.cpu.set_adapters`."""
+    on_gpu = adapters is not None and adapters.tokens.records.is_cuda
+    return cpu.set_adapters(None if on_gpu else adapters)
 
 
 def current_adapters() -> StepAdapters | None:
@@ -117,34 +129,9 @@ def add_adapters(target: Target, x: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def with_adapters(kernel: Callable[..., Tensor], place: int) -> Callable[..., Tensor]:
-    """Wrap a packed layer's kernel so that it gets the current step's adapters.
-
-    Args:
-        kernel: The kernel, which takes the layer's adapters as `low_rank`.
-        place: Index of the operator's argument with the layer's number among adapted layers, which
-            is negative if it is not adapted.
-    """
-
-    def run(*arguments: Any) -> Tensor:  # noqa: ANN401 - as the kernel
-        adapters, number = current_adapters(), arguments[place]
-        added = None if adapters is None or number < 0 else adapters.of_layer(number)
-        return kernel(*arguments[:place], *arguments[place + 1 :], low_rank=added)
-
-    return run
-
-
-def _add(out: Tensor, x: Tensor, target: int, of_logits: int) -> Tensor:
-    added = out.contiguous().clone()
-    if (adapters := current_adapters()) is not None:
-        batch: LowRankBatch = adapters.batch(of_logits=bool(of_logits))
-        add_low_rank(added, x, batch, target)
-    return added
-
-
 ADD_ADAPTERS = define(
     "add_adapters(Tensor out, Tensor x, int target, int of_logits) -> Tensor",
     lambda out, *_: out.new_empty(out.shape),
-    CPU=_add,
+    native=True,
 )
 """`octavo::add_adapters`: adds the products of a traced layer that is not packed."""

@@ -15,7 +15,6 @@ from torch.nn.functional import silu
 from transformers import PreTrainedModel
 
 from octavo.engine.models.deferred import present
-from octavo.engine.models.linear.adapted_layers import with_adapters
 from octavo.engine.models.linear.fuse_linears import (
     JoinLinears,
     LocatedLinear,
@@ -219,8 +218,7 @@ class GatedMLP(nn.Module):
 
 
 OPERATORS: list[OpOverload] = []
-"""The operators of packed layers. A traced step calls the functions of the same names in
-kernels/cpu/operators.cpp."""
+"""The operators of packed layers."""
 ADAPTED = "int adapted"
 NORMED = "Tensor? norm=None, float epsilon=0.0, Tensor? residual=None"
 """The last arguments of operators into which `fusion.py` can fuse a norm and a residual, after
@@ -229,34 +227,25 @@ FUSED = f"int gated, {ADAPTED}, {NORMED}"
 """The last arguments of such operators that also take adapters."""
 
 
-def define_operator(
-    schema: str, kernel: Callable[..., Tensor] | None, dtype: torch.dtype | None = None
-) -> None:
+def define_operator(schema: str, dtype: torch.dtype | None = None) -> None:
     """Define a packed layer's operator.
 
     Args:
         schema: Its name and arguments; the first two are the rows and the number of outputs.
-        kernel: Its implementation; None if this CPU has none. If `ADAPTED` is among the arguments,
-            the kernel takes the layer's adapters as `low_rank` instead.
         dtype: The outputs' dtype, if not the rows'.
     """
-    before, adapted, _ = schema.partition(ADAPTED)
-    if kernel is not None and adapted:
-        kernel = with_adapters(kernel, before.count(","))
     operator = define(
         schema,
         lambda x, outputs, *_, **__: x.new_empty(x.shape[0], outputs, dtype=dtype),
-        CPU=kernel,
+        native=True,
     )
     OPERATORS.append(operator)
 
 
 define_operator(
-    f"packed_linear(Tensor x, int outputs, Tensor panels, Tensor bias, {FUSED}) -> Tensor",
-    None if kernels is None else kernels.linear,
+    f"packed_linear(Tensor x, int outputs, Tensor panels, Tensor bias, {FUSED}) -> Tensor"
 )
 define_operator(
     f"packed_linear_wide(Tensor x, int outputs, Tensor panels, Tensor bias, {ADAPTED}) -> Tensor",
-    None if kernels is None else kernels.linear_wide,
     torch.float32,
 )

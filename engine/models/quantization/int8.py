@@ -181,6 +181,5 @@ class OneDnnInt8Linear(nn.Module):
 define_operator(
     "packed_linear_int8(Tensor x, int outputs, Tensor panels, Tensor bias, Tensor factors,"
     f" Tensor scales, Tensor row_sums, {FUSED}) -> Tensor",
-    None if kernels is None else kernels.linear_int8,
 )
 SCHEME = Int8()

@@ -186,21 +186,17 @@ def embedding_factor(layer: nn.Module) -> float | None:
 define_operator(
     "packed_linear_blocks(Tensor x, int outputs, Tensor blocks, Tensor bias, int number,"
     f" {FUSED}) -> Tensor",
-    None if kernels is None else kernels.linear,
 )
 define_operator(
     "packed_linear_blocks_wide(Tensor x, int outputs, Tensor blocks, Tensor bias, int number)"
     " -> Tensor",
-    None if kernels is None else kernels.linear_wide,
     torch.float32,
 )
 define_operator(
     "packed_embedding(Tensor ids, int width, Tensor blocks, int number) -> Tensor",
-    None if kernels is None else kernels.embed,
     torch.bfloat16,
 )
 define_operator(
     "packed_embedding_wide(Tensor ids, int width, Tensor blocks, int number) -> Tensor",
-    None if kernels is None else kernels.embed_wide,
     torch.float32,
 )
