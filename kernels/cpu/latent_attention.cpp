@@ -7,26 +7,30 @@
 // takes fewer products for decodes, expanded for long chunks of prefills. A thread expands at most
 // kMostKeys keys and values of one head at a time, so that they stay in its core's cache.
 
-#include "latent.h"
-
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
+#include "attention.h"
 #include "attention_worker.h"
 #include "linear.h"
 #include "prepare_rows.h"
-
-extern "C" int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t,
-                                      int, void*, int, float, int, int, float, const float*,
-                                      const float*, int);
 
 namespace {
 
 constexpr int kMostKeys = 1024;    // expanded at a time; a multiple of kTile
 constexpr int kMostAbsorbed = 256;  // tokens at a time, unless one sequence has more
+
+// Packed weights, as in linear.h, head after head in whole panels.
+struct LatentProducts {
+  const void* absorbing;  // maps a query of keys to a query of latents
+  const void* keys;       // maps a latent to the first elements of a key
+  const void* values;     // maps a latent to a value
+  int64_t key_dim;        // elements of a key that come from a latent
+  int64_t value_dim;
+};
 
 // One call. Strides are in elements.
 struct Call {
@@ -222,9 +226,10 @@ class LatentAttention {
           put<T>(queries.data() + (row * heads + head) * wide, output, latent, values);
         });
     const Batch batch = chosen.batch();
-    octavo_paged_attention(&call_.cache, &batch, queries.data(), heads * wide, wide, int(heads),
-                           results.data(), int(latent), call_.scale, call_.sight.sliding_window,
-                           call_.sight.chunk, call_.soft_cap, nullptr, nullptr, call_.threads);
+    attend_to_blocks(call_.cache, batch,
+                     {queries.data(), 0, 3, {tokens, heads, wide}, {heads * wide, wide, 1}},
+                     results.data(), latent,
+                     {call_.scale, call_.sight, call_.soft_cap, nullptr, nullptr});
     const auto expanding = value_panels();
     multiply_heads<T>(
         expanding, heads, tokens, call_.threads,
@@ -463,27 +468,33 @@ class LatentAttention {
   const Call& call_;
 };
 
-}  // namespace
-
-// Attends to the cache's latents. A query's elements match a key's: those computed from a latent,
-// then those kept beside it. Results are [tokens][num_heads][value_dim]. Dimensions are multiples
-// of 8. Returns 0, or 1 + the index of a sequence with a bad block table, or -1 for a type that has
-// no products.
-extern "C" int octavo_latent_attention(const Cache* cache, const Batch* batch, const void* query,
-                                       int64_t query_token_stride, int64_t query_head_stride,
-                                       int num_heads, int query_dim,
-                                       const LatentProducts* products, void* out, float scale,
-                                       int sliding_window, int chunk, float soft_cap,
-                                       int threads) {
-  const Sight sight{sliding_window, chunk};
-  if (int bad = find_bad_table(*batch, *cache, sight)) return bad;
-  const Call call{*cache,    *batch, query,          query_token_stride,
-                  query_head_stride, num_heads,      *products,
-                  out,       scale,  sight,          soft_cap,
-                  threads,   query_dim - products->key_dim};
-  switch (cache->dtype) {
-    case 0: LatentAttention<Float32>(call).run(); return 0;
-    case 2: LatentAttention<BFloat16>(call).run(); return 0;
-  }
-  return -1;
+// Writes latents, and attends to them; each head computes keys and values from them. A query's elements
+// match a key's: those computed from a latent, then those kept beside it. Dimensions are multiples
+// of 8.
+void latent_attention(const Result& result, const View& query, const View& key,
+                      const View& absorbing, const View& keys, const View& values,
+                      int64_t value_dim, int64_t rotated, int64_t number, double scale,
+                      int64_t sliding_window, double soft_cap, int64_t chunk) {
+  const Stopwatch stopwatch(spent.attention);
+  const Layer layer(number);
+  layer.check(query);
+  require(!layer.cache.values && query.dtype == values.dtype &&
+              query.dtype != aoti_torch_dtype_float16(),
+          "latents have no values, and queries the type of the products, float32 or bfloat16");
+  const LatentProducts products{absorbing.data, keys.data, values.data, query.sizes[2] - rotated,
+                                value_dim};
+  void* const out = make_out(result, query, value_dim);
+  if (layer.is_written) layer.write(key, nullptr);
+  const Sight sight{int(sliding_window), int(chunk)};
+  layer.check_tables(sight);
+  const Call call{layer.cache, layer.batch, query.data, query.strides[0], query.strides[1],
+                  query.sizes[1], products, out, float(scale), sight, float(soft_cap),
+                  num_threads(), rotated};
+  if (query.is_float32())
+    LatentAttention<Float32>(call).run();
+  else
+    LatentAttention<BFloat16>(call).run();
 }
+OCTAVO_OPERATOR(latent_attention)
+
+}  // namespace

@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <memory>
 
+#include "attention.h"
 #include "attention_worker.h"
 
 namespace {
@@ -28,7 +29,7 @@ namespace {
 constexpr int64_t kMinParallelWork = 1 << 17;  // fewer products do not pay for threads
 
 template <class T>
-void attend(const Attention& p, const Plan& plan, int threads) {
+void run(const Attention& p, const Plan& plan, int threads) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
   std::unique_ptr<float[]> parts;
   std::atomic<int> queue{0};
@@ -56,20 +57,73 @@ void attend(const Attention& p, const Plan& plan, int threads) {
 
 }  // namespace
 
-// Returns 0, or 1 + the index of a sequence with a bad block table.
-extern "C" int octavo_paged_attention(
-    const Cache* cache, const Batch* batch, const void* query, int64_t query_token_stride,
-    int64_t query_head_stride, int num_heads, void* out, int value_dim, float scale,
-    int sliding_window, int chunk, float soft_cap, const float* alibi_slopes, const float* sinks,
-    int threads) {
-  const Sight sight{sliding_window, chunk};
-  if (int bad = find_bad_table(*batch, *cache, sight)) return bad;
-  const Attention attention{*cache,    *batch, query,     query_token_stride, query_head_stride,
-                            out,       int64_t(num_heads) * value_dim, alibi_slopes, sinks,
-                            num_heads, value_dim, sight, scale, soft_cap};
-  const int group = num_heads / cache->num_kv_heads;
-  Plan plan = make_plan(*batch, group, cache->num_kv_heads, sight);
+void attend_to_blocks(const Cache& cache, const Batch& batch, const View& query, void* out,
+                      int64_t value_dim, const Attending& how) {
+  const int num_heads = query.sizes[1], threads = num_threads();
+  const Attention attention{cache,          batch,          query.data,          query.strides[0],
+                            query.strides[1], out,          num_heads * value_dim, how.alibi_slopes,
+                            how.sinks,      num_heads,      int(value_dim),      how.sight,
+                            how.scale,      how.soft_cap};
+  Plan plan = make_plan(batch, num_heads / cache.num_kv_heads, cache.num_kv_heads, how.sight);
   split_items(plan, threads);
-  with_type(*cache, [&](auto type) { attend<decltype(type)>(attention, plan, threads); });
-  return 0;
+  with_type(cache, [&](auto type) { run<decltype(type)>(attention, plan, threads); });
 }
+
+namespace {
+
+void attend_to_layer(const Layer& layer, const View& query, void* out, int64_t value_dim,
+                     const Attending& how) {
+  layer.check_query(query);
+  require(value_dim <= (layer.cache.values ? layer.cache.value_dim : layer.cache.key_dim),
+          "values are not so wide");
+  layer.check_tables(how.sight);
+  attend_to_blocks(layer.cache, layer.batch, query, out, value_dim, how);
+}
+
+Attending attending(double scale, int64_t sliding_window, double soft_cap, int64_t chunk,
+                    const View* sinks, const View* alibi_slopes) {
+  return {float(scale), {int(sliding_window), int(chunk)}, float(soft_cap),
+          maybe<float>(alibi_slopes), maybe<float>(sinks)};
+}
+
+// Attends to a layer's cache.
+void attend(const Result& result, const View& query, int64_t value_dim, int64_t layer,
+            double scale, int64_t sliding_window, double soft_cap, int64_t chunk,
+            const View* sinks, const View* alibi_slopes) {
+  attend_to_layer(Layer(layer), query, make_out(result, query, value_dim), value_dim,
+                  attending(scale, sliding_window, soft_cap, chunk, sinks, alibi_slopes));
+}
+OCTAVO_OPERATOR(attend)
+
+// Writes keys and values, and attends. With angles, it rotates queries and keys first; if another
+// layer has written these keys and values, it writes the same again.
+void paged_attention(const Result& result, const View& query, const View& key, const View& value,
+                     int64_t number, double scale, int64_t sliding_window, double soft_cap,
+                     int64_t chunk, const View* sinks, const View* alibi_slopes, const View* cos,
+                     const View* sin) {
+  const Stopwatch stopwatch(spent.attention);
+  const Layer layer(number);
+  const int64_t key_dim = query.sizes[2], value_dim = value.sizes[2];
+  void* const out = make_out(result, query, value_dim);
+  View queries = query;
+  Memory rotated;
+  if (cos) {
+    // The rotated queries are written into the results' memory if sizes match: nothing else reads a
+    // token's query.
+    queries.data = out;
+    if (key_dim != value_dim) {
+      rotated = allocate(query.sizes[0] * query.sizes[1] * key_dim * bytes_of(query.dtype));
+      queries.data = rotated.get();
+    }
+    queries.strides[0] = query.sizes[1] * key_dim;
+    queries.strides[1] = key_dim;
+    layer.rotate_and_write(query, key, value, *cos, *sin, queries.data);
+  } else if (layer.is_written) {
+    layer.write(key, &value);
+  }
+  attend_to_layer(layer, queries, out, value_dim,
+                  attending(scale, sliding_window, soft_cap, chunk, sinks, alibi_slopes));
+}
+OCTAVO_OPERATOR(paged_attention)
+
+}  // namespace

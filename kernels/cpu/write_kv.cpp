@@ -4,7 +4,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "cache.h"
+#include "attention.h"
 
 namespace {
 
@@ -92,74 +92,80 @@ void rotate(const Stored* head, int half, Angles angles, Stored* to) {
   std::memcpy(to + half + at, parts[3], rest * sizeof *head);
 }
 
-// Returns 0, or 1 + the index of the first slot that is past the cache's end.
-int64_t bad_slot(const Cache& cache, const int64_t* slots, int64_t num_tokens) {
-  const int64_t num_slots = int64_t(cache.num_blocks) * cache.block_size;
-  for (int64_t token = 0; token < num_tokens; token++)
-    if (slots[token] >= num_slots) return 1 + token;
-  return 0;
+template <class Stored>
+Rows<Stored> rows_of(const View& tokens) {
+  return {tokens.as<const Stored>(), tokens.strides[0], tokens.strides[1]};
 }
 
 }  // namespace
 
-// Returns 0, or 1 + the index of the first slot that is past the cache's end; then
-// nothing has been written. Negative slots are skipped, as are values if the cache has none.
-extern "C" int64_t octavo_write_kv(
-    const Cache* cache, const void* key, int64_t key_token_stride, int64_t key_head_stride,
-    const void* value, int64_t value_token_stride, int64_t value_head_stride,
-    const int64_t* slots, int64_t num_tokens, int threads) {
-  if (const int64_t bad = bad_slot(*cache, slots, num_tokens)) return bad;
-  with_type(*cache, [&](auto type) {
+// Nothing is written if a slot is past the cache's end. Negative slots are skipped, as are values if
+// the cache has none.
+void Layer::write(const View& key, const View* value) const {
+  check_written(key, value);
+  check_slots();
+  const int64_t* const slots = batch.slots;
+  with_type(cache, [&](auto type) {
     using T = decltype(type);
     using Stored = typename T::Stored;
-    Rows<Stored> keys{static_cast<const Stored*>(key), key_token_stride, key_head_stride};
-    Rows<Stored> values{static_cast<const Stored*>(value), value_token_stride,
-                        value_head_stride};
-    const int64_t elements = num_tokens * cache->num_kv_heads * cache->key_dim;
-#pragma omp parallel for num_threads(threads) if (elements >= kMinParallelElements)
-    for (int64_t token = 0; token < num_tokens; token++) {
+    const auto keys = rows_of<Stored>(key), values = rows_of<Stored>(value ? *value : key);
+    const int64_t elements = batch.num_tokens * cache.num_kv_heads * cache.key_dim;
+#pragma omp parallel for num_threads(num_threads()) if (elements >= kMinParallelElements)
+    for (int64_t token = 0; token < batch.num_tokens; token++) {
       if (slots[token] < 0) continue;
-      for (int64_t head = 0; head < cache->num_kv_heads; head++) {
-        write_key<T>(*cache, slots[token], head, keys.at(token, head));
-        if (cache->values) write_value<T>(*cache, slots[token], head, values.at(token, head));
+      for (int64_t head = 0; head < cache.num_kv_heads; head++) {
+        write_key<T>(cache, slots[token], head, keys.at(token, head));
+        if (cache.values) write_value<T>(cache, slots[token], head, values.at(token, head));
       }
     }
   });
-  return 0;
 }
 
-// The same for keys that are not rotated yet; writes the rotated queries to `out`, contiguous.
-extern "C" int64_t octavo_rotate_and_write(
-    const Cache* cache, const void* query, int64_t query_token_stride,
-    int64_t query_head_stride, int num_heads, const void* key, int64_t key_token_stride,
-    int64_t key_head_stride, const void* value, int64_t value_token_stride,
-    int64_t value_head_stride, const float* cos, const float* sin, int64_t angle_stride,
-    const int64_t* slots, int64_t num_tokens, void* out, int threads) {
-  if (const int64_t bad = bad_slot(*cache, slots, num_tokens)) return bad;
-  with_type(*cache, [&](auto type) {
+void Layer::rotate_and_write(const View& query, const View& key, const View& value,
+                             const View& cos, const View& sin, void* rotated) const {
+  check_query(query);
+  check_written(key, &value);
+  require(query.sizes[0] == batch.num_tokens && cos.is_float32() && sin.is_float32(),
+          "queries must be those of the slots, and angles float32");
+  check_slots();
+  const int64_t* const slots = batch.slots;
+  with_type(cache, [&](auto type) {
     using T = decltype(type);
     using Stored = typename T::Stored;
-    const int dim = cache->key_dim;
-    Rows<Stored> queries{static_cast<const Stored*>(query), query_token_stride,
-                         query_head_stride};
-    Rows<Stored> keys{static_cast<const Stored*>(key), key_token_stride, key_head_stride};
-    Rows<Stored> values{static_cast<const Stored*>(value), value_token_stride,
-                        value_head_stride};
-    const int64_t elements = num_tokens * num_heads * dim;
-#pragma omp parallel for num_threads(threads) if (elements >= kMinParallelElements)
-    for (int64_t token = 0; token < num_tokens; token++) {
-      const Angles angles{cos + token * angle_stride, sin + token * angle_stride};
-      Stored* to = static_cast<Stored*>(out) + token * num_heads * dim;
+    const int num_heads = query.sizes[1], dim = cache.key_dim;
+    const auto queries = rows_of<Stored>(query), keys = rows_of<Stored>(key),
+               values = rows_of<Stored>(value);
+    const int64_t elements = batch.num_tokens * num_heads * dim;
+#pragma omp parallel for num_threads(num_threads()) if (elements >= kMinParallelElements)
+    for (int64_t token = 0; token < batch.num_tokens; token++) {
+      const int64_t angle = token * cos.strides[0];
+      const Angles angles{cos.as<float>() + angle, sin.as<float>() + angle};
+      Stored* to = static_cast<Stored*>(rotated) + token * num_heads * dim;
       for (int head = 0; head < num_heads; head++)
         rotate<T>(queries.at(token, head), dim / 2, angles, to + head * dim);
       if (slots[token] < 0) continue;
-      for (int64_t head = 0; head < cache->num_kv_heads; head++) {
-        Stored rotated[kMaxKeyDim];
-        rotate<T>(keys.at(token, head), dim / 2, angles, rotated);
-        write_key<T>(*cache, slots[token], head, rotated);
-        if (cache->values) write_value<T>(*cache, slots[token], head, values.at(token, head));
+      for (int64_t head = 0; head < cache.num_kv_heads; head++) {
+        Stored rotated_key[kMaxKeyDim];
+        rotate<T>(keys.at(token, head), dim / 2, angles, rotated_key);
+        write_key<T>(cache, slots[token], head, rotated_key);
+        if (cache.values) write_value<T>(cache, slots[token], head, values.at(token, head));
       }
     }
   });
-  return 0;
 }
+
+namespace {
+
+void write_kv(const View& key, const View* value, int64_t layer) {
+  Layer(layer).write(key, value);
+}
+OCTAVO_OPERATOR(write_kv)
+
+void rotate_and_write(const Result& result, const View& query, const View& key, const View& value,
+                      const View& cos, const View& sin, int64_t layer) {
+  Layer(layer).rotate_and_write(query, key, value, cos, sin,
+                                make_out(result, query, query.sizes[2]));
+}
+OCTAVO_OPERATOR(rotate_and_write)
+
+}  // namespace

@@ -10,11 +10,7 @@
 #include "operators.h"
 
 extern "C" {
-int64_t octavo_rotate_and_write(const Cache*, const void*, int64_t, int64_t, int, const void*,
-                                int64_t, int64_t, const void*, int64_t, int64_t, const float*,
-                                const float*, int64_t, const int64_t*, int64_t, void*, int);
-int octavo_paged_attention(const Cache*, const Batch*, const void*, int64_t, int64_t, int, void*,
-                           int, float, int, int, float, const float*, const float*, int);
+void octavo_set_step(const Step* within);
 const char* octavo_call(const char* name, const int64_t* words, const View* views, View* made);
 }
 
@@ -47,6 +43,36 @@ struct Numbers {
     }
   }
 };
+
+// A tensor's rows.
+template <class T>
+View rows(const std::vector<T>& values, int64_t count, int32_t dtype = 0) {
+  const int64_t width = values.size() / count;
+  return {const_cast<T*>(values.data()), dtype, 2, {count, width}, {width, 1}};
+}
+
+// A contiguous tensor of tokens' heads.
+template <class T>
+View heads(const std::vector<T>& values, int heads, int dim, int32_t dtype) {
+  return {const_cast<T*>(values.data()), dtype, 3, {kTokens, heads, dim}, {heads * dim, dim, 1}};
+}
+
+// Calls an operator of tensors, and of the numbers among `words`; returns its result, which lives
+// until the next call.
+View call(const char* name, const std::vector<View>& views, std::vector<int64_t> words = {}) {
+  if (words.empty())
+    while (words.size() < views.size()) words.push_back(words.size());
+  View made{};
+  const char* const problem = octavo_call(name, words.data(), views.data(), &made);
+  expect(problem ? problem : name, problem != nullptr, 0, 0);
+  return made;
+}
+
+int64_t bits(double number) {
+  int64_t word;
+  std::memcpy(&word, &number, sizeof word);
+  return word;
+}
 
 // Rotates each head of `x`, [tokens][heads][dim], by its token's angles.
 std::vector<float> rotated(std::vector<float> x, int heads, int dim, const std::vector<float>& cos,
@@ -108,19 +134,29 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
                     kBlock,        dtype,
                     fp8,           key_scale,
                     value_scale};
-  if (octavo_rotate_and_write(&cache, q.stored.data(), kHeads * dim, dim, kHeads, k.stored.data(),
-                              kKvHeads * dim, dim, v.stored.data(), kKvHeads * value_dim,
-                              value_dim, cos.data(), sin.data(), dim, slots.data(), kTokens, queries.data(),
-                              kThreads))
-    expect("a slot", 1, 0, 0);
-  const int32_t starts[] = {0, kTokens}, lengths[] = {kTokens};
-  const Batch batch{starts, lengths, table.data(), kBlocks, kBlocks, 1};
+  const int32_t starts[] = {0, kTokens}, lengths[] = {kTokens}, group = 0, written = 0;
+  const Batch batch{starts, lengths, table.data(), kBlocks, kBlocks, 1, slots.data(), kTokens};
+  const Step own{&cache, &group, &written, nullptr, &batch};
+  octavo_set_step(&own);
+  const int32_t float32 = aoti_torch_dtype_float32();
+  const int32_t number = dtype == 0   ? float32
+                         : dtype == 1 ? aoti_torch_dtype_float16()
+                                      : aoti_torch_dtype_bfloat16();
+  const View angles[] = {rows(cos, kTokens, float32), rows(sin, kTokens, float32)};
+  const View turned =
+      call("rotate_and_write",
+           {heads(q.stored, kHeads, dim, number), heads(k.stored, kKvHeads, dim, number),
+            heads(v.stored, kKvHeads, value_dim, number), angles[0], angles[1]},
+           {0, 1, 2, 3, 4, 0});
+  using Stored = typename T::Stored;
+  std::copy_n(turned.as<Stored>(), kTokens * kHeads * dim, queries.begin());
   const float scale = 1 / std::sqrt(float(dim));
   std::vector<float> sinks(kHeads);
   for (float& sink : sinks) sink = std::normal_distribution<float>()(random);
-  if (octavo_paged_attention(&cache, &batch, queries.data(), kHeads * dim, dim, kHeads, out.data(),
-                             value_dim, scale, 0, kChunk, 0, nullptr, sinks.data(), kThreads))
-    expect("a block", 1, 0, 0);
+  const View attended =
+      call("attend", {heads(queries, kHeads, dim, number), rows(sinks, 1, float32)},
+           {0, value_dim, 0, bits(scale), 0, bits(0), kChunk, 1, -1});
+  std::copy_n(attended.as<Stored>(), kTokens * kHeads * value_dim, out.begin());
   const auto query = rotated(q.values, kHeads, dim, cos, sin);
   auto key = rotated(k.values, kKvHeads, dim, cos, sin), value = v.values;
   if (fp8) {
@@ -150,21 +186,6 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
           expect("attention", found[lane], expected[i + lane], tolerance);
       }
     }
-}
-
-// A tensor's rows.
-template <class T>
-View rows(const std::vector<T>& values, int64_t count, int32_t dtype = 0) {
-  const int64_t width = values.size() / count;
-  return {const_cast<T*>(values.data()), dtype, 2, {count, width}, {width, 1}};
-}
-
-// Calls an operator of tensors.
-void call(const char* name, const std::vector<View>& views) {
-  std::vector<int64_t> words;
-  while (words.size() < views.size()) words.push_back(words.size());
-  View made;
-  expect(name, octavo_call(name, words.data(), views.data(), &made) != nullptr, 0, 0);
 }
 
 void check_tokens() {
