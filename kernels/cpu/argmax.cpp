@@ -37,23 +37,16 @@ int64_t argmax_row(const typename Type::Stored* row, int64_t columns) {
   return 0;  // a row of NaN has no greatest element
 }
 
-template <class Type>
-void argmax_rows(const void* rows, int64_t num_rows, int64_t stride, int64_t columns,
-                 int64_t* places, int threads) {
-  const auto* first = static_cast<const typename Type::Stored*>(rows);
-#pragma omp parallel for num_threads(threads) if (num_rows > 1)
-  for (int64_t row = 0; row < num_rows; row++)
-    places[row] = argmax_row<Type>(first + row * stride, columns);
-}
-
 // Sets `places` to each row's column of the first greatest element.
 void argmax(const View& rows, const View& places) {
-  const int dtype = dtype_number(rows.dtype);
-  const auto run = dtype == 0   ? argmax_rows<Float32>
-                   : dtype == 1 ? argmax_rows<Float16>
-                                : argmax_rows<BFloat16>;
-  run(rows.data, rows.sizes[0], rows.strides[0], rows.sizes[1], places.as<int64_t>(),
-      num_threads());
+  const int64_t count = rows.sizes[0];
+  with_dtype(dtype_number(rows.dtype), [&](auto type) {
+    using Type = decltype(type);
+#pragma omp parallel for num_threads(num_threads()) if (count > 1)
+    for (int64_t row = 0; row < count; row++)
+      places.as<int64_t>()[row] = argmax_row<Type>(
+          rows.as<const typename Type::Stored>() + row * rows.strides[0], rows.sizes[1]);
+  });
 }
 OCTAVO_OPERATOR(argmax)
 

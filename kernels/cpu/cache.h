@@ -54,13 +54,3 @@ struct Cache {
     return block * value_stride + head * block_size * value_dim;
   }
 };
-
-// Calls `work` with the type of queries and results.
-template <class Work>
-void with_type(const Cache& cache, Work work) {
-  switch (cache.dtype) {
-    case 0: return work(Float32());
-    case 1: return work(Float16());
-    case 2: return work(BFloat16());
-  }
-}

@@ -26,23 +26,17 @@ void mask_row(typename Type::Stored* row, int64_t columns, const uint32_t* mask,
   }
 }
 
-template <class Type>
-void mask_rows(const View& logits, const View& rows, const View& masks) {
-  const int64_t words = masks.sizes[1], count = rows.sizes[0];
-#pragma omp parallel for num_threads(num_threads()) if (count > 1) schedule(dynamic)
-  for (int64_t i = 0; i < count; i++)
-    mask_row<Type>(logits.as<typename Type::Stored>() + rows.as<int64_t>()[i] * logits.strides[0],
-                   logits.sizes[1], masks.as<const uint32_t>() + i * words, words);
-}
-
 // Masks rows. Bit i % 32 of word i / 32 of a row's mask allows token i.
 void mask_logits(const View& logits, const View& rows, const View& masks) {
   require(logits.has_whole_rows(), "rows of logits must be contiguous");
-  const int dtype = dtype_number(logits.dtype);
-  const auto run = dtype == 0   ? mask_rows<Float32>
-                   : dtype == 1 ? mask_rows<Float16>
-                                : mask_rows<BFloat16>;
-  run(logits, rows, masks);
+  const int64_t words = masks.sizes[1], count = rows.sizes[0];
+  with_dtype(dtype_number(logits.dtype), [&](auto type) {
+    using Type = decltype(type);
+#pragma omp parallel for num_threads(num_threads()) if (count > 1) schedule(dynamic)
+    for (int64_t i = 0; i < count; i++)
+      mask_row<Type>(logits.as<typename Type::Stored>() + rows.as<int64_t>()[i] * logits.strides[0],
+                     logits.sizes[1], masks.as<const uint32_t>() + i * words, words);
+  });
 }
 OCTAVO_OPERATOR(mask_logits)
 

@@ -66,7 +66,7 @@ void attend_to_blocks(const Cache& cache, const Batch& batch, const View& query,
                             how.scale,      how.soft_cap};
   Plan plan = make_plan(batch, num_heads / cache.num_kv_heads, cache.num_kv_heads, how.sight);
   split_items(plan, threads);
-  with_type(cache, [&](auto type) { run<decltype(type)>(attention, plan, threads); });
+  with_dtype(cache.dtype, [&](auto type) { run<decltype(type)>(attention, plan, threads); });
 }
 
 namespace {

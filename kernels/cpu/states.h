@@ -14,16 +14,6 @@
 constexpr float kLog2OfE = 1.4426950408889634f;
 constexpr int kFloatsPerLine = 16;
 
-// Calls `work` with the type of this number in caches.py.
-template <class Work>
-void with_dtype(int dtype, Work work) {
-  switch (dtype) {
-    case 0: return work(Float32());
-    case 1: return work(Float16());
-    case 2: return work(BFloat16());
-  }
-}
-
 inline int num_vectors(int count) { return (count + kLanes - 1) / kLanes; }
 inline int whole_vectors(int count) { return num_vectors(count) * kLanes; }
 

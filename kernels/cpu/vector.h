@@ -200,3 +200,13 @@ struct BFloat16 {
   }
 #endif
 };
+
+// Calls `work` with the type of this number in caches.py.
+template <class Work>
+void with_dtype(int dtype, Work work) {
+  switch (dtype) {
+    case 0: return work(Float32());
+    case 1: return work(Float16());
+    case 2: return work(BFloat16());
+  }
+}

@@ -105,7 +105,7 @@ void Layer::write(const View& key, const View* value) const {
   check_written(key, value);
   check_slots();
   const int64_t* const slots = batch.slots;
-  with_type(cache, [&](auto type) {
+  with_dtype(cache.dtype, [&](auto type) {
     using T = decltype(type);
     using Stored = typename T::Stored;
     const auto keys = rows_of<Stored>(key), values = rows_of<Stored>(value ? *value : key);
@@ -129,7 +129,7 @@ void Layer::rotate_and_write(const View& query, const View& key, const View& val
           "queries must be those of the slots, and angles float32");
   check_slots();
   const int64_t* const slots = batch.slots;
-  with_type(cache, [&](auto type) {
+  with_dtype(cache.dtype, [&](auto type) {
     using T = decltype(type);
     using Stored = typename T::Stored;
     const int num_heads = query.sizes[1], dim = cache.key_dim;
