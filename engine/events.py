@@ -104,8 +104,9 @@ Publish = Callable[[list[Event | PrefixChange], Load], None]
 
 def prefix_changes(prefixes: PrefixCache, session: int | None = None) -> list[PrefixChange]:
     """Return the prefix cache's change since the last call, if any; for a new session, all keys."""
-    stored, evicted = set(prefixes.published), set[bytes]()
-    if session is None:
+    if session is not None:
+        stored, evicted = set(prefixes.published), set[bytes]()
+    else:
         stored, evicted = prefixes.take_changes()
         if not (stored or evicted):
             return []
