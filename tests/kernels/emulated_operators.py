@@ -111,7 +111,7 @@ class RemoteOperators(EmulatedOperators):
         problem = self._read(MESSAGE).rstrip(b"\0")
         for one, data in zip(tensors, sent, strict=True):
             changed = self._read(len(data))
-            if changed != data and one is not tensors[1]:
+            if changed != data:
                 ctypes.memmove(one.data_ptr(), changed, len(data))
         made = View.from_buffer_copy(self._read(ctypes.sizeof(View)))
         raise_problem(problem)
@@ -130,7 +130,9 @@ class RemoteOperators(EmulatedOperators):
 def with_rows(tensors, row_bytes):
     """Return tensors with places instead of addresses, and the rows."""
     out, addresses = tensors
-    rows = [ctypes.string_at(at, row_bytes) if at else b"\0" * row_bytes for at in addresses]
+    rows = [
+        ctypes.string_at(at, row_bytes) if at else b"\0" * row_bytes for at in addresses.tolist()
+    ]
     places = torch.arange(len(rows)) * row_bytes + 1
     memory = torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.uint8)
     return [out, torch.where(addresses == 0, 0, places), memory]
