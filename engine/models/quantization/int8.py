@@ -26,9 +26,9 @@ from octavo.engine.models.quantization.experts import experts_to_int8
 from octavo.engine.models.quantization.gpu_weight import GpuWeight, round_to_int8
 from octavo.engine.models.quantization.rounding import (
     ALPHAS,
-    output_error,
     round_rows,
     round_weights,
+    row_error,
     smooth,
     widest_weights,
 )
@@ -76,18 +76,21 @@ def to_int8(
         weight: `[out, in]`, the weights to use.
         inputs: The layer's inputs on the calibration text.
     """
+    kind = PackedInt8Linear if has_quantized_kernels(layer) else OneDnnInt8Linear
     widest = widest_weights(weight)
     judges = torch.linspace(0, len(weight) - 1, min(JUDGES, len(weight))).long()
-    judged = weight[judges].float()
+    judged, rows = weight[judges], inputs.samples.to(layer.weight.dtype)
+    outputs, width = judged.shape
+    shape = nn.Linear(width, outputs, bias=False, dtype=rows.dtype, device="meta")
+    exact = inputs.samples @ judged.float().T
 
     def error(factors: Tensor) -> float:
-        return output_error(judged, inputs.samples, round_weights(judged, factors))
+        # By the layer's own kernel: PyTorch's operators take longer than rounding all weights.
+        computed = kind(shape, *round_weights(judged, factors))(rows)
+        return row_error(computed, exact)
 
     factors = min((smooth(inputs.absmax, widest, alpha) for alpha in ALPHAS), key=error)
-    quantized = round_weights(weight, factors)
-    return (PackedInt8Linear if has_quantized_kernels(layer) else OneDnnInt8Linear)(
-        layer, *quantized
-    )
+    return kind(layer, *round_weights(weight, factors))
 
 
 class PackedInt8Linear(PackedLayer):

@@ -70,10 +70,14 @@ def widest_weights(weight: Tensor) -> Tensor:
 
 
 def output_error(weight: Tensor, samples: Tensor, quantized: QuantizedWeights) -> float:
-    """Return the mean error of the outputs' rows, relative to each row's norm."""
-    exact = samples @ weight.T
+    """Return the `row_error` of quantized weights' outputs."""
     rows, step, zero = round_rows(samples * quantized.factors)
     computed = (rows - zero) * step @ (quantized.weight * quantized.scale[:, None]).T
+    return row_error(computed, samples @ weight.T)
+
+
+def row_error(computed: Tensor, exact: Tensor) -> float:
+    """Return the mean error of rows, relative to each row's norm."""
     return float(((computed - exact).norm(dim=1) / exact.norm(dim=1).clamp_min(EPSILON)).mean())
 
 
