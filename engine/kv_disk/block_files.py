@@ -27,8 +27,10 @@ _SUFFIX, _INCOMPLETE = ".kv", ".kv-part"
 _LOCK = "lock"
 _TRIMMED_TO = 0.9
 """Share of the limit that is left after the least recently used files are deleted."""
-_WRITTEN_SHARE = 0.02
-"""Share of the limit that may be written before all files are counted again."""
+_WRITTEN_SHARE = 0.01
+"""Share of the limit that an engine may write before it counts all files again.
+
+So ten engines can share a directory."""
 _ABANDONED_SECONDS = 60.0
 """Age at which an incomplete file counts as abandoned."""
 
@@ -138,8 +140,6 @@ class BlockFiles:
             self._unlisted_bytes = 0
             files = sorted(self._files())
             total = sum(size for _, size, _ in files)
-            if total <= (1 - _WRITTEN_SHARE) * self._max_bytes:
-                return
             for _, size, path in files:
                 if total <= _TRIMMED_TO * self._max_bytes:
                     break

@@ -3,9 +3,9 @@
 Blocks are written behind: the core copies a computed block to memory, and a thread writes it. If
 the disk is slower than the model, blocks are dropped; the queue stays bounded.
 
-Blocks are read ahead: a request whose prefix has files waits for them outside the scheduler, for at
-most the time that computing the prefix takes. Then they are in swap space, where admission finds
-them.
+Blocks are read ahead: a request whose prefix has files waits for them outside the scheduler, as
+long as reading is not behind computing by more than `MAX_DELAY`. Then they are in swap space, where
+admission finds them, and the rest is computed.
 """
 
 import math
@@ -13,8 +13,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from heapq import heappop, heappush
-from itertools import count
 from queue import SimpleQueue
 from typing import NamedTuple
 
@@ -33,9 +31,11 @@ READERS = 2
 REFRESH_SECONDS = 5.0
 """Maximum age of the list of other engines' files."""
 RETRY_SECONDS = 30.0
-"""Time without writes after an error, such as a full disk."""
-DEFAULT_SECONDS = 10.0
-"""Maximum time of a read before the rate of prefill is known."""
+"""Time without writes after an error, such as a full disk, and without reads from a slow disk."""
+MAX_DELAY = 0.1
+"""Maximum delay of a first token by a slow disk, as a share of computing the prefix."""
+MIN_DELAY_SECONDS = 0.05
+"""Delay that is always allowed, since threads need it to start."""
 _SMOOTHING = 0.2
 
 
@@ -49,21 +49,39 @@ class StoredBlock(NamedTuple):
 class Read:
     """A read of some blocks for one request.
 
-    It ends once: when all are read, when one is missing, or when its time is over.
+    It ends once: when all are read, when one is missing, or when computing is faster.
 
     Attributes:
         keys: Keys of the blocks.
+        prefill_seconds: Time that computing them takes.
+        begun: Monotonic time of its first block's read; None while no thread is free.
         ended: Whether it has ended.
         left: Whether its thread is done with it, maybe later than `ended`.
     """
 
-    def __init__(self, keys: Sequence[bytes], on_end: Callable[[list[StoredBlock]], None]) -> None:
+    def __init__(
+        self,
+        keys: Sequence[bytes],
+        prefill_seconds: float,
+        on_end: Callable[[list[StoredBlock]], None],
+    ) -> None:
         self.keys = keys
+        self.prefill_seconds = prefill_seconds
         self._on_end = on_end
         self._blocks: list[StoredBlock] = []
         self._lock = threading.Lock()
+        self._queued = time.monotonic()
+        self.begun: float | None = None
         self.ended = False
         self.left = False
+
+    @property
+    def due(self) -> float:
+        """Monotonic time at which it ends, unless it makes progress."""
+        if self.begun is None:
+            return self._queued + self.prefill_seconds
+        saved = self.prefill_seconds * len(self._blocks) / len(self.keys)
+        return self.begun + saved + max(MAX_DELAY * self.prefill_seconds, MIN_DELAY_SECONDS)
 
     def add(self, block: StoredBlock) -> None:
         """Add a block, unless the read has ended."""
@@ -98,10 +116,10 @@ class DiskTier:
         self._begun = threading.Condition()
         self._closed = False
         self._bytes_per_second: float | None = None
+        self._observed = 0.0  # monotonic time
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._hanging: set[Read] = set()  # ended, but their readers still wait for the disk
-        self._deadlines: list[tuple[float, int, Read]] = []  # a heap
-        self._numbers = count()
+        self._unended: list[Read] = []
         # An engine must be able to end while a disk hangs: so all threads are daemons.
         for work in (self._write_blocks, self._end_late_reads, *(READERS * [self._read_blocks])):
             keep_thread_running(work, "kv-disk")
@@ -127,31 +145,30 @@ class DiskTier:
             self._pending.append((key, copy()))
             self._saved.notify()
 
-    def worthwhile(self, num_blocks: int, prefill_seconds: float | None) -> bool:
+    def worthwhile(self, num_blocks: int, prefill_seconds: float) -> bool:
         """Return whether reading blocks is faster than computing, or may be."""
         if len(self._hanging) >= READERS:
             return False
-        if prefill_seconds is None or self._bytes_per_second is None:
+        if time.monotonic() - self._observed > RETRY_SECONDS or self._bytes_per_second is None:
             return True
         return num_blocks * self._files.block_bytes / self._bytes_per_second < prefill_seconds
 
     def read(
         self,
         keys: Sequence[bytes],
-        prefill_seconds: float | None,
+        prefill_seconds: float,
         on_end: Callable[[list[StoredBlock]], None],
     ) -> Read:
         """Read blocks, in order.
 
         Args:
             keys: Their keys.
-            prefill_seconds: Time that computing them takes; None if it is not known.
+            prefill_seconds: Time that computing them takes.
             on_end: Called once, from another thread, with the blocks read until then.
         """
-        read = Read(keys, on_end)
-        deadline = time.monotonic() + (prefill_seconds or DEFAULT_SECONDS)
+        read = Read(keys, prefill_seconds, on_end)
         with self._begun:
-            heappush(self._deadlines, (deadline, next(self._numbers), read))
+            self._unended.append(read)
             self._begun.notify()
         self._reads.put(read)
         return read
@@ -170,19 +187,26 @@ class DiskTier:
             with self._begun:
                 if self._closed:
                     return
-                first = self._deadlines[0][0] if self._deadlines else math.inf
-                if (left := first - time.monotonic()) > 0:
-                    self._begun.wait(min(left, threading.TIMEOUT_MAX))
-                    continue
-                *_, read = heappop(self._deadlines)
-            if read.end():
-                self.counters["late"] += 1
-                self._hanging.add(read)
-                if read.left:  # meanwhile
-                    self._hanging.discard(read)
+                self._unended = [read for read in self._unended if not read.ended]
+                now, hangs = time.monotonic(), len(self._hanging) >= READERS
+                late = [r for r in self._unended if r.due <= now or (hangs and r.begun is None)]
+                if not late:
+                    first = min((read.due for read in self._unended), default=math.inf)
+                    self._begun.wait(min(first - now, threading.TIMEOUT_MAX))
+            for read in late:
+                if read.end():
+                    self.counters["late"] += 1
+                    if read.begun is not None:
+                        self._hanging.add(read)
+                    if read.left:  # meanwhile
+                        self._hanging.discard(read)
 
     def _read_blocks(self) -> None:
         while (read := self._reads.get()) is not None:
+            with self._begun:
+                if not read.ended:
+                    read.begun = time.monotonic()
+                self._begun.notify()
             if not read.ended:
                 self._read(read)
             read.left = True
@@ -191,6 +215,8 @@ class DiskTier:
     def _read(self, read: Read) -> None:
         began, blocks = time.perf_counter(), 0
         try:
+            if not self.worthwhile(len(read.keys), read.prefill_seconds):  # any more
+                return
             for key in read.keys:
                 contents = np.empty(self._files.block_bytes, np.uint8)
                 if read.ended or not self._files.read(key, contents):
@@ -204,7 +230,7 @@ class DiskTier:
             read.end()
 
     def _observe(self, rate: float) -> None:
-        old = self._bytes_per_second
+        old, self._observed = self._bytes_per_second, time.monotonic()
         self._bytes_per_second = rate if old is None else old + _SMOOTHING * (rate - old)
 
     def _write_blocks(self) -> None:

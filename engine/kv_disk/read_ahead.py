@@ -9,6 +9,8 @@ from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState, SequenceGroup
 
 Call = Callable[..., None]
+ASSUMED_TOKEN_SECONDS = 1e-3
+"""Time to compute a token of a prefill, until it is measured."""
 
 
 class ReadAhead:
@@ -44,7 +46,7 @@ class ReadAhead:
         salt = request.prefix_salt
         prefixes, room = self._cache.prefixes, self._cache.moves.num_places
         keys, tokens = ([], 0) if computed else prefixes.missing(lead.token_ids, salt)
-        seconds = self._scheduler.policy.prefill_seconds(tokens)
+        seconds = self._scheduler.policy.prefill_seconds(tokens) or tokens * ASSUMED_TOKEN_SECONDS
         if not 0 < len(keys) <= room or not self._tier.worthwhile(len(keys), seconds):
             self._scheduler.submit(group)
             return

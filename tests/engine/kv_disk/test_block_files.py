@@ -109,6 +109,17 @@ def test_the_least_recently_used_go_at_the_limit_whatever_their_model(tmp_path):
     assert (read(second, 139) == block(139)).all()
 
 
+def test_ten_writers_keep_within_the_limit(tmp_path):
+    limit = 200 * SIZE
+    writers = [open_files(tmp_path, limit) for _ in range(10)]
+    for number in range(500):
+        key = number.to_bytes(2) * 16
+        writers[number % 10].write(key, block(number))
+        assert sum(path.stat().st_size for path in paths(tmp_path)) <= limit
+    writers[0].refresh()
+    assert len(writers[0].held) == len(paths(tmp_path)) > 170
+
+
 def test_a_writer_killed_at_any_moment_leaves_whole_files(tmp_path):
     """After 20 kills during writes, whole files are right and the others are deleted."""
     program = (
