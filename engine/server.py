@@ -25,7 +25,7 @@ from octavo.engine.parallel.place import RankError, RankPlace
 from octavo.engine.parallel.processes import RankProcesses, started_ranks
 from octavo.engine.rpc.heartbeat import watch
 from octavo.engine.rpc.served_engine import ServedEngine
-from octavo.engine.rpc.services import Services
+from octavo.engine.rpc.service_registry import ServiceRegistry
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
 from octavo.engine.startup.capacity import StartupError
@@ -70,7 +70,7 @@ async def serve(
         loop.add_signal_handler(number, stop, number)
     metrics = EngineMetrics(settings.metrics_names)
     observe_process(metrics.exported)
-    services = Services(settings, metrics)
+    services = ServiceRegistry(settings, metrics)
     server, health = await create_server(
         services.by_name,
         max_message_bytes=settings.max_message_bytes,

@@ -16,7 +16,7 @@ from octavo.common.rpc import create_server
 from octavo.common.tracing import Tracing
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.served_engine import ServedEngine
-from octavo.engine.rpc.services import Services
+from octavo.engine.rpc.service_registry import ServiceRegistry
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 
@@ -49,7 +49,7 @@ async def serving(model, **settings):
 
     settings = EngineSettings(model=model, **SMALL | settings)
     metrics = EngineMetrics(settings.metrics_names)
-    services = Services(settings, metrics)
+    services = ServiceRegistry(settings, metrics)
     server, _ = await create_server(services.by_name, max_message_bytes=1 << 24)
     address = listen(server, "127.0.0.1", 0, None)
     await server.start()

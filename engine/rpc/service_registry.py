@@ -16,7 +16,7 @@ from octavo.v1 import engine_pb2, engine_pb2_grpc
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 
 
-class Services:
+class ServiceRegistry:
     """Octavo's service, and vLLM's where its contract is installed.
 
     Attributes:
