@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 
 TILE_ROWS = 16
 """Maximum rows of a tile: the minimum of a GPU's matrix instructions."""

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from octavo.engine.lora.adapter import Adapter
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 from octavo.kernels.low_rank import LowRankLayer, StepAdapters, sort_rows
 
 

@@ -9,7 +9,7 @@ import torch
 
 from octavo import kernels
 from octavo.common.models.gguf_blocks import TensorLocations
-from octavo.kernels.machine import cpu_identity
+from octavo.kernels.cpu_target import cpu_identity
 
 CODE = Path(__file__).resolve().parents[1], Path(kernels.__file__).resolve().parent
 SOURCES = {".py", ".cpp", ".h"}

@@ -31,7 +31,7 @@ from octavo.engine.sampling.sampler import (
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
 

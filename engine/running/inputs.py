@@ -9,7 +9,7 @@ import torch
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.scheduling.batch import NO_SAMPLES, Batch, Samples, ScheduledSequence
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata, AttentionShape
 from octavo.kernels.ops import plan_attention

@@ -10,7 +10,7 @@ from octavo.engine.running.inputs import StepInputs
 from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.sequence import SequenceGroup
-from octavo.kernels.host import AsyncCopy, to_device
+from octavo.kernels.host_copies import AsyncCopy, to_device
 
 
 @dataclass(slots=True)

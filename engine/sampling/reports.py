@@ -7,7 +7,7 @@ import torch
 
 from octavo.engine.scheduling.batch import Continuations
 from octavo.engine.scheduling.sequence import TokenLogprob
-from octavo.kernels.host import AsyncCopy
+from octavo.kernels.host_copies import AsyncCopy
 from octavo.kernels.logits import score_tokens
 
 

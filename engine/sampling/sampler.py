@@ -17,7 +17,7 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Samples
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import argmax, draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import platformdirs
 
 from octavo.kernels.cpu.compile import compile_library, find_compiler, library_name
+from octavo.kernels.cpu_target import compiler_target, cpu_identity
 from octavo.kernels.integrity import check_trusted, seal, verify_seal
-from octavo.kernels.machine import compiler_target, cpu_identity
 
 log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import logging
 import platform
 from pathlib import Path
 
-from octavo.kernels import machine
+from octavo.kernels import cpu_target
 from octavo.kernels.cpu.build import load, load_compiled
 from octavo.kernels.cpu.levels import levels_of
 
@@ -26,8 +26,8 @@ def load_library() -> ctypes.CDLL:
     Raises:
         OSError: See `load_compiled`.
     """
-    if machine.march() is None:
-        for level in levels_of(platform.machine(), machine.cpu_features()):
+    if cpu_target.march() is None:
+        for level in levels_of(platform.machine(), cpu_target.cpu_features()):
             path = PREBUILT / f"{level.name}.so"
             if path.exists():
                 try:

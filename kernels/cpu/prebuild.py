@@ -56,11 +56,12 @@ def prebuild_here(target: Path) -> Path | None:
     Raises:
         OSError: The compiler fails.
     """
-    compiling, machine = _run("compile.py"), _run("../machine.py")
+    compiling, target_cpu = _run("compile.py"), _run("../cpu_target.py")
     if (compiler := compiling["find_compiler"]()) is None:
         return None
-    flag = machine["compiler_target"]()
-    library: Path = target / compiling["library_name"](compiler, flag, machine["cpu_identity"]())
+    flag = target_cpu["compiler_target"]()
+    name = compiling["library_name"](compiler, flag, target_cpu["cpu_identity"]())
+    library: Path = target / name
     if not library.exists():
         target.mkdir(parents=True, exist_ok=True)
         for old in target.iterdir():

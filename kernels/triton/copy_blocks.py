@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 
 _WORDS = 1024  # words that a program copies at a time
 _MAX_PROGRAMS = 65_535  # CUDA's limit of a grid's second and third dimensions

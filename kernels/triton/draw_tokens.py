@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu import MAX_THREADS, Gpu, describe_gpu
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
 
 _TILE = 4096  # tokens that a program loads at a time

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 
 _TOKENS = 4096  # per program
 _WORD_BITS = 32

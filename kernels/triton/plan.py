@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from octavo.kernels.gpu import describe_gpu
-from octavo.kernels.host import to_device
+from octavo.kernels.host_copies import to_device
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.triton.splits import choose_splits, max_pieces
 from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles, count_resident

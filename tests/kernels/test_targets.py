@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import pytest
 
-from octavo.kernels import machine
+from octavo.kernels import cpu_target
 from octavo.kernels.cpu import compile as compiling
 from octavo.kernels.cpu import library
 from octavo.kernels.cpu.levels import LEVELS, Level, levels_of
@@ -45,7 +45,7 @@ class Target(NamedTuple):
     def runner(self):
         """Return the command prefix that runs its programs here; None if they cannot run."""
         if self.machine == platform.machine():
-            return [] if self.level.needs <= machine.cpu_features() else None
+            return [] if self.level.needs <= cpu_target.cpu_features() else None
         emulator = shutil.which(f"qemu-{self.machine}")
         return [emulator] if self.machine == "aarch64" and emulator else None
 
@@ -75,7 +75,7 @@ def skip_unless(compiler, needed=frozenset()):
         pytest.skip("g++ is not for x86 here")
     if shutil.which(compiler) is None:
         pytest.skip(f"no {compiler}")
-    if lacking := needed - machine.cpu_features():
+    if lacking := needed - cpu_target.cpu_features():
         pytest.skip(f"this CPU lacks {lacking}")
 
 
@@ -160,7 +160,7 @@ def test_a_library_that_cannot_be_loaded_is_compiled_instead(tmp_path, monkeypat
     """A library in a wheel was built for another C library or PyTorch."""
     for level in LEVELS.get(platform.machine(), ()):
         (tmp_path / f"{level.name}.so").write_bytes(b"not a library")
-    monkeypatch.delenv(machine.MARCH, raising=False)
+    monkeypatch.delenv(cpu_target.MARCH, raising=False)
     monkeypatch.setattr(library, "PREBUILT", tmp_path)
     monkeypatch.setattr(library, "load_compiled", lambda: "compiled")
     assert library.load_library() == "compiled"
@@ -189,20 +189,20 @@ def test_a_cpu_gets_the_best_level_that_it_has(machine_name, lacking, best):
     assert (found[0].name if found else None) == best
 
 
-@pytest.mark.parametrize("variable", machine.ISA_VARIABLES)
+@pytest.mark.parametrize("variable", cpu_target.ISA_VARIABLES)
 def test_what_holds_code_to_a_part_of_the_cpu_tells_builds_apart(variable, monkeypatch):
     """The CPU's identity is part of the names of the kernels' library and of compiled models."""
     monkeypatch.delenv(variable, raising=False)
-    whole = machine.cpu_identity()
+    whole = cpu_target.cpu_identity()
     monkeypatch.setenv(variable, "avx2")
-    assert machine.cpu_identity() != whole
+    assert cpu_target.cpu_identity() != whole
 
 
 def test_the_compiler_is_told_the_cpu(monkeypatch):
-    monkeypatch.delenv(machine.MARCH, raising=False)
-    assert machine.compiler_target() in {"-march=native", "-mcpu=native"}
-    monkeypatch.setenv(machine.MARCH, "haswell")
-    assert machine.compiler_target() == "-march=haswell"
+    monkeypatch.delenv(cpu_target.MARCH, raising=False)
+    assert cpu_target.compiler_target() in {"-march=native", "-mcpu=native"}
+    monkeypatch.setenv(cpu_target.MARCH, "haswell")
+    assert cpu_target.compiler_target() == "-march=haswell"
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 from octavo.cli.local_server import local_server
 from octavo.common.models.resolve import DEMO
 from octavo.kernels.cpu.levels import LEVELS, levels_of
-from octavo.kernels.machine import cpu_features
+from octavo.kernels.cpu_target import cpu_features
 
 ROOT = Path(__file__).parents[2]
 BOTH = """

@@ -33,7 +33,7 @@ from octavo.engine.models.quantization.rounding import (
     widest_weights,
 )
 from octavo.kernels.cpu import linear as kernels
-from octavo.kernels.machine import onednn_int8_saturates
+from octavo.kernels.cpu_target import onednn_int8_saturates
 
 JUDGES = 256
 """Number of evenly spaced outputs whose error determines a layer's exponent."""

@@ -1,4 +1,4 @@
-"""The properties of the machine that compiled code depends on."""
+"""The CPU that kernels are compiled for: its instruction sets and the compiler's flag."""
 
 import os
 import platform
