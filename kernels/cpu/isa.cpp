@@ -1,4 +1,4 @@
-// The name of the library's instruction set; levels.py has the same names.
+// The name of the library's instruction set; instruction_sets.py has the same names.
 
 #include "amx.h"
 

@@ -10,25 +10,25 @@ from pathlib import Path
 
 from octavo.kernels import cpu_target
 from octavo.kernels.cpu.build import load, load_compiled
-from octavo.kernels.cpu.levels import levels_of
+from octavo.kernels.cpu.instruction_sets import supported_sets
 
 PREBUILT = Path(__file__).parent / "prebuilt"
-"""Libraries in a wheel, by level; see wheel.py. An editable install has none."""
+"""Libraries in a wheel, by instruction set; see prebuild.py. An editable install has none."""
 log = logging.getLogger(__name__)
 
 
 def load_library() -> ctypes.CDLL:
     """Return the kernels for this machine.
 
-    A wheel has one library for each of several levels of instructions: the best that this CPU has
+    A wheel has one library for each of several instruction sets: the best that this CPU has
     is loaded. Without any, or if OCTAVO_MARCH names a CPU, they are compiled for this machine.
 
     Raises:
         OSError: See `load_compiled`.
     """
     if cpu_target.march() is None:
-        for level in levels_of(platform.machine(), cpu_target.cpu_features()):
-            path = PREBUILT / f"{level.name}.so"
+        for isa in supported_sets(platform.machine(), cpu_target.cpu_features()):
+            path = PREBUILT / f"{isa.name}.so"
             if path.exists():
                 try:
                     return load(path)

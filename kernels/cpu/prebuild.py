@@ -1,6 +1,6 @@
 """Compiles the kernels without PyTorch, and outside of the package.
 
-protos/build_hook.py makes a wheel's kernels: one library for each instruction set in levels.py.
+protos/build_hook.py makes a wheel's kernels: one library for each of instruction_sets.py.
 `make` runs this file, which makes one for this machine while packages are installed; see build.py.
 With `--all` it makes a wheel's, for images.
 """
@@ -18,28 +18,28 @@ HERE = Path(__file__).parent
 
 
 def prebuild(target: Path) -> list[Path]:
-    """Compile a library for each level of this machine's architecture.
+    """Compile a library for each instruction set of this machine's architecture.
 
     Args:
         target: The directory for the libraries.
 
     Returns:
-        The libraries; none without g++ or without levels for this architecture.
+        The libraries; none without g++ or without instruction sets for this architecture.
 
     Raises:
         OSError: The compiler fails.
     """
     compiler = shutil.which(os.environ.get("CXX", "g++"))
-    levels = _run("levels.py")["LEVELS"].get(platform.machine(), ())
+    isas = _run("instruction_sets.py")["INSTRUCTION_SETS"].get(platform.machine(), ())
     if compiler is None:
         return []
     compile_library = _run("compile.py")["compile_library"]
     target.mkdir(parents=True, exist_ok=True)
     made = []
     with tempfile.TemporaryDirectory() as scratch:
-        for level in levels:
-            library, strip = target / f"{level.name}.so", ["-Wl,--strip-all"]
-            compile_library(compiler, level.flags, library, Path(scratch), flags=strip)
+        for isa in isas:
+            library, strip = target / f"{isa.name}.so", ["-Wl,--strip-all"]
+            compile_library(compiler, isa.flags, library, Path(scratch), flags=strip)
             made.append(library)
     return made
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from octavo.kernels.cpu import compile as compiling
 from octavo.kernels.cpu import linear as native
-from octavo.kernels.cpu.levels import LEVELS
+from octavo.kernels.cpu.instruction_sets import INSTRUCTION_SETS
 from octavo.kernels.cpu.linear import GROUP, LinearKernels
 from tests.kernels.emulated_operators import LoadedOperators, RemoteOperators
 
@@ -39,7 +39,7 @@ X86 = {
     "amx": ("x86-64-v3", AMX),
 }
 """Instructions that the compiler may use, and those that are emulated."""
-ARM = {level.name: level for level in LEVELS["aarch64"]}
+ARM = {isa.name: isa for isa in INSTRUCTION_SETS["aarch64"]}
 FAST = ("avx2",)
 NAMES = "linear", "linear_blocks", "stored_blocks", "round_weights", "low_rank", "step", "isa"
 KERNELS = [*(SOURCES / f"{name}.cpp" for name in NAMES), EMULATION / "torch.cpp"]
@@ -103,13 +103,13 @@ def for_x86(march, emulated, directory, *sources):
     return built("g++", *flags, "-shared", "-Wl,-Bsymbolic", *sources, to=directory / "library.so")
 
 
-def for_arm(level, directory):
+def for_arm(isa, directory):
     """Return the path of a program that serves them."""
     compiler = "aarch64-linux-gnu-g++"
     if shutil.which(compiler) is None or shutil.which("qemu-aarch64") is None:
         pytest.skip(f"no {compiler} or no qemu-aarch64")
     sources = (EMULATION / "remote.cpp", *KERNELS)
-    return built(compiler, *level.flags, "-static", *sources, to=directory / "program")
+    return built(compiler, *isa.flags, "-static", *sources, to=directory / "program")
 
 
 def built(compiler, *arguments, to):

@@ -14,7 +14,7 @@ import pytest
 from octavo.kernels import cpu_target
 from octavo.kernels.cpu import compile as compiling
 from octavo.kernels.cpu import library
-from octavo.kernels.cpu.levels import LEVELS, Level, levels_of
+from octavo.kernels.cpu.instruction_sets import INSTRUCTION_SETS, InstructionSet, supported_sets
 
 ROOT = Path(__file__).parents[2]
 SOURCES = Path(compiling.__file__).parent
@@ -32,10 +32,10 @@ AMX = AVX512 | {"amx_tile"}
 
 
 class Target(NamedTuple):
-    """A level of instructions of an architecture."""
+    """An instruction set of an architecture."""
 
     machine: str
-    level: Level
+    isa: InstructionSet
 
     @property
     def compiler(self):
@@ -45,12 +45,12 @@ class Target(NamedTuple):
     def runner(self):
         """Return the command prefix that runs its programs here; None if they cannot run."""
         if self.machine == platform.machine():
-            return [] if self.level.needs <= cpu_target.cpu_features() else None
+            return [] if self.isa.needs <= cpu_target.cpu_features() else None
         emulator = shutil.which(f"qemu-{self.machine}")
         return [emulator] if self.machine == "aarch64" and emulator else None
 
 
-TARGETS = [Target(name, level) for name, levels in LEVELS.items() for level in levels]
+TARGETS = [Target(name, isa) for name, isas in INSTRUCTION_SETS.items() for isa in isas]
 FAST = {"neon"}
 
 
@@ -87,16 +87,16 @@ def symbols(library, which):
 @pytest.mark.parametrize(
     "target",
     [
-        target if target.level.name in FAST else pytest.param(target, marks=pytest.mark.slow)
+        target if target.isa.name in FAST else pytest.param(target, marks=pytest.mark.slow)
         for target in TARGETS
     ],
-    ids=lambda target: target.level.name,
+    ids=lambda target: target.isa.name,
 )
 def test_builds_whole_for(target, tmp_path):
     """No symbol stays undefined."""
     skip_unless(target.compiler)
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-O")]
-    flags += target.level.flags
+    flags += target.isa.flags
     sources = [*(SOURCES / name for name in compiling.SOURCES), DRIVER, STAND_IN]
 
     def compiled(source):
@@ -158,8 +158,8 @@ def test_all_that_the_kernels_do_is_right_for(march, needs, tmp_path):
 
 def test_a_library_that_cannot_be_loaded_is_compiled_instead(tmp_path, monkeypatch, caplog):
     """A library in a wheel was built for another C library or PyTorch."""
-    for level in LEVELS.get(platform.machine(), ()):
-        (tmp_path / f"{level.name}.so").write_bytes(b"not a library")
+    for isa in INSTRUCTION_SETS.get(platform.machine(), ()):
+        (tmp_path / f"{isa.name}.so").write_bytes(b"not a library")
     monkeypatch.delenv(cpu_target.MARCH, raising=False)
     monkeypatch.setattr(library, "PREBUILT", tmp_path)
     monkeypatch.setattr(library, "load_compiled", lambda: "compiled")
@@ -183,9 +183,9 @@ def test_a_library_that_cannot_be_loaded_is_compiled_instead(tmp_path, monkeypat
         ("riscv64", "", None),
     ],
 )
-def test_a_cpu_gets_the_best_level_that_it_has(machine_name, lacking, best):
-    known = frozenset().union(*(level.needs for level in LEVELS.get(machine_name, ())))
-    found = levels_of(machine_name, known - set(lacking.split()))
+def test_a_cpu_gets_the_best_instruction_set_that_it_has(machine_name, lacking, best):
+    known = frozenset().union(*(isa.needs for isa in INSTRUCTION_SETS.get(machine_name, ())))
+    found = supported_sets(machine_name, known - set(lacking.split()))
     assert (found[0].name if found else None) == best
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from octavo.cli.local_server import local_server
 from octavo.common.models.resolve import DEMO
-from octavo.kernels.cpu.levels import LEVELS, levels_of
+from octavo.kernels.cpu.instruction_sets import INSTRUCTION_SETS, supported_sets
 from octavo.kernels.cpu_target import cpu_features
 
 ROOT = Path(__file__).parents[2]
@@ -108,10 +108,10 @@ def test_the_wheel_has_one_import_root(wheel):
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
-def test_the_wheel_carries_kernels_for_every_level(wheel):
+def test_the_wheel_carries_kernels_for_every_instruction_set(wheel):
     names = zipfile.ZipFile(wheel).namelist()
     carried = {Path(name).stem for name in names if "/kernels/cpu/prebuilt/" in name}
-    assert carried == {level.name for level in LEVELS[platform.machine()]}
+    assert carried == {isa.name for isa in INSTRUCTION_SETS[platform.machine()]}
     assert re.search(rf"-py3-none-manylinux_2_\d+_{platform.machine()}\.whl$", wheel.name)
 
 
@@ -135,7 +135,7 @@ def test_a_machine_without_a_compiler_has_kernels(wheel, tmp_path):
         env=environment,
     )
     assert done.returncode == 0, done.stderr
-    best = levels_of(platform.machine(), cpu_features())[0].name
+    best = supported_sets(platform.machine(), cpu_features())[0].name
     assert done.stdout.split() == [str(installed / "octavo"), best, "None"]
     assert not (tmp_path / "cache").exists()
 
