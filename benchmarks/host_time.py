@@ -110,8 +110,8 @@ def without_model(path: Path) -> None:
     from octavo.engine.core import EngineCore  # noqa: PLC0415 - only in the engine's process
     from octavo.engine.core import step as core_step  # noqa: PLC0415
     from octavo.engine.core.requests import Requests as CoreRequests  # noqa: PLC0415
-    from octavo.engine.running.executor import Executor  # noqa: PLC0415
-    from octavo.engine.running.pending_step import PendingStep  # noqa: PLC0415
+    from octavo.engine.execution.executor import Executor  # noqa: PLC0415
+    from octavo.engine.execution.pending_step import PendingStep  # noqa: PLC0415
     from octavo.engine.scheduling.scheduler import Scheduler  # noqa: PLC0415
 
     counts = Counts(path)

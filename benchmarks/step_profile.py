@@ -83,7 +83,7 @@ def _profile_in_child(arguments: argparse.Namespace, batch: int) -> dict[str, fl
 def _profile(arguments: argparse.Namespace, batch: int) -> dict[str, float]:
     """Return the mean seconds of each part of a decode step."""
     from octavo.engine.core import step as core_step  # noqa: PLC0415
-    from octavo.engine.running import executor  # noqa: PLC0415
+    from octavo.engine.execution import executor  # noqa: PLC0415
     from octavo.engine.settings import EngineSettings  # noqa: PLC0415 - only in the child
     from octavo.engine.startup.build import build  # noqa: PLC0415
     from octavo.kernels import cpu  # noqa: PLC0415

@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 KERNELS = ROOT / "tests/kernels/test_triton.py"
-ENGINE = ROOT / "tests/engine/running/test_on_gpu.py"
+ENGINE = ROOT / "tests/engine/execution/test_on_gpu.py"
 ENGINE_NEEDS = (
     *("grpc_health", "grpc_status", "opentelemetry"),
     *("platformdirs", "pydantic_settings", "structlog"),

@@ -10,10 +10,10 @@ from octavo.engine.core.masks import Masks
 from octavo.engine.core.requests import OnEnd, Requests
 from octavo.engine.core.step import StepError, Steps
 from octavo.engine.events import Publish, measure_load
+from octavo.engine.execution.executor import Executor
 from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import Scheduler

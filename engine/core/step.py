@@ -9,9 +9,9 @@ import structlog
 from octavo.engine.core.masks import Masks
 from octavo.engine.core.requests import Requests
 from octavo.engine.events import FailureCode
+from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.running.executor import Executor
-from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler

@@ -1,9 +1,9 @@
 """Allocates a KV cache's tensors."""
 
 from octavo.engine.compilation.load_forward import LoadedForward
+from octavo.engine.execution.leader import Leader
 from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.memory.cache_tensors import CacheTensors
-from octavo.engine.running.leader import Leader
 
 
 def allocate(

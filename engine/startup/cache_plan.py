@@ -10,12 +10,12 @@ import torch
 from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
 from octavo.engine.compilation.load_forward import LoadedForward
+from octavo.engine.execution.cuda_graphs import cuda_recorder
+from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.graph_sizes import GraphSize, step_sizes
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak_memory
 from octavo.engine.parallel.place import RankPlace
-from octavo.engine.running.cuda_graphs import cuda_recorder
-from octavo.engine.running.executor import Executor
-from octavo.engine.running.graph_sizes import GraphSize, step_sizes
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS

@@ -6,13 +6,13 @@ import structlog
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.engine.compilation.load_forward import load_forward
+from octavo.engine.execution.draft_model import DraftModel
+from octavo.engine.execution.executor import Executor
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.resolve import resolve
-from octavo.engine.running.draft_model import DraftModel
-from octavo.engine.running.executor import Executor
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
 

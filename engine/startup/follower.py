@@ -14,12 +14,12 @@ from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
 from octavo.common.stopping import exit_at_once
 from octavo.engine.compilation.load_forward import load_forward
+from octavo.engine.execution.leader import Follower
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.models.resolve import resolve
 from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
 from octavo.engine.parallel.stop_signals import StopSignals
-from octavo.engine.running.leader import Follower
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.cache_plan import count_pool

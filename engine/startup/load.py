@@ -7,6 +7,7 @@ import structlog
 import torch
 
 from octavo.engine.compilation.load_forward import LoadedForward, load_forward
+from octavo.engine.execution.leader import Leader
 from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.errors import AdapterError
@@ -14,7 +15,6 @@ from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.device import choose_device
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.world import World, join
-from octavo.engine.running.leader import Leader
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
 from octavo.engine.startup.draft_model import LoadedDraftModel

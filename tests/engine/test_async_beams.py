@@ -4,7 +4,7 @@ import pytest
 from transformers import Lfm2Config, MistralConfig
 
 from octavo.engine.core import StepError
-from octavo.engine.running.pending_step import PendingStep
+from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.scheduling.sequence import GroupState
 from tests.engine.random_model import save_random_model

@@ -2,7 +2,7 @@
 
 import pytest
 
-from octavo.engine.running.pending_step import PendingStep
+from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.scheduling.request import BeamSearch, FinishReason
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build

@@ -3,8 +3,8 @@
 import re
 import time
 
+from octavo.engine.execution.executor import Executor
 from octavo.engine.rpc.session import Session
-from octavo.engine.running.executor import Executor
 
 
 def fail_every_step() -> None:

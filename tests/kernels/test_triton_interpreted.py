@@ -43,7 +43,7 @@ def test_kernels():
 
 @pytest.mark.slow
 def test_engine():
-    run_interpreted("engine/running/test_on_gpu.py")
+    run_interpreted("engine/execution/test_on_gpu.py")
 
 
 @pytest.mark.slow

@@ -13,6 +13,7 @@ from octavo.engine.compilation import jit
 from octavo.engine.compilation.capture import EXAMPLE_ROWS, EXAMPLE_TOKENS, example
 from octavo.engine.compilation.jit import JitForward
 from octavo.engine.compilation.load_forward import LoadedForward, compiled_for_gpu
+from octavo.engine.execution.graph_sizes import step_sizes
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear import fuse_linears as fuse_module
@@ -20,7 +21,6 @@ from octavo.engine.models.linear import packed_linear
 from octavo.engine.models.linear.fuse_linears import FusedPart, fuse_linears
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import BLOCK_SIZE
-from octavo.engine.running.graph_sizes import step_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 from tests.engine.models.test_architectures import SMALL, save
@@ -62,7 +62,7 @@ def as_on_a_gpu(monkeypatch, never_again, unpacked):
 
     monkeypatch.setattr("octavo.engine.startup.load.load_forward", load_forward)
     # One token runs alone, uncompiled.
-    monkeypatch.setattr("octavo.engine.running.executor.Executor.warm_up", lambda *_: None)
+    monkeypatch.setattr("octavo.engine.execution.executor.Executor.warm_up", lambda *_: None)
 
 
 def run(model, *, recorded=False):

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from octavo.common.topology import Core, Node
+from octavo.engine.execution.inputs import StepArrays
+from octavo.engine.execution.leader import pack, unpack
 from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
-from octavo.engine.running.inputs import StepArrays
-from octavo.engine.running.leader import pack, unpack
 
 
 def test_a_step_arrives_as_it_was_sent():

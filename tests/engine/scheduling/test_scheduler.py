@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.common.sampling_parameters import SamplingParams
+from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.kv_cache import KVCacheManager
-from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.reports import Continued
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.progress import advance, update

@@ -98,7 +98,7 @@ def test_few_blocks_draft_less_and_change_nothing(run, asked, expected, decided_
 
 
 def test_an_error_of_the_draft_model_ends_no_request(run, asked, expected, nearly, monkeypatch):
-    from octavo.engine.running.draft_model import DraftModel
+    from octavo.engine.execution.draft_model import DraftModel
 
     calls, compute = [], DraftModel._compute
 

@@ -14,12 +14,12 @@ import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation.load_forward import LoadedForward
+from octavo.engine.execution.inputs import StepArrays, to_inputs
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.parallel.watch import Watch
 from octavo.engine.parallel.world import World
-from octavo.engine.running.inputs import StepArrays, to_inputs
 
 
 class Kind(IntEnum):

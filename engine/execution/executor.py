@@ -11,6 +11,11 @@ import torch
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.compilation.traced_forward import TracedForward
+from octavo.engine.execution.cuda_graphs import Record, StepGraphs, graph_memory
+from octavo.engine.execution.graph_sizes import GraphSize
+from octavo.engine.execution.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
+from octavo.engine.execution.leader import Leader
+from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.lora.adapter import Adapter
 from octavo.engine.lora.device_adapters import DeviceAdapters
@@ -18,11 +23,6 @@ from octavo.engine.lora.weights import blank_weights
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_forward import RankForward
-from octavo.engine.running.cuda_graphs import Record, StepGraphs, graph_memory
-from octavo.engine.running.graph_sizes import GraphSize
-from octavo.engine.running.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
-from octavo.engine.running.leader import Leader
-from octavo.engine.running.pending_step import PendingStep
 from octavo.engine.sampling.reports import Report
 from octavo.engine.sampling.sampler import (
     continue_beams,

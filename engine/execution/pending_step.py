@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from octavo.engine.running.inputs import StepInputs
+from octavo.engine.execution.inputs import StepInputs
 from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.sequence import SequenceGroup

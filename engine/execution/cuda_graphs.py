@@ -29,9 +29,9 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
+from octavo.engine.execution.graph_sizes import GraphSize
+from octavo.engine.execution.inputs import StepInputs
 from octavo.engine.models.forward import Forward
-from octavo.engine.running.graph_sizes import GraphSize
-from octavo.engine.running.inputs import StepInputs
 from octavo.kernels.metadata import (
     AttentionMetadata,
     AttentionPlan,

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import current_step
-from octavo.engine.running import cuda_graphs
-from octavo.engine.running.cuda_graphs import StepGraphs
-from octavo.engine.running.inputs import StepInputs
+from octavo.engine.execution import cuda_graphs
+from octavo.engine.execution.cuda_graphs import StepGraphs
+from octavo.engine.execution.inputs import StepInputs
 from octavo.kernels.metadata import AttentionMetadata
 
 VOCAB_SIZE = 16

@@ -12,8 +12,8 @@ from itertools import takewhile
 
 import structlog
 
+from octavo.engine.execution.executor import Executor
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
-from octavo.engine.running.executor import Executor
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.drafting import Wanted
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup

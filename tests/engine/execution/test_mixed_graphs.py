@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import LlamaConfig
 
 from octavo.engine.attention.operator import current_step
-from octavo.engine.running.graph_sizes import (
+from octavo.engine.execution.graph_sizes import (
     MAX_MIXED_ROWS,
     MIXED_STRIDE,
     GraphSize,
@@ -26,10 +26,10 @@ from octavo.engine.startup.build import build
 from octavo.kernels.metadata import AttentionPlan
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
+from tests.engine.execution.conftest import LONGEST
+from tests.engine.execution.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import TINY, save_random_model
-from tests.engine.running.conftest import LONGEST
-from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.stepper import Stepper, parts_of
 
 

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from octavo.engine.attention.operator import current_step
+from octavo.engine.execution.cuda_graphs import cuda_recorder
+from octavo.engine.execution.graph_sizes import MAX_ROWS, GraphSize, graph_sizes, step_sizes
 from octavo.engine.memory.cache_layout import plan_layout
-from octavo.engine.running.cuda_graphs import cuda_recorder
-from octavo.engine.running.graph_sizes import MAX_ROWS, GraphSize, graph_sizes, step_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import cache_plan, capacity
 from octavo.engine.startup.build import build
 from octavo.kernels.metadata import AttentionPlan
+from tests.engine.execution.conftest import LONGEST
+from tests.engine.execution.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.oracle import Oracle
-from tests.engine.running.conftest import LONGEST
-from tests.engine.running.recording import VOCAB_SIZE, Again, AsOnAGpu, graphs_of, step_inputs
 from tests.engine.stepper import Stepper, parts_of
 from tests.plain import shape
 

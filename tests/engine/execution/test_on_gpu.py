@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, GptOssConfig, LlamaConfig
 
+from octavo.engine.execution.cuda_graphs import cuda_recorder
+from octavo.engine.execution.graph_sizes import step_sizes
 from octavo.engine.models import load_model
 from octavo.engine.models.quantization.gpu_weight import round_to_fp8, round_to_int4, round_to_int8
-from octavo.engine.running.cuda_graphs import cuda_recorder
-from octavo.engine.running.graph_sizes import step_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup.build import build
