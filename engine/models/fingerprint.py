@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from octavo import kernels
-from octavo.common.models.gguf_blocks import TensorLocations
+from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.kernels.cpu_target import cpu_identity
 
 CODE = Path(__file__).resolve().parents[1], Path(kernels.__file__).resolve().parent

@@ -2,7 +2,7 @@
 
 from octavo.common.models.resolve import DEMO, gguf_file, resolve_checkpoint
 from octavo.common.models.resolve import resolve_config as resolve_checkpoint_config
-from octavo.engine.models.gguf.conversion import prepare
+from octavo.engine.models.gguf_conversion.conversion import prepare
 
 
 def resolve(model: str, *, packed: bool = False) -> str:

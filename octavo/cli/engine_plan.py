@@ -14,7 +14,7 @@ import structlog
 from octavo.cli.running import StartError
 from octavo.cli.serve_settings import Words
 from octavo.common import resources
-from octavo.common.models import gguf
+from octavo.common.models.gguf.reader import parts_of
 from octavo.common.placement import Placement
 from octavo.common.system_files import SYSTEM
 from octavo.common.topology import Core, Node, read_nodes
@@ -144,5 +144,5 @@ def has_gpu(device: str, root: Path = SYSTEM) -> bool:
 
 def weights_bytes(model: Path) -> int:
     """Return the size of the weight files in a model's directory, or of a GGUF file."""
-    files = gguf.parts_of(model) if model.is_file() else model.glob("*.safetensors")
+    files = parts_of(model) if model.is_file() else model.glob("*.safetensors")
     return sum(file.stat().st_size for file in files)

@@ -6,9 +6,10 @@ The servers check them again when they use them.
 from collections.abc import Iterable
 from pathlib import Path
 
-from octavo.common.models import cache, gguf
+from octavo.common.models import cache
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
+from octavo.common.models.gguf import reader as gguf
 from octavo.common.models.resolve import gguf_file, resolve_checkpoint, resolve_tokenizer
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.common.ports import Listener, check_all

@@ -10,7 +10,7 @@ from typing import Any
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.files import CONFIG, read_json
-from octavo.common.models.gguf_blocks import TensorLocations
+from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.quantized import FILES, METHODS, find_statement
 from octavo.common.models.weight_files import tensor_types
 

@@ -46,9 +46,9 @@ def resolve_tokenizer(source: str) -> str:
         OSError: A file cannot be opened.
     """
     if (file := gguf_file(source)) is not None:
-        from octavo.common.models import gguf  # noqa: PLC0415 - has rarely needed imports
+        from octavo.common.models.gguf import reader  # noqa: PLC0415 - has rarely needed imports
 
-        return str(gguf.prepare_tokenizer(file))
+        return str(reader.prepare_tokenizer(file))
     return str(_directory(source) or hub.fetch_tokenizer(source))
 
 

@@ -21,8 +21,8 @@ from tokenizers import (
 from transformers import AutoTokenizer
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.gguf_pre_tokenizers import PRE_TOKENIZERS
-from octavo.common.models.gguf_tokenizer import GgufTokenizer
+from octavo.common.models.gguf.pre_tokenizers import PRE_TOKENIZERS
+from octavo.common.models.gguf.tokenizer import GgufTokenizer
 from tests.common.models import vocabulary_gguf
 from tests.common.models.tokenizer_texts import texts
 

@@ -1,4 +1,4 @@
-"""GGUF's own blocks; `octavo.common.models.gguf_blocks` has their locations.
+"""GGUF's own blocks; `octavo.common.models.gguf.tensor_locations` has their locations.
 
 A layer's `blocks` `[outputs, bytes]` uint8 are whole units of a GGUF type, which the config names
 per layer. Its `order` `[outputs]` int32, if any, is the row of each output. ggml's ggml-common.h
@@ -11,7 +11,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from octavo.common.models.gguf_blocks import BLOCKS, ORDER
+from octavo.common.models.gguf.tensor_locations import BLOCKS, ORDER
 from octavo.engine.models.quantization.checkpoints.base import (
     Format,
     Settings,

@@ -17,7 +17,7 @@ from transformers.initialization import no_init_weights
 
 from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.gguf_blocks import TensorLocations
+from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.quantized import KEYS
 from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.quantization.checkpoints import find_format

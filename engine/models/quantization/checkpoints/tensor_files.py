@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.common.models.errors import ModelError
-from octavo.common.models.gguf_blocks import TensorLocations
+from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.weight_files import TensorLocation, tensor_locations, weight_files
 from octavo.engine.models.quantization.checkpoints.base import TensorHeader
 

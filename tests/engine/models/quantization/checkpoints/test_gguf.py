@@ -17,7 +17,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.gguf_blocks import TensorLocations
+from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.engine.models.deferred import hold
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.checkpoints.block_layers import (

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
-from octavo.common.models.gguf_pre_tokenizers import named
+from octavo.common.models.gguf.pre_tokenizers import named
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -1,7 +1,7 @@
 """Converts a GGUF file to a model directory, which is cached because conversion is slow.
 
 There are two forms. In one, all weights are floats. In the other, weights that CPU kernels support
-stay in the file and are read from there; see `octavo.common.models.gguf_blocks`.
+stay in the file and are read from there; see `octavo.common.models.gguf.tensor_locations`.
 """
 
 import json
@@ -20,7 +20,7 @@ import torch
 
 from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
-from octavo.common.models.gguf import (
+from octavo.common.models.gguf.reader import (
     PACKED,
     check,
     check_same,
@@ -31,7 +31,7 @@ from octavo.common.models.gguf import (
     save_tokenizer,
     tokenizer_of,
 )
-from octavo.common.models.gguf_blocks import (
+from octavo.common.models.gguf.tensor_locations import (
     BLOCK_TYPES,
     BLOCKS,
     FLOAT_TYPES,
@@ -41,11 +41,11 @@ from octavo.common.models.gguf_blocks import (
     TensorLocations,
     relocate,
 )
-from octavo.common.models.gguf_tokenizer import GgufTokenizer
+from octavo.common.models.gguf.tokenizer import GgufTokenizer
 from octavo.common.models.weight_files import INDEX, WHOLE, TensorLocation
 from octavo.engine.models.empty_model import make_on_meta
-from octavo.engine.models.gguf.config import FACTORS, complete_config, read_fields
-from octavo.engine.models.gguf.tensors import MIN_DIMENSIONS, Weight, find_weights
+from octavo.engine.models.gguf_conversion.config import FACTORS, complete_config, read_fields
+from octavo.engine.models.gguf_conversion.tensors import MIN_DIMENSIONS, Weight, find_weights
 
 HEAD = f"output{WEIGHT}"
 UNREAD_FIELDS = {f"tokenizer.ggml.{name}" for name in ("merges", "scores", "token_type")}

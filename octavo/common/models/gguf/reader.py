@@ -1,7 +1,7 @@
 """Reads GGUF files: parts, fields and tokenizers.
 
-The engine converts models (`octavo.engine.models.gguf`), which needs PyTorch. A router converts
-only tokenizers, which does not.
+The engine converts models (`octavo.engine.models.gguf_conversion`), which needs PyTorch. A router
+converts only tokenizers, which does not.
 """
 
 import hashlib
@@ -12,7 +12,7 @@ from typing import Any
 
 from octavo.common.models import cache as model_cache
 from octavo.common.models.errors import ModelError, first_line
-from octavo.common.models.gguf_tokenizer import GgufTokenizer
+from octavo.common.models.gguf.tokenizer import GgufTokenizer
 
 MAGIC = b"GGUF"
 PACKED, TOKENIZER = "-packed", "-tokenizer"

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.engine.models.gguf.config import complete_config
+from octavo.engine.models.gguf_conversion.config import complete_config
 from octavo.engine.models.resolve import resolve
 from tests.common.models import tiny_gguf
 

@@ -1,0 +1,1 @@
+"""Reads GGUF files, without PyTorch: fields, tokenizers and the locations of tensors."""
