@@ -13,9 +13,9 @@ from octavo.engine.models.dimensions import find_dimensions
 from octavo.engine.models.dtypes import choose_cache_dtype, choose_dtype
 from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.quantization import find_scheme
-from octavo.engine.models.quantization.checkpoints import find_format
-from octavo.engine.models.quantization.checkpoints.base import Format
-from octavo.engine.models.quantization.checkpoints.reader import (
+from octavo.engine.models.quantization.formats import find_format
+from octavo.engine.models.quantization.formats.base import Format
+from octavo.engine.models.quantization.formats.reader import (
     read_config,
 )
 from octavo.engine.models.refusals import (

@@ -37,7 +37,7 @@ from octavo.engine.models.linear.plain_linears import replace_conv1d
 from octavo.engine.models.model_source import ModelSource
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.base import Scheme
-from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint
+from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint
 from octavo.engine.models.quantization.on_gpu import pack_checkpoint_on_gpu
 from octavo.engine.models.refusals import (
     as_model_error,
@@ -291,7 +291,7 @@ def _pack(
     from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
     from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
     from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
-    from octavo.engine.models.quantization.checkpoints.packing import (  # noqa: PLC0415
+    from octavo.engine.models.quantization.formats.packing import (  # noqa: PLC0415
         pack_checkpoint,
     )
 

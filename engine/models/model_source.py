@@ -16,7 +16,7 @@ from octavo.engine.models.checks.reference import Reference, with_rounding
 from octavo.engine.models.checks.remembered import place_of
 from octavo.engine.models.dimensions import fix_context
 from octavo.engine.models.dtypes import choose_dtype
-from octavo.engine.models.quantization.checkpoints.reader import (
+from octavo.engine.models.quantization.formats.reader import (
     QuantizedCheckpoint,
     load_weights,
     open_checkpoint,

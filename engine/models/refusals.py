@@ -17,7 +17,7 @@ from octavo.engine.models.linear.plain_linears import (
 )
 from octavo.engine.models.model_source import ModelSource
 from octavo.engine.models.quantization import find_scheme
-from octavo.engine.models.quantization.checkpoints.base import Format
+from octavo.engine.models.quantization.formats.base import Format
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.kernels.ops import check_supported
 

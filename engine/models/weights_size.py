@@ -15,7 +15,7 @@ from octavo.engine.models.linear.packed_linear import has_kernels, has_quantized
 from octavo.engine.models.linear.plain_linears import plain_linears
 from octavo.engine.models.quantization import find_scheme, schemes_for
 from octavo.engine.models.quantization.base import Scheme
-from octavo.engine.models.quantization.checkpoints.base import Format
+from octavo.engine.models.quantization.formats.base import Format
 from octavo.engine.models.quantization.on_gpu import tied_embeddings
 
 EXPERT_PRODUCT = "down_proj"

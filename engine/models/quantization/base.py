@@ -18,7 +18,7 @@ from octavo.engine.models.linear.fuse_linears import group_linears_by_input
 from octavo.engine.models.linear.packed_linear import has_quantized_kernels, replace
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs, calibrate
-from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
+from octavo.engine.models.quantization.formats.block_layers import PackedBlocksLinear
 from octavo.engine.models.quantization.gpu_weight import GpuWeight
 from octavo.engine.models.quantization.on_gpu import quantize_on_gpu
 

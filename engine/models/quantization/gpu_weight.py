@@ -5,13 +5,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from octavo.engine.models.quantization.checkpoints.base import (
+from octavo.engine.models.quantization.formats.base import (
     ZERO_OF_BYTES,
     Integers,
     ScaledFp8,
     StoredWeight,
 )
-from octavo.engine.models.quantization.checkpoints.gguf import Blocks
+from octavo.engine.models.quantization.formats.gguf import Blocks
 from octavo.engine.models.quantization.rounding import EPSILON, round_to_4_bits
 from octavo.kernels.cpu.linear import GROUP
 from octavo.kernels.quantized import (

@@ -14,8 +14,8 @@ from octavo.engine.models.experts.packed_experts import has_kernels as has_exper
 from octavo.engine.models.linear.packed_linear import has_quantized_kernels
 from octavo.engine.models.quantization.base import Scheme
 from octavo.engine.models.quantization.calibration import ExpertInputs, Inputs
-from octavo.engine.models.quantization.checkpoints.block_layers import BlockWeights
 from octavo.engine.models.quantization.experts import experts_to_int4, experts_to_int8
+from octavo.engine.models.quantization.formats.block_layers import BlockWeights
 from octavo.engine.models.quantization.gpu_weight import (
     GpuWeight,
     round_to_int4,

@@ -16,7 +16,7 @@ METHODS = {
     "gguf": "GGUF",
 }
 """Supported methods, by their names in configs. The engine has a module for each, in
-`octavo.engine.models.quantization.checkpoints`."""
+`octavo.engine.models.quantization.formats`."""
 KEYS = ("quantization_config", "compression_config")
 """Config keys that describe the weights' quantization."""
 FILES = {"quantize_config.json": "gptq", "quant_config.json": "awq", "hf_quant_config.json": None}

@@ -8,8 +8,8 @@ from octavo.engine.compilation.trace import trace
 from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.load_model import load
 from tests.engine.compilation.engines import check_equal
-from tests.engine.models.quantization.checkpoints import packers
-from tests.engine.models.quantization.checkpoints.quantize import quantize
+from tests.engine.models.quantization.formats import packers
+from tests.engine.models.quantization.formats.quantize import quantize
 from tests.engine.random_model import TINY, save_random_model
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}

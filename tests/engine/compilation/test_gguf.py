@@ -4,7 +4,7 @@ import pytest
 
 from octavo.common.models.cache import cache_dir
 from tests.engine.compilation.engines import check_equal
-from tests.engine.models.quantization.checkpoints.test_gguf import q4_k_m, write
+from tests.engine.models.quantization.formats.test_gguf import q4_k_m, write
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [("bfloat16", 0.3), ("float32", 1e-3)])

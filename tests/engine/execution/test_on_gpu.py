@@ -16,8 +16,8 @@ from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup.build import build
 from octavo.kernels.quantized import dequantize
-from tests.engine.models.quantization.checkpoints import packers
-from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
+from tests.engine.models.quantization.formats import packers
+from tests.engine.models.quantization.formats.quantize import quantize, reference_logits
 from tests.engine.oracle import Oracle
 from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper

@@ -18,15 +18,15 @@ from octavo.engine.models.linear.wide_linear import WideLinear
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization import SCHEMES, experts_on_gpu
 from octavo.engine.models.quantization.base import unquantized_shares
-from octavo.engine.models.quantization.checkpoints import find_format
+from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.resolve import resolve
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops
 from octavo.kernels.quantized import Numbers, dequantize, make_e2m1, make_weight
-from tests.engine.models.quantization.checkpoints import packers
-from tests.engine.models.quantization.checkpoints import test_gguf as gguf_files
-from tests.engine.models.quantization.checkpoints.quantize import quantize, reference_logits
-from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
+from tests.engine.models.quantization.formats import packers
+from tests.engine.models.quantization.formats import test_gguf as gguf_files
+from tests.engine.models.quantization.formats.quantize import quantize, reference_logits
+from tests.engine.models.quantization.formats.test_quantized_checkpoints import (
     AWQ,
     CASES,
     CONFIGS,

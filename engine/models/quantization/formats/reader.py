@@ -20,15 +20,15 @@ from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.quantized import KEYS
 from octavo.engine.models.deferred import SMALL, DeferredTensor
-from octavo.engine.models.quantization.checkpoints import find_format
-from octavo.engine.models.quantization.checkpoints.base import (
+from octavo.engine.models.quantization.formats import find_format
+from octavo.engine.models.quantization.formats.base import (
     Format,
     Rows,
     StoredWeight,
     TensorHeader,
     WeightError,
 )
-from octavo.engine.models.quantization.checkpoints.tensor_files import StoredTensor, open_tensors
+from octavo.engine.models.quantization.formats.tensor_files import StoredTensor, open_tensors
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes of weights that may be large, by safetensors' names."""

@@ -20,17 +20,17 @@ from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.engine.models.deferred import hold
 from octavo.engine.models.load_model import load
-from octavo.engine.models.quantization.checkpoints.block_layers import (
+from octavo.engine.models.quantization.formats.block_layers import (
     BlockWeights,
     PackedBlocksEmbedding,
     PackedBlocksLinear,
     embedding_factor,
 )
-from octavo.engine.models.quantization.checkpoints.reader import load_weights, read_config
+from octavo.engine.models.quantization.formats.reader import load_weights, read_config
 from octavo.engine.models.resolve import resolve
 from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf
-from tests.engine.models.quantization.checkpoints.test_quantized_checkpoints import (
+from tests.engine.models.quantization.formats.test_quantized_checkpoints import (
     error,
     served_logits,
 )

@@ -11,7 +11,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from octavo.engine.models.quantization.checkpoints.base import (
+from octavo.engine.models.quantization.formats.base import (
     NIBBLE_BITS,
     Format,
     ScaledE2m1,

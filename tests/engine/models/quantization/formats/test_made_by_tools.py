@@ -9,8 +9,8 @@ from safetensors import safe_open
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from octavo.common.models.quantized import Statement
-from octavo.engine.models.quantization.checkpoints import make_format
-from octavo.engine.models.quantization.checkpoints.base import TensorHeader
+from octavo.engine.models.quantization.formats import make_format
+from octavo.engine.models.quantization.formats.base import TensorHeader
 
 FILES = sorted((Path(__file__).parent / "made_by_tools").glob("*.safetensors"))
 

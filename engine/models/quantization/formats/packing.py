@@ -39,16 +39,16 @@ from octavo.engine.models.linear.packed_linear import (
     has_quantized_kernels,
     replace,
 )
-from octavo.engine.models.quantization.checkpoints.base import ZERO_OF_BYTES, Integers, in_groups
-from octavo.engine.models.quantization.checkpoints.block_layers import (
+from octavo.engine.models.quantization.formats.base import ZERO_OF_BYTES, Integers, in_groups
+from octavo.engine.models.quantization.formats.block_layers import (
     BlockWeights,
     PackedBlocksEmbedding,
     block_weights,
     embedding_factor,
 )
-from octavo.engine.models.quantization.checkpoints.e2m1_experts import pack_e2m1
-from octavo.engine.models.quantization.checkpoints.reader import QuantizedCheckpoint, log_widened
-from octavo.engine.models.quantization.checkpoints.stored_experts import (
+from octavo.engine.models.quantization.formats.e2m1_experts import pack_e2m1
+from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint, log_widened
+from octavo.engine.models.quantization.formats.stored_experts import (
     StoredExpert,
     stored_experts,
 )

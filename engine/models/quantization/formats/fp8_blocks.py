@@ -10,7 +10,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from octavo.engine.models.quantization.checkpoints.base import (
+from octavo.engine.models.quantization.formats.base import (
     SCALES,
     Format,
     ScaledFp8,

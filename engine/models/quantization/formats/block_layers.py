@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.functional import embedding
 
 from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
-from octavo.engine.models.quantization.checkpoints.gguf import Blocks
+from octavo.engine.models.quantization.formats.gguf import Blocks
 from octavo.kernels.cpu import blocks as kernels
 from octavo.kernels.cpu.blocks import BlockFormat, row_addresses
 

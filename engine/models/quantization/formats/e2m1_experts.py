@@ -6,8 +6,8 @@ from torch import Tensor
 
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.packed_experts import PackedExperts, arranged, padded, stacked
-from octavo.engine.models.quantization.checkpoints.base import ScaledE2m1
-from octavo.engine.models.quantization.checkpoints.stored_experts import StoredExpert
+from octavo.engine.models.quantization.formats.base import ScaledE2m1
+from octavo.engine.models.quantization.formats.stored_experts import StoredExpert
 from octavo.kernels.cpu import experts as kernels
 from octavo.kernels.cpu.experts import PackedProduct
 from octavo.kernels.cpu.linear import GROUP

@@ -12,7 +12,7 @@ from octavo.common.models.errors import UnsupportedModelError
 from octavo.common.models.quantized import Statement, find_statement
 
 if TYPE_CHECKING:
-    from octavo.engine.models.quantization.checkpoints.base import Format
+    from octavo.engine.models.quantization.formats.base import Format
 
 FORMATS = {
     "gptq": "gptq",

@@ -19,13 +19,13 @@ from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.packed_linear import PackedLinear
 from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization.calibration import step_alone
-from octavo.engine.models.quantization.checkpoints import FORMATS
-from octavo.engine.models.quantization.checkpoints.block_layers import PackedBlocksLinear
+from octavo.engine.models.quantization.formats import FORMATS
+from octavo.engine.models.quantization.formats.block_layers import PackedBlocksLinear
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.model_report import report
-from tests.engine.models.quantization.checkpoints import packers
-from tests.engine.models.quantization.checkpoints.quantize import (
+from tests.engine.models.quantization.formats import packers
+from tests.engine.models.quantization.formats.quantize import (
     change_json,
     change_tensors,
     quantize,

@@ -12,7 +12,7 @@ from typing import ClassVar
 from torch import Tensor
 
 from octavo.common.models.gguf.tensor_locations import BLOCKS, ORDER
-from octavo.engine.models.quantization.checkpoints.base import (
+from octavo.engine.models.quantization.formats.base import (
     Format,
     Settings,
     TensorHeader,

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.engine.models.quantization.checkpoints.base import (
+from octavo.engine.models.quantization.formats.base import (
     SCALES,
     Floats,
     Format,
@@ -48,7 +48,7 @@ from octavo.engine.models.quantization.checkpoints.base import (
     unpack,
     unsupported,
 )
-from octavo.engine.models.quantization.checkpoints.fp8_blocks import E4M3, is_block
+from octavo.engine.models.quantization.formats.fp8_blocks import E4M3, is_block
 
 PACKED = "pack-quantized"
 WHOLE = ("int-quantized", "float-quantized", "naive-quantized")
