@@ -27,7 +27,7 @@ from octavo.engine.models.linear.adapted_layers import Placement, Target, add_ad
 from octavo.engine.models.linear.fuse_linears import FusedPart
 from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
 from octavo.engine.models.quantization.formats import find_format
-from octavo.engine.models.quantization.formats.reader import read_config
+from octavo.engine.models.read_weights import read_config
 from octavo.kernels import cpu
 
 if TYPE_CHECKING:

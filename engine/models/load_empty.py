@@ -15,7 +15,7 @@ from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.quantization.formats.base import Format
-from octavo.engine.models.quantization.formats.reader import (
+from octavo.engine.models.read_weights import (
     read_config,
 )
 from octavo.engine.models.refusals import (

@@ -37,8 +37,8 @@ from octavo.engine.models.linear.plain_linears import replace_conv1d
 from octavo.engine.models.model_source import ModelSource
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.base import Scheme
-from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint
 from octavo.engine.models.quantization.on_gpu import pack_checkpoint_on_gpu
+from octavo.engine.models.read_weights import QuantizedCheckpoint
 from octavo.engine.models.refusals import (
     as_model_error,
     as_unsupported,

@@ -9,14 +9,14 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.attention_layers import reference_attention
-from octavo.engine.models.checks.checkpoint import check_loading, check_weights
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import set_attention
 from octavo.engine.models.checks.reference import Reference, with_rounding
 from octavo.engine.models.checks.remembered import place_of
+from octavo.engine.models.checks.weight_names import check_loading, check_weights
 from octavo.engine.models.dimensions import fix_context
 from octavo.engine.models.dtypes import choose_dtype
-from octavo.engine.models.quantization.formats.reader import (
+from octavo.engine.models.read_weights import (
     QuantizedCheckpoint,
     load_weights,
     open_checkpoint,

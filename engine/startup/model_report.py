@@ -13,8 +13,8 @@ from octavo.common.models.weight_files import weight_files
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import memory_of
-from octavo.engine.models.checks.checkpoint import check_weights
 from octavo.engine.models.checks.model_class import check_model_class
+from octavo.engine.models.checks.weight_names import check_weights
 from octavo.engine.models.load_empty import EmptyModel, load_empty
 from octavo.engine.models.resolve import resolve_config
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room

@@ -11,9 +11,9 @@ from torch import Tensor
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.experts.quantized_experts import QuantizedExperts
 from octavo.engine.models.quantization.formats.base import ScaledE2m1, StoredWeight
-from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint
 from octavo.engine.models.quantization.formats.stored_experts import stored_experts
 from octavo.engine.models.quantization.gpu_weight import GpuWeight, stored_weight
+from octavo.engine.models.read_weights import QuantizedCheckpoint
 from octavo.kernels.quantized import QuantizedWeight, join, make_e2m1, widen_scales
 
 

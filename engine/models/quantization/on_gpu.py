@@ -21,8 +21,8 @@ from octavo.engine.models.linear.fuse_linears import (
 from octavo.engine.models.linear.plain_linears import replace_conv1d
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear, bias_of
 from octavo.engine.models.quantization.experts_on_gpu import pack_experts, round_experts
-from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.gpu_weight import GpuWeight, stored_weight
+from octavo.engine.models.read_weights import QuantizedCheckpoint, log_widened
 from octavo.kernels import ops
 from octavo.kernels.quantized import FP8_MULTIPLE, join
 

@@ -20,7 +20,7 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
 from transformers.pytorch_utils import Conv1D
 
-from octavo.engine.models.quantization.formats.reader import load_weights
+from octavo.engine.models.read_weights import load_weights
 from octavo.engine.models.sharding.plan import (
     COLUMNS,
     COLUMNS_TRANSPOSED,

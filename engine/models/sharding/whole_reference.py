@@ -16,7 +16,7 @@ from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.reference import Reference, reference, with_rounding
 from octavo.engine.models.checks.routing import Choice
 from octavo.engine.models.checks.widened import is_narrow, is_small
-from octavo.engine.models.quantization.formats.reader import load_weights
+from octavo.engine.models.read_weights import load_weights
 from octavo.engine.parallel.world import World
 
 CPU = torch.device("cpu")

@@ -13,8 +13,7 @@ from octavo.engine.models import deferred
 from octavo.engine.models.checks import widened
 from octavo.engine.models.deferred import DeferredTensor, held, hold, in_float32, present
 from octavo.engine.models.empty_model import running_empty
-from octavo.engine.models.quantization.formats import reader
-from octavo.engine.models.quantization.formats.reader import load_weights, read_config
+from octavo.engine.models.read_weights import load_weights, read_config
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 

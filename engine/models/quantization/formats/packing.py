@@ -47,7 +47,6 @@ from octavo.engine.models.quantization.formats.block_layers import (
     embedding_factor,
 )
 from octavo.engine.models.quantization.formats.e2m1_experts import pack_e2m1
-from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint, log_widened
 from octavo.engine.models.quantization.formats.stored_experts import (
     StoredExpert,
     stored_experts,
@@ -55,6 +54,7 @@ from octavo.engine.models.quantization.formats.stored_experts import (
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.engine.models.quantization.rounding import sum_rows
+from octavo.engine.models.read_weights import QuantizedCheckpoint, log_widened
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.blocks import FORMATS, to_q4_1

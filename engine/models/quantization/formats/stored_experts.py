@@ -8,7 +8,7 @@ from torch import Tensor
 
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.quantization.formats.base import ScaledE2m1, StoredWeight
-from octavo.engine.models.quantization.formats.reader import QuantizedCheckpoint
+from octavo.engine.models.read_weights import QuantizedCheckpoint
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's products in checkpoints."""

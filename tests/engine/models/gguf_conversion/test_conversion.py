@@ -15,7 +15,7 @@ from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf import reader as gguf_models
 from octavo.common.models.resolve import resolve_tokenizer
 from octavo.engine.models.gguf_conversion.conversion import prepare
-from octavo.engine.models.quantization.formats.tensor_files import open_tensors
+from octavo.engine.models.mapped_tensors import open_tensors
 from octavo.engine.models.resolve import resolve
 from tests.common.models import tiny_gguf
 

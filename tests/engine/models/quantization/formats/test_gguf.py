@@ -26,7 +26,7 @@ from octavo.engine.models.quantization.formats.block_layers import (
     PackedBlocksLinear,
     embedding_factor,
 )
-from octavo.engine.models.quantization.formats.reader import load_weights, read_config
+from octavo.engine.models.read_weights import load_weights, read_config
 from octavo.engine.models.resolve import resolve
 from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf

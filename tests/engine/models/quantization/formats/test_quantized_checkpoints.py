@@ -13,7 +13,7 @@ from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.quantized import METHODS
 from octavo.engine.attention.operator import attending
-from octavo.engine.models.checks.checkpoint import check_weights
+from octavo.engine.models.checks.weight_names import check_weights
 from octavo.engine.models.experts.packed_experts import PackedExperts
 from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.packed_linear import PackedLinear

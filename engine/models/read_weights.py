@@ -1,4 +1,4 @@
-"""Reads a quantized checkpoint's weights in any format, by the names of their tensors."""
+"""Reads a model's weights, quantized in any format or not, by the names of their tensors."""
 
 import math
 from collections import defaultdict, deque
@@ -20,6 +20,7 @@ from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.quantized import KEYS
 from octavo.engine.models.deferred import SMALL, DeferredTensor
+from octavo.engine.models.mapped_tensors import StoredTensor, open_tensors
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.quantization.formats.base import (
     Format,
@@ -28,7 +29,6 @@ from octavo.engine.models.quantization.formats.base import (
     TensorHeader,
     WeightError,
 )
-from octavo.engine.models.quantization.formats.tensor_files import StoredTensor, open_tensors
 
 TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 """Dtypes of weights that may be large, by safetensors' names."""

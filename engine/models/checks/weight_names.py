@@ -7,7 +7,7 @@ import structlog
 from transformers import PreTrainedModel
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.engine.models.quantization.formats.reader import (
+from octavo.engine.models.read_weights import (
     load_weights,
     open_checkpoint,
     read_config,
