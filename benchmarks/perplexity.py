@@ -43,7 +43,7 @@ from benchmarks.report import table
 from octavo import Client
 from octavo.cli.local_server import local_server
 from octavo.common.models.tokenizer import load_tokenizer
-from octavo.engine.models import resolve as models
+from octavo.engine.models import resolve_or_convert as models
 
 PACKAGE = "brotli==1.1.0"
 SHA256 = "81de08ac11bcb85841e440c13611c00b67d3bf82698314928d0b676362546724"

@@ -25,7 +25,7 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.common.stopping import exit_at_once
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.parallel.processes import started_ranks
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings

@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, settings
 
 from octavo.common.models.resolve import DEMO
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 
 LONG = {"test_traced_forward.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
 """The slowest files besides the integration tests."""

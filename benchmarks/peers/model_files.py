@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.peers import shapes
 from benchmarks.peers.workloads import VOCABULARY
 from octavo.common.models import demo as demo_model
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 
 DIRECTORY = "directory"
 """Directory with bf16 safetensors and tokenizer, for `from_pretrained`."""

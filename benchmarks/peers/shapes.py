@@ -13,7 +13,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 
 CONTEXT = 2048
 RECIPE = "recipe.json"

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from octavo.common.models.checkpoint import ADAPTER_CONFIG
 from octavo.common.models.errors import ModelError
-from octavo.common.models.files import read_json
+from octavo.common.models.json_files import read_json
 from octavo.engine.lora.errors import AdapterError
 
 MAX_RANK = 256

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, deserialize, safe_open
 
 from octavo.common.models.checkpoint import ADAPTER_CONFIG
 from octavo.common.models.errors import ModelError
-from octavo.common.models.weight_files import PICKLED, check_file
+from octavo.common.models.safetensors_files import PICKLED, check_file
 from octavo.engine.lora.config import MAX_RANK, AdapterConfig, read_config
 from octavo.engine.lora.errors import AdapterError
 from octavo.engine.lora.targets import Targets

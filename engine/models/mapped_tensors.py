@@ -11,7 +11,7 @@ from torch import Tensor
 
 from octavo.common.models.errors import ModelError
 from octavo.common.models.gguf.tensor_locations import TensorLocations
-from octavo.common.models.weight_files import TensorLocation, tensor_locations, weight_files
+from octavo.common.models.safetensors_files import TensorLocation, tensor_locations, weight_files
 from octavo.engine.models.quantization.formats.base import TensorHeader
 
 DTYPES = {

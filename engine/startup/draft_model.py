@@ -12,7 +12,7 @@ from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.model_shape import ModelShape
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
 

@@ -7,11 +7,11 @@ import structlog
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
-from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.json_files import CONFIG, read_json
 from octavo.common.models.rope_context import first_context
 from octavo.common.models.tokenizer_files import check_tokenizer_files
 from octavo.engine.memory.freed import mapping_large
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import keeps_blocks
 

@@ -17,7 +17,7 @@ from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.execution.leader import Follower
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
 from octavo.engine.parallel.stop_signals import StopSignals
 from octavo.engine.settings import EngineSettings

@@ -12,7 +12,7 @@ import structlog
 
 from octavo.common.limits import Limits, check_sampling, check_stop
 from octavo.common.models.checkpoint import GENERATION_CONFIG
-from octavo.common.models.files import read_json
+from octavo.common.models.json_files import read_json
 from octavo.common.rpc import RpcError
 from octavo.common.sampling_parameters import PARAMETERS, Parameter
 from octavo.v1 import sampling_pb2

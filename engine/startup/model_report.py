@@ -9,14 +9,14 @@ from pathlib import Path
 
 from octavo.common.kv_cache.layer_groups import BlockBudget, blocks_held
 from octavo.common.models.checkpoint import check_checkpoint, check_config
-from octavo.common.models.weight_files import weight_files
+from octavo.common.models.safetensors_files import weight_files
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import memory_of
 from octavo.engine.models.checks.model_class import check_model_class
 from octavo.engine.models.checks.weight_names import check_weights
 from octavo.engine.models.load_empty import EmptyModel, load_empty
-from octavo.engine.models.resolve import resolve_config
+from octavo.engine.models.resolve_or_convert import resolve_config
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import (

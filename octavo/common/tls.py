@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 import grpc
 import structlog
 
-from octavo.common.files import Signature, signature
+from octavo.common.file_signature import Signature, signature
 
 log = structlog.get_logger(__name__)
 

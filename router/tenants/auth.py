@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import SecretStr
 
 from octavo.common import rpc
-from octavo.common.files import Signature, signature
+from octavo.common.file_signature import Signature, signature
 from octavo.common.settings import SettingsError
 from octavo.router.tenants.tenant import ANONYMOUS, Tenant, hash_key, read_tenants
 

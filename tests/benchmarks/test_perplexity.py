@@ -19,7 +19,7 @@ from benchmarks.perplexity import (
     verdicts,
 )
 from benchmarks.perplexity import windows as cut
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from tests.common.models import tiny_gguf
 
 

@@ -9,7 +9,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.json_files import CONFIG, read_json
 
 _AUTO_CLASS = "AutoModelForCausalLM"
 

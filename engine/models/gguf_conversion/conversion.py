@@ -42,7 +42,7 @@ from octavo.common.models.gguf.tensor_locations import (
     relocate,
 )
 from octavo.common.models.gguf.tokenizer import GgufTokenizer
-from octavo.common.models.weight_files import INDEX, WHOLE, TensorLocation
+from octavo.common.models.safetensors_files import INDEX, WHOLE, TensorLocation
 from octavo.engine.models.empty_model import make_on_meta
 from octavo.engine.models.gguf_conversion.config import FACTORS, complete_config, read_fields
 from octavo.engine.models.gguf_conversion.tensors import MIN_DIMENSIONS, Weight, find_weights

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 
 from octavo.common import rpc
 from octavo.common.background import call_in_thread
-from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.json_files import CONFIG, read_json
 from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.engine.constraints.constraint import ConstraintKind
 from octavo.engine.metrics import EngineMetrics, usage_ratio, used_blocks

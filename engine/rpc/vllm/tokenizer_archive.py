@@ -10,7 +10,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from octavo.common import rpc
 from octavo.common.models.checkpoint import GENERATION_CONFIG
-from octavo.common.models.files import CONFIG
+from octavo.common.models.json_files import CONFIG
 from octavo.common.models.tokenizer_files import tokenizer_files
 
 CHUNK_BYTES = 64 << 10

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.files import CONFIG, read_json
 from octavo.common.models.gguf.tensor_locations import TensorLocations
+from octavo.common.models.json_files import CONFIG, read_json
 from octavo.common.models.quantized import FILES, METHODS, find_statement
-from octavo.common.models.weight_files import tensor_types
+from octavo.common.models.safetensors_files import tensor_types
 
 GENERATION_CONFIG = "generation_config.json"
 ADAPTER_CONFIG = "adapter_config.json"

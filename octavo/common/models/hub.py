@@ -12,9 +12,9 @@ import structlog
 
 from octavo.common.models.checkpoint import CONFIG_FILES, check_config
 from octavo.common.models.errors import ModelError, first_line
-from octavo.common.models.files import CONFIG
+from octavo.common.models.json_files import CONFIG
+from octavo.common.models.safetensors_files import INDEX, WHOLE, names_in_index, no_weights
 from octavo.common.models.tokenizer_files import FILES as TOKENIZER_FILES
-from octavo.common.models.weight_files import INDEX, WHOLE, names_in_index, no_weights
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.json_files import CONFIG, read_json
 
 METHODS = {
     "gptq": "GPTQ",

@@ -6,7 +6,7 @@ from pathlib import Path
 from octavo.common.models import hub
 from octavo.common.models.checkpoint import why_no_model
 from octavo.common.models.errors import ModelError
-from octavo.common.models.files import CONFIG
+from octavo.common.models.json_files import CONFIG
 
 DEMO = "demo"
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(@[\w.][\w./-]*)?")

@@ -4,8 +4,8 @@ import json
 from pathlib import Path
 
 from octavo.common.models.errors import ModelError
-from octavo.common.models.files import read_json
 from octavo.common.models.git_lfs import check_no_pointer
+from octavo.common.models.json_files import read_json
 
 TOKENIZER_JSON = "tokenizer.json"
 FILES = (

@@ -3,7 +3,7 @@ import pytest
 from octavo.common.models import demo
 from octavo.common.models.errors import ModelError
 from octavo.common.models.resolve import resolve_tokenizer
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 
 
 def test_directories_become_absolute(tmp_path, monkeypatch):

@@ -135,7 +135,7 @@ def test_nothing_is_read_where_only_shapes_matter():
 
 @pytest.mark.parametrize("name", ["llama", "mixtral", "falcon_h1", "gpt2", "deepseek_v3"])
 def test_models_compute_the_same(name, tmp_path, monkeypatch):
-    monkeypatch.setattr(reader, "SMALL", 1)
+    monkeypatch.setattr(read_weights, "SMALL", 1)
     monkeypatch.setattr(widened, "SMALL", 0)
     save(BY_NAME[name], tmp_path)
     config = read_config(str(tmp_path), quantized=False)

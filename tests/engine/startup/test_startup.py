@@ -6,7 +6,7 @@ import torch
 from pydantic import ValidationError
 
 from octavo.common import resources
-from octavo.common.models.files import CONFIG, read_json
+from octavo.common.models.json_files import CONFIG, read_json
 from octavo.common.models.rope_context import first_context
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_layout import plan_layout

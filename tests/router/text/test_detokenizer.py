@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from octavo.common.models.errors import ModelError
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.router.text.detokenizer import REPLACEMENT, Detokenizer
 from octavo.router.text.tokenization import Tokenizer, Tokenizers, backend_pieces
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from octavo.common.models.errors import ModelError
-from octavo.common.models.weight_files import TensorLocation
+from octavo.common.models.safetensors_files import TensorLocation
 
 BLOCK_TYPES = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")
 """GGUF types for which kernels exist."""

@@ -17,7 +17,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.gguf_conversion.config import complete_config
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from tests.common.models import tiny_gguf
 
 LLAMA3 = {

@@ -16,7 +16,7 @@ from octavo.common.models.gguf import reader as gguf_models
 from octavo.common.models.resolve import resolve_tokenizer
 from octavo.engine.models.gguf_conversion.conversion import prepare
 from octavo.engine.models.mapped_tensors import open_tensors
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from tests.common.models import tiny_gguf
 
 

@@ -19,7 +19,7 @@ from octavo.engine.models.load_model import load
 from octavo.engine.models.quantization import SCHEMES, experts_on_gpu
 from octavo.engine.models.quantization.base import unquantized_shares
 from octavo.engine.models.quantization.formats import find_format
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.models.weights_size import weight_bytes
 from octavo.kernels import ops
 from octavo.kernels.quantized import Numbers, dequantize, make_e2m1, make_weight

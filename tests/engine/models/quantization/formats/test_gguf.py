@@ -27,7 +27,7 @@ from octavo.engine.models.quantization.formats.block_layers import (
     embedding_factor,
 )
 from octavo.engine.models.read_weights import load_weights, read_config
-from octavo.engine.models.resolve import resolve
+from octavo.engine.models.resolve_or_convert import resolve
 from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf
 from tests.engine.models.quantization.formats.test_quantized_checkpoints import (

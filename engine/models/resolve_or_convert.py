@@ -1,4 +1,4 @@
-"""Resolves an engine's `--model` to a directory."""
+"""Resolves `--model` to a directory; converts a GGUF file first."""
 
 from octavo.common.models.resolve import DEMO, gguf_file, resolve_checkpoint
 from octavo.common.models.resolve import resolve_config as resolve_checkpoint_config

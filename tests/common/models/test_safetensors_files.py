@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
-from octavo.common.models.weight_files import INDEX, WHOLE
+from octavo.common.models.safetensors_files import INDEX, WHOLE
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
 
