@@ -22,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.common import logging
 from octavo.common.sampling_parameters import SamplingParams
-from octavo.common.stopping import exit_at_once
+from octavo.common.shutdown import exit_at_once
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.models.resolve_or_convert import resolve

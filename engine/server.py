@@ -16,7 +16,7 @@ from octavo.common.listening import listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.proxies import is_loopback
 from octavo.common.rpc import create_server, set_serving, until_terminated
-from octavo.common.stopping import StoppedWhileStartingError
+from octavo.common.shutdown import StoppedWhileStartingError
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.core import EngineCore

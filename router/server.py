@@ -16,7 +16,7 @@ from octavo.common.descriptors import check_limit
 from octavo.common.listening import listen
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.peer_limit import limit_calls
-from octavo.common.stopping import StoppedWhileStartingError, StopSignals, stop_signals
+from octavo.common.shutdown import ShutdownSignals, StoppedWhileStartingError, shutdown_signals
 from octavo.common.tracing import Tracing
 from octavo.router.admin import AdminService
 from octavo.router.admin_server import make_admin_server
@@ -330,7 +330,7 @@ async def serve(
         TokenizerError: The tokenizer cannot be loaded.
         StoppedWhileStartingError: A signal arrived before `engines_ready`.
     """
-    with stop_signals() as signals:
+    with shutdown_signals() as signals:
         router = Router(settings, on_serving, len(settings.engine))
         if on_made is not None:
             on_made(router)
@@ -348,7 +348,7 @@ async def serve(
             await router.stop()
 
 
-async def until_stopped(signals: StopSignals, *works: Coroutine[Any, Any, None]) -> None:
+async def until_stopped(signals: ShutdownSignals, *works: Coroutine[Any, Any, None]) -> None:
     """Run `works`, which run forever, until the first signal arrives.
 
     Raises:
@@ -358,7 +358,7 @@ async def until_stopped(signals: StopSignals, *works: Coroutine[Any, Any, None])
         await _first(tasks)
 
 
-async def drain(router: Router, signals: StopSignals) -> None:
+async def drain(router: Router, signals: ShutdownSignals) -> None:
     """Drain a router, until the second signal arrives."""
     log.info("router draining", requests=router.generator.in_flight)
     async with joined(signals.second.wait(), router.drain(), names=("hurry", "drain")) as tasks:

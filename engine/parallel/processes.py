@@ -13,7 +13,7 @@ from pathlib import Path
 import structlog
 
 from octavo.common.background import start_thread
-from octavo.common.stopping import exit_at_once
+from octavo.common.shutdown import exit_at_once
 from octavo.engine.parallel.place import RankPlace, place_from_launcher
 from octavo.engine.parallel.world import STORE
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from octavo.common.stopping import exit_at_once
+from octavo.common.shutdown import exit_at_once
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.times import Times
 

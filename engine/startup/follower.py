@@ -12,14 +12,14 @@ import structlog
 from octavo.common import logging
 from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
-from octavo.common.stopping import exit_at_once
+from octavo.common.shutdown import exit_at_once
 from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.execution.leader import Follower
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
-from octavo.engine.parallel.stop_signals import StopSignals
+from octavo.engine.parallel.rank_signals import RankSignals
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.cache_plan import count_pool
@@ -84,7 +84,7 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
 
     if loaded.device.type == "cpu":
         cpu.pin_threads(threads.places)
-    signals = StopSignals()
+    signals = RankSignals()
     Follower(
         world,
         loaded,

@@ -18,7 +18,7 @@ from octavo.cli.running import EXPECTED, StartError, run_loop
 from octavo.common.background import call_in_thread
 from octavo.common.child_end import why_it_ended
 from octavo.common.resources import oom_kills
-from octavo.common.stopping import (
+from octavo.common.shutdown import (
     StoppedWhileStartingError,
     end_tree,
     exit_at_once,

@@ -13,7 +13,7 @@ from octavo.cli.generation import with_options
 from octavo.cli.output import OutputPrinter, err, failures, out
 from octavo.client import Delta, GenerateOptions, Message, Stream
 from octavo.client.prompts import Prompt
-from octavo.common.stopping import INTERRUPTED
+from octavo.common.shutdown import INTERRUPTED
 
 
 @with_server

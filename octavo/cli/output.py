@@ -12,7 +12,7 @@ from rich.table import Table
 from octavo.client import Delta, Error, UnauthenticatedError, UnavailableError
 from octavo.client.address import DEFAULT_PORT
 from octavo.common.proxies import proxy_variable
-from octavo.common.stopping import INTERRUPTED
+from octavo.common.shutdown import INTERRUPTED
 
 out = Console(highlight=False)
 err = Console(stderr=True, highlight=False)

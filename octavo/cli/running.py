@@ -20,7 +20,7 @@ from octavo.common.background import BackgroundError, joined
 from octavo.common.descriptors import raise_limit
 from octavo.common.models.errors import ModelError
 from octavo.common.settings import SettingsError
-from octavo.common.stopping import (
+from octavo.common.shutdown import (
     EXIT_CODES,
     INTERRUPTED,
     StoppedWhileStartingError,

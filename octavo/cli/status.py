@@ -14,7 +14,7 @@ from rich.table import Table
 from octavo.cli.connection import Server, with_server
 from octavo.cli.output import bar, failures, number_table, out, warning
 from octavo.client import Client, Error, Model
-from octavo.common.stopping import INTERRUPTED
+from octavo.common.shutdown import INTERRUPTED
 
 TIMEOUT = 5.0
 

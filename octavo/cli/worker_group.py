@@ -15,7 +15,7 @@ from octavo.cli.running import StartError
 from octavo.cli.worker_process import WorkerProcess
 from octavo.common.background import end, joined, restart_delays, start
 from octavo.common.ports import Listener
-from octavo.common.stopping import StoppedWhileStartingError, StopSignals, stop_signals
+from octavo.common.shutdown import ShutdownSignals, StoppedWhileStartingError, shutdown_signals
 from octavo.router.settings import RouterSettings, http_listener
 from octavo.router.workers.parent_server import ParentServer
 from octavo.router.workers.worker_slot import WorkerSlot, settings_of_worker
@@ -175,7 +175,7 @@ async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None])
     with (
         TemporaryDirectory(prefix="octavo-") as name,  # mode 0700
         _reserved(settings) as port,
-        stop_signals() as signals,
+        shutdown_signals() as signals,
     ):
         directory = Path(name)
         socket = directory / "parent.sock"
@@ -191,7 +191,10 @@ async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None])
 
 
 async def _run(
-    group: WorkerGroup, parent: ParentServer, signals: StopSignals, on_ready: Callable[[str], None]
+    group: WorkerGroup,
+    parent: ParentServer,
+    signals: ShutdownSignals,
+    on_ready: Callable[[str], None],
 ) -> None:
     """Serve until the first signal, then drain.
 

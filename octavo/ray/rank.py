@@ -17,7 +17,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from octavo.common.background import call_in_thread, joined, shielded, start
 from octavo.common.ports import free_port
-from octavo.common.stopping import exit_at_once
+from octavo.common.shutdown import exit_at_once
 from octavo.ray.cluster import RayError, Resources, actor_options, interface_of
 
 log = structlog.get_logger(__name__)

@@ -7,7 +7,7 @@ from typing import Any
 
 import grpc.aio
 
-from octavo.common.stopping import stop_signals
+from octavo.common.shutdown import shutdown_signals
 from octavo.router.admin import AdminService
 from octavo.router.admin_server import ADMIN
 from octavo.router.engines.changes import EngineChanges
@@ -89,7 +89,7 @@ async def serve(
         TlsError: Certificates or keys cannot be used.
         TokenizerError: The tokenizer cannot be loaded.
     """
-    with stop_signals() as signals:
+    with shutdown_signals() as signals:
         stats = SharedStats(slot.parent)
         router = Router(settings, stats=stats)
         control = Control(router, slot)

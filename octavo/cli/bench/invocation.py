@@ -34,7 +34,7 @@ from octavo.cli.bench.workload import BenchRequest, arrival_times, make_requests
 from octavo.cli.connection import Server
 from octavo.cli.local_server import local_server
 from octavo.cli.output import err, fail, failures, out
-from octavo.common.stopping import INTERRUPTED
+from octavo.common.shutdown import INTERRUPTED
 
 FILE_WIDTH = 120
 """Table width in columns when stdout is no terminal."""

@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from octavo.engine.models import deferred
+from octavo.engine.models import deferred, read_weights
 from octavo.engine.models.checks import widened
 from octavo.engine.models.deferred import DeferredTensor, held, hold, in_float32, present
 from octavo.engine.models.empty_model import running_empty

@@ -29,7 +29,7 @@ class StoppedWhileStartingError(Exception):
 
 
 @dataclass(slots=True)
-class StopSignals:
+class ShutdownSignals:
     """The signals that stop a server: the first one drains it, the second stops it at once.
 
     Attributes:
@@ -49,9 +49,9 @@ class StopSignals:
 
 
 @contextmanager
-def stop_signals() -> Iterator[StopSignals]:
+def shutdown_signals() -> Iterator[ShutdownSignals]:
     """Handle SIGTERM and SIGINT in a block, in which only this event loop may run."""
-    loop, signals = asyncio.get_running_loop(), StopSignals()
+    loop, signals = asyncio.get_running_loop(), ShutdownSignals()
     for number in EXIT_CODES:
         loop.add_signal_handler(number, signals.note, number)
     try:

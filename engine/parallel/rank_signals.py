@@ -8,7 +8,7 @@ import signal
 import socket
 
 
-class StopSignals:
+class RankSignals:
     """The stop signals of this process; from now on they have no other effect.
 
     Create it in the main thread.
