@@ -183,7 +183,7 @@ class _Forwards:
 
     def _check(self, forward: Forward, routing: "Routing | None" = None) -> None:
         """Check a step, and its adapters if it takes any."""
-        from octavo.engine.lora.trial import TrialForward, check_adapters  # noqa: PLC0415
+        from octavo.engine.lora.self_check import TrialForward, check_adapters  # noqa: PLC0415
 
         loaded = self._loaded
         loaded.pass_check(self._of_all_ranks(forward, everywhere=True), routing)

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from octavo.engine.attention.latent import absorb_expansions, absorbed_linears
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
+from octavo.engine.models.checks.adapter_reference import TrialReference, trial_reference
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import attention_of
 from octavo.engine.models.checks.reference import Reference, reference
@@ -21,7 +22,6 @@ from octavo.engine.models.checks.remembered import recall, remember
 from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.structure import check_in_float32
-from octavo.engine.models.checks.trial_adapter import TrialReference, trial_reference
 from octavo.engine.models.checks.twin_check import check_twin
 from octavo.engine.models.checks.widened import is_small
 from octavo.engine.models.deferred import held, hold

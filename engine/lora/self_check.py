@@ -1,4 +1,4 @@
-"""Checks that a step applies adapters, with a trial adapter; see `trial_adapter.py`."""
+"""Checks that a step applies adapters, with the trial adapter of `adapter_reference.py`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,8 +11,8 @@ from octavo.engine.lora.adapter import Adapter
 from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.targets import Targets
 from octavo.engine.lora.weights import Matrices, lay_out
+from octavo.engine.models.checks.adapter_matrices import trial_matrices
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
-from octavo.engine.models.checks.trial_matrices import trial_matrices
 from octavo.engine.models.forward import Forward
 from octavo.engine.models.linear.adapted_layers import applying
 

@@ -1,4 +1,4 @@
-"""The matrices of the LoRA adapter that the self-check applies; see `trial_adapter.py`."""
+"""The matrices of the LoRA adapter that the self-check applies; see `adapter_reference.py`."""
 
 import zlib
 

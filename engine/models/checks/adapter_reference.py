@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
+from octavo.engine.models.checks.adapter_matrices import trial_matrices
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.reference import Reference, forward_logits, with_rounding
-from octavo.engine.models.checks.trial_matrices import trial_matrices
 from octavo.engine.models.checks.widened import is_narrow, widened
 
 SHARE = 0.5
