@@ -8,8 +8,8 @@ import typer
 from rich.markup import escape
 
 from octavo.cli.connection import Server, with_server
-from octavo.cli.generation import with_options
 from octavo.cli.output import OutputPrinter, err, failures, out, report
+from octavo.cli.parameter_flags import with_options
 from octavo.client import Client, Delta, Error, GenerateOptions, Message, Model
 
 HELP = """[bold]/help[/]           list the commands

@@ -9,8 +9,8 @@ from typing import Annotated
 import typer
 
 from octavo.cli.connection import Server, with_server
-from octavo.cli.generation import with_options
 from octavo.cli.output import OutputPrinter, err, failures, out
+from octavo.cli.parameter_flags import with_options
 from octavo.client import Delta, GenerateOptions, Message, Stream
 from octavo.client.prompts import Prompt
 from octavo.common.shutdown import INTERRUPTED

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from octavo.cli.bench.grpc_endpoint import OPTIONS
-from octavo.cli.generation import FLAGS
+from octavo.cli.parameter_flags import FLAGS
 from octavo.client.requests import generate_request
 from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES, SamplingParams
 from octavo.engine.rpc.validation import _sampling

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from octavo.cli import app
 from octavo.cli.chat import FALLBACKS
-from octavo.cli.generation import FLAGS, describe
+from octavo.cli.parameter_flags import FLAGS, describe
 from octavo.common.sampling_parameters import PARAMETERS, TYPES
 from octavo.router.tenants.tenant import hash_key, read_tenants
 from octavo.v1 import generation_pb2 as pb
