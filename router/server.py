@@ -15,7 +15,6 @@ from octavo.common.background import end, first_to_end, joined, keep_running
 from octavo.common.descriptors import check_limit
 from octavo.common.listening import listen
 from octavo.common.metrics import observe_process, serve_metrics
-from octavo.common.peer_limit import limit_calls
 from octavo.common.shutdown import ShutdownSignals, StoppedWhileStartingError, shutdown_signals
 from octavo.common.tracing import Tracing
 from octavo.router.admin import AdminService
@@ -143,7 +142,7 @@ class Router:
             {SERVICE: add},
             max_message_bytes=settings.max_message_bytes,
             limits=settings.connection_limits,
-            interceptors=limit_calls(settings.max_calls_per_peer),
+            max_calls_per_peer=settings.max_calls_per_peer,
             guard=self.authenticator.check,
             reuse_port=settings.shares_ports,
         )

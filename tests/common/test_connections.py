@@ -15,7 +15,6 @@ from grpc_status import rpc_status
 
 from octavo.common import connections, rpc
 from octavo.common.connections import ConnectionLimits
-from octavo.common.peer_limit import limit_calls
 from octavo.v1 import generation_pb2, generation_pb2_grpc
 
 NAME = "octavo.v1.GenerationService"
@@ -65,7 +64,7 @@ async def serving(max_calls_per_peer: int = 0, **limits):
         {NAME: lambda s: generation_pb2_grpc.add_GenerationServiceServicer_to_server(service, s)},
         max_message_bytes=1 << 16,
         limits=ConnectionLimits(**limits),
-        interceptors=limit_calls(max_calls_per_peer),
+        max_calls_per_peer=max_calls_per_peer,
     )
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()

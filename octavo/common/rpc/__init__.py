@@ -20,8 +20,6 @@ from octavo.common.rpc.handlers import (
     Guard,
     RpcInterceptor,
     abort,
-    behaviour,
-    with_behaviour,
     write,
 )
 from octavo.common.rpc.server import (
@@ -44,7 +42,6 @@ __all__ = [
     "RpcError",
     "RpcInterceptor",
     "abort",
-    "behaviour",
     "channel_options",
     "create_server",
     "denied",
@@ -57,6 +54,5 @@ __all__ = [
     "unavailable",
     "unimplemented",
     "until_terminated",
-    "with_behaviour",
     "write",
 ]

@@ -3,21 +3,25 @@
 import asyncio
 import inspect
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from contextlib import aclosing, contextmanager
+from contextlib import AbstractContextManager, aclosing, contextmanager
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
 import structlog
 from google.protobuf.message import DecodeError, Message
+from grpc_health.v1 import health
 from grpc_status import rpc_status
 
 from octavo.common.rpc.errors import RpcError
+from octavo.common.rpc.peer_limit import PeerLimit
 
 log = structlog.get_logger(__name__)
 
 UNEXPECTED = "an unexpected error; the server's log has the details"
 """Message of errors other than `RpcError`."""
+HEALTH = f"/{health.SERVICE_NAME}/"
+"""Start of the paths of health checks, which no limit refuses."""
 
 
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -82,10 +86,13 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
     Args:
         guard: Called before each handler with the method's path and the call's context; may raise
             `RpcError`.
+        max_calls_per_peer: Maximum calls of an address in progress, except health checks; 0:
+            unlimited.
     """
 
-    def __init__(self, guard: Guard | None = None) -> None:
-        self._guard = guard or (lambda _method, _context: None)
+    def __init__(self, guard: Guard | None = None, max_calls_per_peer: int = 0) -> None:
+        self._guard = guard
+        self._calls = PeerLimit(max_calls_per_peer)
 
     async def intercept_service(
         self,
@@ -99,39 +106,36 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return None
         streaming, method = bool(handler.request_streaming), handler_call_details.method
-        wrapped = _wrap(behaviour(handler), streaming, method, self._guard)
+        requests = "stream" if streaming else "unary"
+        kind = f"{requests}_{'stream' if handler.response_streaming else 'unary'}"
+        wrapped = _wrap(getattr(handler, kind), streaming, method, self._admitted)
         if wrapped is None:
             return handler
-        return with_behaviour(handler, wrapped, _safely(handler.request_deserializer))
+        make = getattr(grpc, f"{kind}_rpc_method_handler")
+        return make(wrapped, _safely(handler.request_deserializer), handler.response_serializer)
+
+    @contextmanager
+    def _admitted(self, method: str, context: Context) -> Iterator[None]:
+        """Check a call, and count it while it runs."""
+        if self._guard is not None:
+            self._guard(method, context)
+        if method.startswith(HEALTH):
+            yield
+            return
+        with self._calls.counted(_address(context.peer())):
+            yield
 
 
-def behaviour(handler: "grpc.RpcMethodHandler[Any, Any]") -> Callable[..., Any]:
-    """Return the function that handles a method's calls."""
-    function: Callable[..., Any] = getattr(handler, _kind(handler))
-    return function
-
-
-def with_behaviour(
-    handler: "grpc.RpcMethodHandler[Any, Any]",
-    function: Callable[..., Any],
-    deserializer: Callable[[bytes], Any] | None,
-) -> "grpc.RpcMethodHandler[Any, Any]":
-    """Return a copy of `handler` with another function and deserializer."""
-    make = getattr(grpc, f"{_kind(handler)}_rpc_method_handler")
-    made: grpc.RpcMethodHandler[Any, Any] = make(
-        function, deserializer, handler.response_serializer
-    )
-    return made
-
-
-def _kind(handler: "grpc.RpcMethodHandler[Any, Any]") -> str:
-    requests = "stream" if handler.request_streaming else "unary"
-    responses = "stream" if handler.response_streaming else "unary"
-    return f"{requests}_{responses}"
+def _address(peer: str) -> str:
+    """Return gRPC's name of a peer, without its port."""
+    return peer.rpartition(":")[0] if peer.startswith(("ipv4:", "ipv6:")) else peer
 
 
 def _wrap(
-    function: Callable[..., Any], streaming: bool, method: str, guard: Guard
+    function: Callable[..., Any],
+    streaming: bool,
+    method: str,
+    admitted: Callable[[str, Context], AbstractContextManager[None]],
 ) -> Callable[..., Any] | None:
     """Return `function` with exceptions turned into statuses; None if it is synchronous."""
 
@@ -144,8 +148,8 @@ def _wrap(
 
     async def call(request: Any, context: Context) -> Any:  # noqa: ANN401
         try:
-            guard(method, context)
-            return await function(checked(request), context)
+            with admitted(method, context):
+                return await function(checked(request), context)
         except Exception as error:  # noqa: BLE001 - answered below
             request = None  # see `_forget`
             await _answer(context, error, method)
@@ -155,10 +159,10 @@ def _wrap(
         context: Context,
     ) -> None:
         try:
-            guard(method, context)
-            async with aclosing(function(checked(request), context)) as responses:
-                async for response in responses:
-                    await write(context, response)
+            with admitted(method, context):
+                async with aclosing(function(checked(request), context)) as responses:
+                    async for response in responses:
+                        await write(context, response)
         except Exception as error:  # noqa: BLE001 - answered below
             request = None  # see `_forget`
             await _answer(context, error, method)

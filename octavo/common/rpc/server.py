@@ -94,7 +94,7 @@ async def create_server(
     max_message_bytes: int,
     limits: ConnectionLimits = DEFAULT_LIMITS,
     guard: Guard | None = None,
-    interceptors: Sequence[grpc.aio.ServerInterceptor] = (),
+    max_calls_per_peer: int = 0,
     reuse_port: bool = False,
 ) -> tuple[grpc.aio.Server, HealthServicer]:
     """Create a server of `services` with health and reflection, not started yet.
@@ -104,7 +104,7 @@ async def create_server(
         max_message_bytes: Maximum size of a received message.
         limits: Limits of connections.
         guard: Authenticates calls, see `RpcInterceptor`; None: all calls are allowed.
-        interceptors: More interceptors, called after `RpcInterceptor`.
+        max_calls_per_peer: Maximum calls of an address in progress; 0: unlimited.
         reuse_port: Whether other processes of this user share the ports (SO_REUSEPORT).
 
     Returns:
@@ -114,7 +114,7 @@ async def create_server(
     from grpc_reflection.v1alpha import reflection  # noqa: PLC0415 - in the servers' extras
 
     server = grpc.aio.server(
-        interceptors=[RpcInterceptor(guard), *interceptors],
+        interceptors=[RpcInterceptor(guard, max_calls_per_peer)],
         options=server_options(max_message_bytes, limits, reuse_port=reuse_port),
     )
     for add in services.values():
