@@ -1,15 +1,15 @@
 """`octavo health`: the probe of containers and load balancers."""
 
 import json
-from typing import Annotated
+from typing import Annotated, Any
 
 import grpc
 import typer
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from octavo.cli.connection import Server, with_server
 from octavo.cli.output import fail, out
-from octavo.client.channel import HEALTH_CHECK, secure
+from octavo.client.channel import secure
 from octavo.common.proxies import NO_PROXY
 from octavo.common.rpc import LIVENESS
 from octavo.common.tls import TlsError
@@ -56,12 +56,8 @@ def _check(server: Server, *, live: bool, timeout: float) -> str:
     """
     request = health_pb2.HealthCheckRequest(service=LIVENESS if live else "")
     with _connect(server) as channel:
-        check = channel.unary_unary(
-            HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
-        response = check(request, timeout=timeout)
+        stub: Any = health_pb2_grpc.HealthStub(channel)
+        response = stub.Check(request, timeout=timeout)
     name: str = health_pb2.HealthCheckResponse.ServingStatus.Name(response.status)
     return name
 

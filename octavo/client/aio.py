@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 
 import grpc
@@ -83,12 +82,7 @@ class AsyncStream(BaseStream):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         self.close()
 
 
@@ -209,7 +203,7 @@ class AsyncClient(BaseClient):
         """Return whether the server is ready for requests; False if it cannot be reached."""
         request = health_pb2.HealthCheckRequest()
         try:
-            response = await self._call(self._health, request, timeout)
+            response = await self._call(self._health.Check, request, timeout)
         except Error:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
@@ -227,10 +221,5 @@ class AsyncClient(BaseClient):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()

@@ -16,8 +16,6 @@ OPTIONS: tuple[tuple[str, int | str], ...] = (
 
 Metadata = tuple[tuple[str, str | bytes], ...]
 
-HEALTH_CHECK = "/grpc.health.v1.Health/Check"
-
 
 def locate(address: str, files: tls.Tls | None) -> tuple[str, tls.Tls | None]:
     """Return an address as HOST:PORT, and the TLS files; https:// alone uses public authorities.

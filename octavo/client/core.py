@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health_pb2
+from grpc_health.v1 import health_pb2_grpc
 
 from octavo.client import responses
 from octavo.client.address import DEFAULT_ADDRESS, parse_address
-from octavo.client.channel import HEALTH_CHECK, Metadata, locate, secure, with_key
+from octavo.client.channel import Metadata, locate, secure, with_key
 from octavo.client.types import Accepted, Event, Finished, Output
 from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
@@ -96,8 +96,4 @@ class BaseClient:
             else self._insecure_channel(address, options=options)
         )
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
-        self._health = self._channel.unary_unary(
-            HEALTH_CHECK,
-            request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
-            response_deserializer=health_pb2.HealthCheckResponse.FromString,
-        )
+        self._health: Any = health_pb2_grpc.HealthStub(self._channel)

@@ -1,7 +1,6 @@
 """The synchronous client."""
 
 from collections.abc import Iterator, Sequence
-from types import TracebackType
 from typing import Any, Self, Unpack, overload
 
 import grpc
@@ -68,12 +67,7 @@ class Stream(BaseStream):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 
@@ -198,7 +192,7 @@ class Client(BaseClient):
         """Return whether the server is ready for requests; False if it cannot be reached."""
         request = health_pb2.HealthCheckRequest()
         try:
-            response = self._call(self._health, request, timeout)
+            response = self._call(self._health.Check, request, timeout)
         except Error:
             return False
         return bool(response.status == health_pb2.HealthCheckResponse.SERVING)
@@ -216,10 +210,5 @@ class Client(BaseClient):
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
