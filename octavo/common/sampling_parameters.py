@@ -461,11 +461,6 @@ class SamplingParams:
         return self.temperature == 0.0
 
     @property
-    def truncated(self) -> bool:
-        """Whether unlikely tokens are removed before sampling."""
-        return not self.greedy and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
-
-    @property
     def penalised(self) -> bool:
         """Whether earlier tokens affect the logits."""
         return (

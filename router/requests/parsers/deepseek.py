@@ -17,7 +17,6 @@ from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark, sequence
-from octavo.router.text.model_text import ModelText
 
 OPENING, CLOSING = "<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"  # noqa: RUF001
 CALL_OPENING, CALL_CLOSING = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"  # noqa: RUF001
@@ -31,10 +30,6 @@ class DeepSeek(ToolFormat):
     name = "deepseek"
     trigger = OPENING
     openers = (CALL_OPENING,)
-
-    def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has the marker."""
-        return OPENING in model.template
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""

@@ -69,9 +69,9 @@ class ToolFormat(ABC):
     openers: ClassVar[tuple[str, ...]] = ()
     between: ClassVar[str | None] = None
 
-    @abstractmethod
     def recognizes(self, model: ModelText) -> bool:
-        """Return whether a model belongs to the family, by its chat template and markers."""
+        """Return whether a model belongs to the family: by default, its template has the marker."""
+        return self.trigger in model.template
 
     @abstractmethod
     def parser(self, context: OutputContext) -> Parser:

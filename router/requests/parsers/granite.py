@@ -10,7 +10,6 @@ from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark
-from octavo.router.text.model_text import ModelText
 
 OPENING, OTHER = "<|tool_call|>", "<tool_call>"
 
@@ -21,10 +20,6 @@ class Granite(ToolFormat):
     name = "granite"
     trigger = OPENING
     openers = (OTHER,)
-
-    def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has the marker."""
-        return OPENING in model.template
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""

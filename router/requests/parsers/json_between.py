@@ -19,7 +19,6 @@ from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark, sequence
-from octavo.router.text.model_text import ModelText
 
 
 class JsonBetween(ToolFormat):
@@ -51,10 +50,6 @@ class JsonBetween(ToolFormat):
         self._listed = listed
         self._space = space
         self._key = key
-
-    def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has the marker."""
-        return self.trigger in model.template
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""

@@ -13,7 +13,6 @@ from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark, either, sequence
-from octavo.router.text.model_text import ModelText
 
 OPENING, CLOSING = "<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"
 _NUMBER = re.compile(":[0-9]+$")
@@ -27,10 +26,6 @@ class Kimi(ToolFormat):
     name = "kimi"
     trigger = OPENING
     openers = (CALL_OPENING,)
-
-    def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has the marker."""
-        return OPENING in model.template
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""

@@ -18,7 +18,6 @@ from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser, Piece
 from octavo.router.text.lark import Lark, sequence
-from octavo.router.text.model_text import ModelText
 
 OPENING, ARGUMENTS, CALL_ID = "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"
 
@@ -28,10 +27,6 @@ class Mistral(ToolFormat):
 
     name = "mistral"
     trigger = OPENING
-
-    def recognizes(self, model: ModelText) -> bool:
-        """Return whether the template has the marker."""
-        return OPENING in model.template
 
     def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
