@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable, Coroutine, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from types import TracebackType
 from typing import Any, Literal, Self
 
 import structlog
@@ -155,12 +154,7 @@ class ChildProcess:
         self.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 

@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 from octavo.cli.engine_process import EngineProcess
@@ -69,12 +68,7 @@ class EngineGroup:
             self._stack = started.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for engine in self._engines:  # all drain at the same time
             engine.begin_to_stop()
         self._stack.close()

@@ -2,7 +2,6 @@
 
 import asyncio
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self
 
 import structlog
@@ -62,12 +61,7 @@ class ReplicaSet:
         self._keeping = keep_running(self._keep, "replicas")
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         assert self._keeping is not None
         await end(self._keeping)
         drains = [replica.drain() for replica in self._replicas if not replica.draining]
