@@ -86,7 +86,7 @@ class AsyncStream(BaseStream):
         self.close()
 
 
-class AsyncClient(BaseClient):
+class AsyncClient(BaseClient[AsyncStream]):
     """A client of an Octavo router for one event loop; create it inside the loop.
 
     See `BaseClient` for the arguments.
@@ -94,22 +94,7 @@ class AsyncClient(BaseClient):
 
     _insecure_channel = staticmethod(grpc.aio.insecure_channel)
     _secure_channel = staticmethod(grpc.aio.secure_channel)
-
-    def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> AsyncStream:
-        """Start a request; errors are raised when the stream is read.
-
-        Args:
-            prompt: Text, messages or token ids.
-            timeout: Deadline in seconds.
-            **options: See GenerateOptions.
-
-        Raises:
-            InvalidArgumentError: An option has the wrong type.
-        """
-        request = requests.generate_request(prompt, options)
-        return AsyncStream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
+    _make_stream = AsyncStream
 
     @overload
     async def complete(

@@ -1,15 +1,17 @@
 """Everything that the synchronous and the asyncio client share: all except waiting."""
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar, Unpack
 
 import grpc
 from grpc_health.v1 import health_pb2_grpc
 
-from octavo.client import responses
+from octavo.client import requests, responses
 from octavo.client.address import DEFAULT_ADDRESS, parse_address
 from octavo.client.channel import Metadata, locate, secure, with_key
+from octavo.client.prompts import Prompt
 from octavo.client.types import Accepted, Event, Finished, Output
+from octavo.common.sampling_parameters import GenerateOptions
 from octavo.common.tls import Tls
 from octavo.v1 import generation_pb2 as pb
 from octavo.v1 import generation_pb2_grpc as pb_grpc
@@ -55,7 +57,10 @@ class BaseStream:
         return event
 
 
-class BaseClient:
+S = TypeVar("S", bound=BaseStream)
+
+
+class BaseClient(Generic[S]):
     """A connection to a router.
 
     Args:
@@ -73,6 +78,7 @@ class BaseClient:
 
     _insecure_channel: Callable[..., Any]
     _secure_channel: Callable[..., Any]
+    _make_stream: Callable[[Any], S]
 
     def __init__(
         self,
@@ -97,3 +103,21 @@ class BaseClient:
         )
         self._stub: Any = pb_grpc.GenerationServiceStub(self._channel)
         self._health: Any = health_pb2_grpc.HealthStub(self._channel)
+
+    def generate(
+        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
+    ) -> S:
+        """Start a request; errors are raised when the stream is read.
+
+        Args:
+            prompt: Text, messages or token ids.
+            timeout: Deadline in seconds.
+            **options: See GenerateOptions.
+
+        Raises:
+            InvalidArgumentError: An option has the wrong type.
+        """
+        request = requests.generate_request(prompt, options)
+        return self._make_stream(
+            self._stub.Generate(request, timeout=timeout, metadata=self._metadata)
+        )

@@ -71,27 +71,12 @@ class Stream(BaseStream):
         self.close()
 
 
-class Client(BaseClient):
+class Client(BaseClient[Stream]):
     """A client of an Octavo router. Threads may share it; see `BaseClient` for the arguments."""
 
     _insecure_channel = staticmethod(grpc.insecure_channel)
     _secure_channel = staticmethod(grpc.secure_channel)
-
-    def generate(
-        self, prompt: Prompt, *, timeout: float | None = None, **options: Unpack[GenerateOptions]
-    ) -> Stream:
-        """Start a request; errors are raised when the stream is read.
-
-        Args:
-            prompt: Text, messages or token ids.
-            timeout: Deadline in seconds.
-            **options: See GenerateOptions.
-
-        Raises:
-            InvalidArgumentError: An option has the wrong type.
-        """
-        request = requests.generate_request(prompt, options)
-        return Stream(self._stub.Generate(request, timeout=timeout, metadata=self._metadata))
+    _make_stream = Stream
 
     @overload
     def complete(
