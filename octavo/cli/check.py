@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from pydantic import ByteSize
 from rich.markup import escape
 from rich.table import Table
 
@@ -34,7 +35,6 @@ UNITS = {"": 1 << 30} | {
     for power, unit in enumerate("KMGT", 1)
     for end, base in (("", 1 << 10), ("iB", 1 << 10), ("B", 1000))
 }
-UNIT_STEP = 1024
 
 
 @settings_options(EngineSettings, hidden=HIDDEN, positional="model")
@@ -149,8 +149,4 @@ def describe(group: "GroupReport") -> str:
 
 def _size(size: int) -> str:
     """Format a number of bytes with a unit."""
-    value, units = float(size), iter(("B", "KiB", "MiB", "GiB"))
-    unit = next(units)
-    while value >= UNIT_STEP and (larger := next(units, None)):
-        value, unit = value / UNIT_STEP, larger
-    return f"{value:,.0f} {unit}" if unit == "B" else f"{value:,.1f} {unit}"
+    return ByteSize(size).human_readable(separator=" ")

@@ -3,7 +3,6 @@
 import logging
 import os
 import sys
-from collections.abc import MutableMapping
 from typing import Any, Literal
 
 import structlog
@@ -40,7 +39,7 @@ def configure(
     """
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,
-        _Fields(fields),
+        lambda _logger, _method, event: {**fields, **event},
         structlog.stdlib.add_log_level,
         structlog.stdlib.add_logger_name,
         structlog.stdlib.ExtraAdder(),
@@ -71,24 +70,6 @@ def configure(
     root.handlers[:] = [handler]
     root.setLevel(log_level.upper())
     _quieten()
-
-
-class _Fields:
-    """Adds the process's fields to every event."""
-
-    def __init__(self, fields: dict[str, Any]) -> None:
-        self._fields = fields
-
-    def __call__(
-        self,
-        logger: Any,  # noqa: ANN401, ARG002 - structlog's
-        method: str,  # noqa: ARG002
-        event: MutableMapping[str, Any],
-    ) -> MutableMapping[str, Any]:
-        """Add the fields to an event, unless it already has them."""
-        for name, value in self._fields.items():
-            event.setdefault(name, value)
-        return event
 
 
 def _renderers(log_format: LogFormat) -> list[Processor]:

@@ -8,6 +8,7 @@ import jinja2
 import jinja2.meta
 import structlog
 from transformers import PreTrainedTokenizerBase
+from transformers.utils import chat_template_utils
 from transformers.utils.chat_parsing.response_templates import load_response_template
 
 log = structlog.get_logger(__name__)
@@ -72,12 +73,8 @@ def _response_template(tokenizer: PreTrainedTokenizerBase) -> dict[str, Any] | N
 
 def _variables(template: str) -> set[str]:
     """Return a template's variables; empty for an invalid template."""
-    environment = jinja2.Environment(  # noqa: S701 - parsed, never rendered
-        extensions=["jinja2.ext.loopcontrols"]
-    )
-    # transformers adds a tag, which marks the assistant's text.
-    template = template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
-    template = template.replace("{%- generation %}", "").replace("{%- endgeneration %}", "")
+    # transformers' environment has a tag of its own, which marks the assistant's text.
+    environment = chat_template_utils._compile_jinja_template("").environment  # noqa: SLF001
     try:
         return jinja2.meta.find_undeclared_variables(environment.parse(template))
     except jinja2.TemplateError:

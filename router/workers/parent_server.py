@@ -134,10 +134,10 @@ class ParentServer:
         for member in self._members:
             await self._members.remove(member.number)
 
-    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - empty
+    async def _metrics(self, *_: object) -> list[Any]:
         return to_json(await self._page.collect())
 
-    async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002
+    async def _status(self, *_: object) -> dict[str, Any]:
         calls = [wire.call(m.channel, "Status", None, SCRAPE_SECONDS) for m in self._members]
         answers = await asyncio.gather(*calls, return_exceptions=True)
         return merged_stats([each for each in answers if not isinstance(each, BaseException)])

@@ -20,7 +20,8 @@ SERVICE = "octavo.router.workers"
 MAX_MESSAGE_BYTES = 64 << 20
 """Maximum message size, many times the metrics of a thousand tenants."""
 
-Method = Callable[[Any], Awaitable[Any]]
+Method = Callable[[Any, rpc.Context], Awaitable[Any]]
+"""Handles a call: returns the answer to a request, both any JSON."""
 
 
 async def make_server(
@@ -38,7 +39,7 @@ async def make_server(
 
     def add(server: grpc.aio.Server) -> None:
         handlers = {
-            name: grpc.unary_unary_rpc_method_handler(_served(method), json.loads, _encode)
+            name: grpc.unary_unary_rpc_method_handler(method, json.loads, _encode)
             for name, method in methods.items()
         }
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, handlers),))
@@ -67,16 +68,6 @@ async def call(channel: grpc.aio.Channel, method: str, request: object, timeout:
     """
     made = channel.unary_unary(f"/{SERVICE}/{method}", _encode, json.loads)
     return await made(request, timeout=timeout)
-
-
-def _served(method: Method) -> Callable[[Any, rpc.Context], Awaitable[Any]]:
-    async def serve(
-        request: Any,  # noqa: ANN401
-        context: rpc.Context,  # noqa: ARG001
-    ) -> Any:  # noqa: ANN401
-        return await method(request)
-
-    return serve
 
 
 def _encode(message: object) -> bytes:

@@ -55,15 +55,15 @@ class Control:
         if self._server is not None:
             await self._server.stop(None)
 
-    async def _connect(self, changes: dict[str, Any]) -> None:
+    async def _connect(self, changes: dict[str, Any], _: object) -> None:
         """Connect to the engines, with the parent's changes; called once."""
         self._router.connect(EngineChanges.from_json(changes))
         self.connected.set()
 
-    async def _metrics(self, request: None) -> list[Any]:  # noqa: ARG002 - empty
+    async def _metrics(self, *_: object) -> list[Any]:
         return to_json(self._router.registry.collect())
 
-    async def _status(self, request: None) -> dict[str, Any]:  # noqa: ARG002
+    async def _status(self, *_: object) -> dict[str, Any]:
         return self._own.all()
 
 
