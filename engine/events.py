@@ -1,10 +1,13 @@
 """Events that the core publishes to the sessions after each step."""
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 from octavo.engine.kv_cache import BlockContents, PrefixCache
+from octavo.engine.kv_cache.prefixes import is_shared_key
+from octavo.engine.kv_disk.disk_tier import DiskTier
+from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -89,6 +92,8 @@ class PrefixChange:
             sessions.
         stored: Keys of new blocks in the cache.
         evicted: Keys of blocks removed from the cache.
+        disk_stored: Keys of blocks new on disk.
+        disk_removed: Keys of blocks removed from disk.
         contents: Contents of stored blocks, where they are kept.
     """
 
@@ -96,25 +101,46 @@ class PrefixChange:
     stored: Collection[bytes]
     evicted: Collection[bytes]
     contents: Mapping[bytes, BlockContents] = field(default_factory=dict)
+    disk_stored: Collection[bytes] = ()
+    disk_removed: Collection[bytes] = ()
 
 
 Publish = Callable[[list[Event | PrefixChange], Load], None]
 """Takes new events and the load."""
 
 
-def prefix_changes(prefixes: PrefixCache, session: int | None = None) -> list[PrefixChange]:
-    """Return the prefix cache's change since the last call, if any; for a new session, all keys."""
-    if session is not None:
-        stored, evicted = set(prefixes.published), set[bytes]()
+def prefix_changes(
+    prefixes: PrefixCache, disk: DiskTier | None, session: int | None = None
+) -> list[PrefixChange]:
+    """Return the changes since the last call, if any; for a new session, all keys.
+
+    Args:
+        prefixes: The prefix cache.
+        disk: Its tier on disk.
+        session: The new session.
+    """
+    parts: list[PrefixCache | DiskTier] = [prefixes] if disk is None else [prefixes, disk]
+    if session is None:
+        changes = [part.take_changes() for part in parts]
     else:
-        stored, evicted = prefixes.take_changes()
-        if not (stored or evicted):
-            return []
-    return [PrefixChange(session, stored, evicted, prefixes.contents_of(stored))]
+        changes = [(set(part.published), set[bytes]()) for part in parts]
+    if session is None and not any(map(any, changes)):
+        return []
+    stored, evicted = changes[0]
+    change = PrefixChange(session, stored, evicted, prefixes.contents_of(stored))
+    if disk is None:
+        return [change]
+    disk_stored, disk_removed = (set(filter(is_shared_key, keys)) for keys in changes[1])
+    return [replace(change, disk_stored=disk_stored, disk_removed=disk_removed)]
 
 
 def measure_load(
-    scheduler: Scheduler, waiting: int, step_seconds: float, *, draining: bool
+    scheduler: Scheduler,
+    waiting: int,
+    step_seconds: float,
+    *,
+    draining: bool,
+    read_ahead: ReadAhead | None,
 ) -> Load:
     """Return the current load, as routers get it.
 
@@ -123,6 +149,7 @@ def measure_load(
         waiting: Number of requests not yet started.
         step_seconds: Duration of the last step.
         draining: Whether new requests are refused.
+        read_ahead: Reads prefixes from disk; None if none are kept there.
     """
     cache = scheduler.cache
     return Load(
@@ -141,4 +168,6 @@ def measure_load(
         draining=draining,
         drafted_tokens=scheduler.counters["drafted_tokens"],
         accepted_tokens=scheduler.counters["accepted_tokens"],
+        disk_blocks=0 if read_ahead is None else len(read_ahead.tier.held),
+        disk_read_share=0 if read_ahead is None else read_ahead.read_share,
     )

@@ -128,6 +128,13 @@ class EngineMetrics:
             "wasted_slots", "Places for a token, in used device blocks, that no token has."
         )
         self.swap_blocks = gauge("swap_blocks", "Blocks of CPU swap space by state.", "state")
+        self.disk_blocks_held = gauge(
+            "disk_blocks_held", "Prefix blocks in --kv-disk, other engines' included."
+        )
+        self.disk_read_ratio = gauge(
+            "disk_read_ratio",
+            "Time to read a prefix from --kv-disk, as a share of computing it; 1 at most.",
+        )
 
     @property
     def prefix_hit_rate(self) -> float:
@@ -185,6 +192,8 @@ class EngineMetrics:
         show(self.kv_cache_usage, usage_ratio)
         show(self.shared_blocks, lambda load: load.shared_blocks)
         show(self.wasted_slots, lambda load: load.wasted_slots)
+        show(self.disk_blocks_held, lambda load: load.disk_blocks)
+        show(self.disk_read_ratio, lambda load: load.disk_read_share)
         show(self.swap_blocks.labels("used"), lambda load: load.used_swap_blocks)
         show(self.swap_blocks.labels("cached"), lambda load: load.cached_swap_blocks)
         show(

@@ -196,4 +196,10 @@ class EngineCore:
 
     def _measured(self) -> Load:
         waiting, draining = self.requests.num_waiting, self.requests.draining
-        return measure_load(self._scheduler, waiting, self.steps.seconds, draining=draining)
+        return measure_load(
+            self._scheduler,
+            waiting,
+            self.steps.seconds,
+            draining=draining,
+            read_ahead=self._read_ahead,
+        )

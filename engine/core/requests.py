@@ -129,7 +129,7 @@ class Requests:
 
     def open_session(self, session: int) -> None:
         """Report the prefix cache's keys to a new session."""
-        self._events += prefix_changes(self._scheduler.cache.prefixes, session)
+        self._events += self._prefix_changes(session)
 
     def abort_session(self, session: int) -> None:
         """Stop all requests of a session."""
@@ -149,8 +149,12 @@ class Requests:
 
     def take_events(self) -> list[Event | PrefixChange]:
         """Return all events since the last call, with the changes of the prefix cache."""
-        events, self._events = self._events + prefix_changes(self._scheduler.cache.prefixes), []
+        events, self._events = self._events + self._prefix_changes(), []
         return events
+
+    def _prefix_changes(self, session: int | None = None) -> list[PrefixChange]:
+        disk = None if self._read_ahead is None else self._read_ahead.tier
+        return prefix_changes(self._scheduler.cache.prefixes, disk, session)
 
     def report_starts(self, batch: Batch) -> None:
         """Create a `Started` event for each request that is computed for the first time."""

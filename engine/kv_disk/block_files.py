@@ -11,6 +11,7 @@ import os
 import struct
 import time
 import zlib
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -41,6 +42,7 @@ class BlockFiles:
     Attributes:
         block_bytes: Bytes per block.
         held: Keys of the blocks that have a file, as of the last `refresh` or `write`.
+        changed: Keys added to `held` or removed from it, since somebody took them.
     """
 
     def __init__(self, root: Path, model: str, block_bytes: int, max_bytes: int) -> None:
@@ -63,6 +65,7 @@ class BlockFiles:
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._directory.mkdir(mode=0o700, exist_ok=True)
         self.held: set[bytes] = set()
+        self.changed: deque[bytes] = deque()
         self.refresh()
         self._trim()
 
@@ -75,7 +78,9 @@ class BlockFiles:
             prefix = bytes.fromhex(folder.name)
             present = {bytes.fromhex(path.stem) for path in folder.glob(f"*{_SUFFIX}")}
             gone = {key for key in self.held.copy() if key[:1] == prefix} - present
-            self.held = (self.held - gone) | present
+            new = present - self.held
+            self.held = (self.held - gone) | new
+            self.changed.extend(gone | new)
             self._listed[folder] = changed
 
     def read(self, key: bytes, contents: Bytes) -> bool:
@@ -100,7 +105,7 @@ class BlockFiles:
             path.unlink(missing_ok=True)
         except OSError:
             pass
-        self.held.discard(key)
+        self._discard(key)
         return False
 
     def write(self, key: bytes, contents: Bytes) -> None:
@@ -123,6 +128,7 @@ class BlockFiles:
                     Path(file.name).unlink(missing_ok=True)
                 raise
         self.held.add(key)
+        self.changed.append(key)
         self._unlisted_bytes += self.block_bytes
         if self._unlisted_bytes >= _WRITTEN_SHARE * self._max_bytes:
             self._trim()
@@ -146,7 +152,11 @@ class BlockFiles:
                 path.unlink(missing_ok=True)
                 total -= size
                 if path.is_relative_to(self._directory):
-                    self.held.discard(bytes.fromhex(path.stem))
+                    self._discard(bytes.fromhex(path.stem))
+
+    def _discard(self, key: bytes) -> None:
+        self.held.discard(key)
+        self.changed.append(key)
 
     def _files(self) -> Iterator[tuple[float, int, Path]]:
         """Yield the time of last use, size and path of each block of any model.

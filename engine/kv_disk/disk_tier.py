@@ -36,6 +36,8 @@ MAX_DELAY = 0.1
 """Maximum delay of a first token by a slow disk, as a share of computing the prefix."""
 MIN_DELAY_SECONDS = 0.05
 """Delay that is always allowed, since threads need it to start."""
+ASSUMED_READ_SHARE = 0.5
+"""Time to read blocks, as a share of the time to compute them, until it is measured."""
 _SMOOTHING = 0.2
 
 
@@ -106,6 +108,7 @@ class DiskTier:
     Attributes:
         counters: Numbers since the start of blocks `written` and `read`, blocks `dropped` because
             the disk is too slow, full or gone, and reads that were `late`: computing was faster.
+        published: Keys of the blocks that have a file, as of the last `take_changes`.
     """
 
     def __init__(self, files: BlockFiles) -> None:
@@ -120,6 +123,7 @@ class DiskTier:
         self._reads: SimpleQueue[Read | None] = SimpleQueue()
         self._hanging: set[Read] = set()  # ended, but their readers still wait for the disk
         self._unended: list[Read] = []
+        self.published: set[bytes] = set()
         # An engine must be able to end while a disk hangs: so all threads are daemons.
         for work in (self._write_blocks, self._end_late_reads, *(READERS * [self._read_blocks])):
             keep_thread_running(work, "kv-disk")
@@ -128,6 +132,20 @@ class DiskTier:
     def held(self) -> set[bytes]:
         """Keys of the blocks that have a file."""
         return self._files.held
+
+    def take_changes(self) -> tuple[set[bytes], set[bytes]]:
+        """Update `published`.
+
+        Returns:
+            The keys added, and the keys removed, since the last call.
+        """
+        queued, changed = self._files.changed, set[bytes]()
+        while queued:
+            changed.add(queued.popleft())
+        added = {key for key in changed if key in self.held} - self.published
+        removed = {key for key in changed if key not in self.held} & self.published
+        self.published ^= added | removed
+        return added, removed
 
     def save(self, key: bytes, copy: Callable[[], Callable[[], Bytes]]) -> None:
         """Queue a block to be written, or drop it.
@@ -149,9 +167,16 @@ class DiskTier:
         """Return whether reading blocks is faster than computing, or may be."""
         if len(self._hanging) >= READERS:
             return False
-        if time.monotonic() - self._observed > RETRY_SECONDS or self._bytes_per_second is None:
+        if time.monotonic() - self._observed > RETRY_SECONDS:
             return True
-        return num_blocks * self._files.block_bytes / self._bytes_per_second < prefill_seconds
+        return self.read_share(num_blocks, prefill_seconds) < 1
+
+    def read_share(self, num_blocks: int, prefill_seconds: float) -> float:
+        """Return the time to read blocks, as a share of the time to compute them; 1 at most."""
+        if self._bytes_per_second is None:
+            return ASSUMED_READ_SHARE
+        seconds = num_blocks * self._files.block_bytes / self._bytes_per_second
+        return min(1.0, seconds / prefill_seconds)
 
     def read(
         self,

@@ -11,6 +11,8 @@ from octavo.engine.scheduling.sequence import GroupState, SequenceGroup
 Call = Callable[..., None]
 ASSUMED_TOKEN_SECONDS = 1e-3
 """Time to compute a token of a prefill, until it is measured."""
+TYPICAL_TOKENS = 1024
+"""Length of the prefix whose reading time is reported."""
 
 
 class ReadAhead:
@@ -18,6 +20,7 @@ class ReadAhead:
 
     Attributes:
         reads: Unfinished reads, each with the group that waits for it.
+        tier: Reads and writes files.
     """
 
     def __init__(
@@ -33,11 +36,21 @@ class ReadAhead:
         """
         self._scheduler = scheduler
         self._tensors = tensors
-        self._tier = tier
+        self.tier = tier
         self._call = call
         self.reads: dict[SequenceGroup, Read] = {}
         self._cache = scheduler.cache
         self._cache.prefixes.is_stored = lambda key: key in tier.held
+
+    @property
+    def read_share(self) -> float:
+        """Time to read a prefix, as a share of the time to compute it; 1 at most."""
+        seconds = self._prefill_seconds(TYPICAL_TOKENS)
+        return self.tier.read_share(self._cache.blocks_for(TYPICAL_TOKENS), seconds)
+
+    def _prefill_seconds(self, tokens: int) -> float:
+        measured = self._scheduler.policy.prefill_seconds(tokens)
+        return tokens * ASSUMED_TOKEN_SECONDS if measured is None else measured
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group for admission, at once or when its prefix has been read."""
@@ -46,13 +59,13 @@ class ReadAhead:
         salt = request.prefix_salt
         prefixes, room = self._cache.prefixes, self._cache.moves.num_places
         keys, tokens = ([], 0) if computed else prefixes.missing(lead.token_ids, salt)
-        seconds = self._scheduler.policy.prefill_seconds(tokens) or tokens * ASSUMED_TOKEN_SECONDS
-        if not 0 < len(keys) <= room or not self._tier.worthwhile(len(keys), seconds):
+        seconds = self._prefill_seconds(tokens)
+        if not 0 < len(keys) <= room or not self.tier.worthwhile(len(keys), seconds):
             self._scheduler.submit(group)
             return
         group.state = GroupState.READING
         finish = partial(self._call, self._finish, group)
-        self.reads[group] = self._tier.read(keys, seconds, finish)
+        self.reads[group] = self.tier.read(keys, seconds, finish)
 
     def _finish(self, group: SequenceGroup, blocks: list[StoredBlock]) -> None:
         """Put a group's blocks into swap space and queue it, unless it has ended meanwhile."""
@@ -75,8 +88,8 @@ class ReadAhead:
     def save(self) -> None:
         """Copy newly published blocks for the writer, before a step may overwrite them."""
         for block, key in self._cache.prefixes.take_unsaved():
-            self._tier.save(key, partial(self._tensors.swapper.copy_out, block))
+            self.tier.save(key, partial(self._tensors.swapper.copy_out, block))
 
     def close(self) -> None:
         """Stop reading and writing."""
-        self._tier.close()
+        self.tier.close()

@@ -38,7 +38,8 @@ class Session:
         self._pending = engine_pb2.SessionResponse()
         self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # in `_pending`
         self._numbered: dict[int, engine_pb2.SequenceOutput] = {}  # of these, by their number
-        self._prefixes: dict[bytes, bool] | None = None  # changes to send: stored, or evicted
+        # Changes to send, in memory and on disk: stored, or evicted.
+        self._prefixes: tuple[dict[bytes, bool], dict[bytes, bool]] | None = None
         self._ready = asyncio.Event()
         self._closing = False
         self._failed = False
@@ -161,20 +162,29 @@ class Session:
         evicted since the last message, or the reverse, is omitted.
         """
         if change.session is not None:
-            self._prefixes = {}
+            self._prefixes = {}, {}
         if self._prefixes is None:
             return
-        for keys, stored in ((change.stored, True), (change.evicted, False)):
+        memory, disk = self._prefixes
+        for changes, keys, stored in (
+            (memory, change.stored, True),
+            (memory, change.evicted, False),
+            (disk, change.disk_stored, True),
+            (disk, change.disk_removed, False),
+        ):
             for key in keys:
-                if self._prefixes.pop(key, None) is None:
-                    self._prefixes[key] = stored
+                if changes.pop(key, None) is None:
+                    changes[key] = stored
 
     def _put_prefixes(self, response: engine_pb2.SessionResponse) -> None:
-        if self._prefixes:
-            sent, changes = response.prefixes, self._prefixes.items()
-            sent.stored.extend(short_key(key) for key, stored in changes if stored)
-            sent.evicted.extend(short_key(key) for key, stored in changes if not stored)
-            self._prefixes.clear()
+        if self._prefixes is None or not any(self._prefixes):
+            return
+        sent = response.prefixes
+        columns = (sent.stored, sent.evicted), (sent.disk_stored, sent.disk_removed)
+        for changes, (added, removed) in zip(self._prefixes, columns, strict=True):
+            for key, stored in changes.items():
+                (added if stored else removed).append(short_key(key))
+            changes.clear()
 
 
 def _add_tokens(output: engine_pb2.SequenceOutput, event: OutputEvent) -> None:

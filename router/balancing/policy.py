@@ -21,7 +21,10 @@ class Candidate(Protocol):
         """Maximum sequences in the engine's running batch."""
 
     def cached_tokens(self, request: "RequestNeeds") -> int:
-        """Return the number of a prompt's tokens that are assumed to be cached."""
+        """Return the number of a prompt's tokens that are assumed to be cached in memory."""
+
+    def saved_tokens(self, request: "RequestNeeds") -> float:
+        """Return the number of a prompt's tokens whose computing the engine's prefixes save."""
 
     def expect(self, request: "RequestNeeds") -> None:
         """Assume that the prompt is cached from now on: the engine is about to compute it."""

@@ -132,11 +132,18 @@ class Engine:
         return self.info.max_num_seqs
 
     def cached_tokens(self, request: RequestNeeds) -> int:
-        """Return the number of a prompt's tokens that are assumed to be cached."""
+        """Return the number of a prompt's tokens that are assumed to be cached in memory."""
         if not self.info.features.prefix_caching:
             return 0
         keys = request.keys(self.info.block_size)
         return self.prefixes.match(keys) * self.info.block_size
+
+    def saved_tokens(self, request: RequestNeeds) -> float:
+        """Return the number of a prompt's tokens whose computing the engine's prefixes save."""
+        if not self.info.features.prefix_caching:
+            return 0
+        keys = request.keys(self.info.block_size)
+        return self.prefixes.worth(keys, self.load.disk_read_share) * self.info.block_size
 
     def expect(self, request: RequestNeeds) -> None:
         """Assume that the prompt is cached from now on: the engine is about to compute it."""

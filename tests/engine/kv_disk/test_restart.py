@@ -93,6 +93,9 @@ def test_a_restarted_engine_finds_its_prefixes(model, filled, tmp_path):
         assert engine.parts.disk.counters["read"] > 0
         sample = engine.metrics.registry.get_sample_value
         assert sample("octavo_engine_disk_blocks_total", {"what": "read"}) > 0
+        assert sample("octavo_engine_disk_blocks_held") >= engine.parts.disk.counters["read"]
+        assert engine.parts.disk.published == engine.parts.disk.held  # routers know them
+        assert 0 < engine.core.load.disk_read_share <= 1
 
 
 def test_other_settings_use_other_files(model, filled, tmp_path):

@@ -71,6 +71,21 @@ def said(session):
     return set(response.prefixes.stored), set(response.prefixes.evicted)
 
 
+def test_routers_hear_of_blocks_on_disk():
+    session = Session(core=None, translate=None)
+    a, b, c = (block_key(b"", [i]) for i in range(3))
+    session.add_prefixes(PrefixChange(0, {a}, (), disk_stored={a, b}))
+    session.add_prefixes(PrefixChange(None, (), (), disk_stored={c}, disk_removed={b}))
+    response = engine_pb2.SessionResponse()
+    session._put_prefixes(response)
+    assert list(response.prefixes.stored) == [short_key(a)]
+    assert set(response.prefixes.disk_stored) == {short_key(a), short_key(c)}
+    session.add_prefixes(PrefixChange(None, (), (), disk_removed={a}))
+    response = engine_pb2.SessionResponse()
+    session._put_prefixes(response)
+    assert response.prefixes == engine_pb2.PrefixChanges(disk_removed=[short_key(a)])
+
+
 def test_a_slow_router_hears_each_block_once():
     session = Session(core=None, translate=None)
     a, b, c = (block_key(b"", [i]) for i in range(3))

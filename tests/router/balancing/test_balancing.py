@@ -22,8 +22,8 @@ class Replica:
     load: engine_pb2.Load = field(default_factory=engine_pb2.Load)
     prefixes: Prefixes = field(default_factory=Prefixes)
 
-    def cached_tokens(self, request):
-        return self.prefixes.match(request.keys(BLOCK)) * BLOCK
+    def saved_tokens(self, request):
+        return self.prefixes.worth(request.keys(BLOCK), self.load.disk_read_share) * BLOCK
 
     def expect(self, request):
         self.prefixes.expect(request.keys(BLOCK))
@@ -128,12 +128,12 @@ def test_what_engines_report_is_believed():
     request = RequestNeeds(prompt=range(100), salt="salt")
     keys = [short_key(key) for key in reusable_keys(range(100), BLOCK, "salt")]
     b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[:4]))
-    assert b.cached_tokens(request) == 4 * BLOCK
-    assert b.cached_tokens(RequestNeeds(prompt=range(100))) == 0
+    assert b.saved_tokens(request) == 4 * BLOCK
+    assert b.saved_tokens(RequestNeeds(prompt=range(100))) == 0
     assert choose(prefix_aware, a, b, prompt=request.prompt, salt="salt") is b
-    assert b.cached_tokens(request) == 6 * BLOCK  # it will soon have the rest
+    assert b.saved_tokens(request) == 6 * BLOCK  # it will soon have the rest
     b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[4:], evicted=keys[1:2]))
-    assert b.cached_tokens(request) == BLOCK
+    assert b.saved_tokens(request) == BLOCK
 
 
 def test_expectations_that_do_not_come_true_are_bounded():
@@ -152,3 +152,18 @@ def test_a_registered_policy_is_a_choice(name):
 def test_unregistered_policies_are_refused():
     with pytest.raises(ValidationError, match="'prefix_aware', 'least_loaded'"):
         RouterSettings(balancing="by hand")
+
+
+def test_a_prefix_on_disk_is_worth_what_reading_it_saves():
+    request = RequestNeeds(prompt=range(100))
+    keys = request.keys(BLOCK)
+    a, b = Replica(load=engine_pb2.Load(disk_read_share=0.25)), Replica()
+    a.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[:1], disk_stored=keys[:5]))
+    assert a.saved_tokens(request) == (1 + 4 * 0.75) * BLOCK
+    b.prefixes.apply(engine_pb2.PrefixChanges(stored=keys[:3]))
+    assert choose(prefix_aware, b, a, prompt=range(100)) is a
+    b.prefixes.apply(engine_pb2.PrefixChanges(disk_stored=keys, disk_removed=keys[4:]))
+    assert b.saved_tokens(request) == 4 * BLOCK
+    c = Replica(load=engine_pb2.Load(disk_read_share=1))
+    c.prefixes.apply(engine_pb2.PrefixChanges(disk_stored=keys))
+    assert c.saved_tokens(request) == 0
