@@ -1,14 +1,11 @@
 """gRPC failures as typed exceptions."""
 
 from dataclasses import dataclass
-from typing import cast
 
 import grpc
-from google.protobuf.any_pb2 import Any
-from google.rpc import error_details_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
 
 from octavo.client.types import Completion
+from octavo.common.failure_details import failure_details
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,24 +105,6 @@ _CLASSES: dict[grpc.StatusCode, type[Error]] = {
 def from_rpc_error(error: grpc.RpcError) -> Error:
     """Convert a grpc error, sync or asyncio, to an `Error` with details."""
     code, message = error.code(), error.details() or ""
-    violations: tuple[FieldViolation, ...] = ()
-    retry_after = None
-    for detail in _details(error):
-        bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-        if detail.Unpack(bad):
-            violations = tuple(
-                FieldViolation(violation.field, violation.description)
-                for violation in bad.field_violations
-            )
-        elif detail.Unpack(retry):
-            retry_after = retry.retry_delay.ToTimedelta().total_seconds()
-    return _CLASSES.get(code, Error)(code, message, violations, retry_after)
-
-
-def _details(error: grpc.RpcError) -> list[Any]:
-    """Return the google.rpc details; none if they do not match the status."""
-    try:
-        status = rpc_status.from_call(cast("grpc.Call", error))
-    except ValueError:
-        return []
-    return [] if status is None else list(status.details)
+    violations, retry_after = failure_details(error)
+    fields = tuple(FieldViolation(each.field, each.description) for each in violations)
+    return _CLASSES.get(code, Error)(code, message, fields, retry_after)

@@ -1,14 +1,10 @@
 """Errors that callers receive, as gRPC statuses with google.rpc details."""
 
-import math
-from typing import cast
-
 import grpc
 import grpc.aio
-from google.protobuf.any_pb2 import Any as AnyMessage
-from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped]
-from grpc_status import rpc_status
+
+from octavo.common.failure_details import failure_details
 
 DOMAIN = "octavo"
 """Domain of the reasons in google.rpc.ErrorInfo."""
@@ -56,13 +52,8 @@ class RpcError(Exception):
     @classmethod
     def from_call(cls, error: grpc.aio.AioRpcError) -> "RpcError":
         """Convert another server's error, with its field and retry delay."""
-        field, retry_after = None, None
-        for detail in _details(error):
-            bad, retry = error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
-            if detail.Unpack(bad) and bad.field_violations:
-                field = bad.field_violations[0].field
-            elif detail.Unpack(retry):
-                retry_after = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+        violations, retry_after = failure_details(error)
+        field = violations[0].field if violations else None
         return cls(error.code(), error.details() or "", field=field, retry_after=retry_after)
 
     def to_status(self) -> status_pb2.Status:
@@ -72,31 +63,15 @@ class RpcError(Exception):
             violation = error_details_pb2.BadRequest.FieldViolation(
                 field=self.field, description=self.message
             )
-            _pack(status, error_details_pb2.BadRequest(field_violations=[violation]))
+            status.details.add().Pack(error_details_pb2.BadRequest(field_violations=[violation]))
         if self.retry_after is not None:
             retry = error_details_pb2.RetryInfo()
-            seconds = math.floor(self.retry_after)
-            retry.retry_delay.seconds = seconds
-            retry.retry_delay.nanos = int((self.retry_after - seconds) * 1e9)
-            _pack(status, retry)
+            retry.retry_delay.FromNanoseconds(int(self.retry_after * 1e9))
+            status.details.add().Pack(retry)
         if self.reason is not None:
-            _pack(status, error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN))
+            reason = error_details_pb2.ErrorInfo(reason=self.reason, domain=DOMAIN)
+            status.details.add().Pack(reason)
         return status
-
-
-def _details(error: grpc.aio.AioRpcError) -> list[AnyMessage]:
-    """Return a failed call's google.rpc details; none if missing or invalid."""
-    try:
-        status = rpc_status.from_call(cast("grpc.Call", error))
-    except ValueError:  # contradicts the call's status
-        return []
-    return [] if status is None else list(status.details)
-
-
-def _pack(status: status_pb2.Status, detail: Message) -> None:
-    packed = AnyMessage()
-    packed.Pack(detail)
-    status.details.append(packed)
 
 
 def invalid(field: str, message: str, *, reason: str | None = None) -> RpcError:
