@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from octavo.common.topology import format_list
 from octavo.router.text.model_text import ModelText
 
 COMPACT = {
@@ -160,18 +161,8 @@ class Lark:
     def _other_tokens(self, markers: Iterable[str]) -> str:
         """Return the ranges of tokens, except markers, that no text terminal matches."""
         excluded = self._eos | {self.token(part) for one in markers for part in self.parts(one)}
-        ids = sorted(
-            i
-            for one, i in self._model.tokens.items()
-            if self.token(one) is not None and i not in excluded
-        )
-        ranges: list[list[int]] = []
-        for token_id in ids:
-            if ranges and ranges[-1][1] == token_id - 1:
-                ranges[-1][1] = token_id
-            else:
-                ranges.append([token_id, token_id])
-        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+        ids = (i for one, i in self._model.tokens.items() if self.token(one) is not None)
+        return format_list(set(ids) - excluded)
 
     def render(self, start: str) -> str:
         """Return the grammar with this start rule."""

@@ -273,15 +273,15 @@ def _object(text: str) -> str:
     return inner if inner.startswith("{") else "{}"
 
 
-class JsonOr(Call):
-    """A JSON object that is a call, or else whatever another parser makes of the text.
+class ByFirst(Call):
+    """A call whose first character shows its kind.
 
     Args:
-        other: Creates the other parser; None: leave other text to the caller.
+        choose: Creates the parser for a first character; None: leave the text to the caller.
     """
 
-    def __init__(self, other: Callable[[], Call] | None = None) -> None:
-        self._other = other
+    def __init__(self, choose: Callable[[str], Call | None]) -> None:
+        self._choose = choose
         self._call: Call | None = None
 
     def feed(self, text: str, pieces: list[Piece]) -> str | None:
@@ -290,15 +290,17 @@ class JsonOr(Call):
             text = text.lstrip()
             if not text:
                 return None
-            if text[0] == "{":
-                self._call = JsonCall()
-            elif self._other is None:
+            self._call = self._choose(text[0])
+            if self._call is None:
                 return text
-            else:
-                self._call = self._other()
         return self._call.feed(text, pieces)
 
     def flush(self, pieces: list[Piece]) -> None:
         """End an incomplete call."""
         if self._call is not None:
             self._call.flush(pieces)
+
+
+def json_or(other: Callable[[], Call] | None = None) -> ByFirst:
+    """Return the parser of a JSON object that is a call, or else another parser, if any."""
+    return ByFirst(lambda first: JsonCall() if first == "{" else other and other())

@@ -10,7 +10,7 @@ from octavo.router.requests.parsers.formats import (
     ToolFormat,
     json_section,
 )
-from octavo.router.requests.parsers.json_call import JsonOr
+from octavo.router.requests.parsers.json_call import json_or
 from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.tagged_call import TaggedCall, Tags
@@ -53,9 +53,9 @@ class TaggedFormat(ToolFormat):
     def parser(self, context: OutputContext) -> Parser:
         """Return a parser of one output."""
         call = partial(TaggedCall, self.tags, context.schemas, context.held)
-        opens: dict[str, Callable[[], Call]] = {self.trigger: partial(JsonOr, call)}
+        opens: dict[str, Callable[[], Call]] = {self.trigger: partial(json_or, call)}
         if self.begin:
-            opens = {self.begin: call, self.trigger: JsonOr}
+            opens = {self.begin: call, self.trigger: json_or}
         return MarkedCalls(opens, (self.closing, *self.ignored), shown=self.shown)
 
     def section(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:
