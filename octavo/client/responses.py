@@ -149,18 +149,11 @@ def _model(card: pb.ModelCard) -> Model:
 
 
 def _finished(finished: pb.Finished) -> Finished:
-    usage = finished.usage
+    usage = {field.name: getattr(finished.usage, field.name) for field in fields(Usage)}
     return Finished(
         index=finished.index,
         reason=_REASONS.get(finished.reason, FinishReason.UNSPECIFIED),
-        usage=Usage(
-            usage.prompt_tokens,
-            usage.cached_tokens,
-            usage.output_tokens,
-            usage.reasoning_tokens,
-            usage.drafted_tokens,
-            usage.accepted_tokens,
-        ),
+        usage=Usage(**usage),
         stop_string=finished.stop_string or None,
         stop_token_id=finished.stop_token_id if finished.HasField("stop_token_id") else None,
         score=finished.score if finished.HasField("score") else None,
