@@ -6,7 +6,7 @@ from octavo.router.engines.pool import EnginePool
 from octavo.router.generate import Generator
 from octavo.router.http.app import Api
 from octavo.router.http.headers import RequestIds
-from octavo.router.http.server import CLOSE_SECONDS, HttpServer
+from octavo.router.http.server import HttpServer
 from octavo.router.http.stats import RouterStats
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.settings import RouterSettings
@@ -14,8 +14,8 @@ from octavo.router.tenants.auth import Authenticator
 from octavo.router.text.tokenization import Tokenizer
 
 
-class HttpFrontend:
-    """The HTTP frontend of one router.
+class HttpFrontend(HttpServer):
+    """The HTTP frontend of one router: its server and application.
 
     Args:
         settings: The address and the limits.
@@ -36,7 +36,6 @@ class HttpFrontend:
         is_serving: Callable[[], bool],
         stats: RouterStats,
     ) -> None:
-        self._settings = settings
         self._pool = pool
         self._vocabularies: dict[Tokenizer, Vocabulary] = {}
         self._api = Api(
@@ -47,33 +46,12 @@ class HttpFrontend:
             is_serving=is_serving,
             stats=stats,
         )
-        self._server = HttpServer(RequestIds(self._api.app()), settings)
-
-    def start(self) -> None:
-        """Start listening.
-
-        Raises:
-            OSError: The address is in use, or not local to this machine.
-            TlsError: The certificate cannot be used.
-        """
-        self._server.start()
-
-    async def ended(self) -> None:
-        """Wait until the server stops; raise the error that stopped it."""
-        await self._server.ended()
-
-    def close_connections(self) -> None:
-        """Send `Connection: close` with each later response."""
-        self._server.close_connections()
+        super().__init__(RequestIds(self._api.app()), settings)
 
     async def refuse(self) -> None:
         """Accept no new connections, and refuse requests on open ones."""
-        await self._server.stop_accepting()
+        await self.stop_accepting()
         self._api.refuse()
-
-    async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
-        """End the calls in progress; clients have `seconds` to read their responses."""
-        await self._server.stop(seconds)
 
     def _vocabulary(self, model: str) -> Vocabulary:
         """Return the vocabulary of a model that has answered a request."""
