@@ -7,6 +7,7 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Iterable, Iterator
+from itertools import accumulate
 
 import torch
 
@@ -16,6 +17,10 @@ _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE
 _HUGE_PAGE = 2 << 20
 _CHUNK_BYTES = 4 << 20
 """Bytes that Linux allocates in one call, in some milliseconds."""
+_SMALL = 8 << 20
+"""Bytes below which a tensor's ends, which are in small pages, are a large part of it."""
+_GATHERED = 64 << 20
+"""Bytes of small tensors that `gather` copies before it frees the originals."""
 
 
 def ask_for(tensor: torch.Tensor) -> None:
@@ -28,12 +33,48 @@ def ask_for(tensor: torch.Tensor) -> None:
         _advise(start, end - start, mmap.MADV_HUGEPAGE)
 
 
+def gather(tensors: Iterable[torch.Tensor]) -> None:
+    """Move small tensors next to each other, into memory in huge pages.
+
+    Many weights of a small model are smaller than a huge page. A step of one row then reads the
+    weights of SmolLM2-135M in 8.2 ms instead of 11.0.
+
+    Args:
+        tensors: Tensors on CPUs. Parts of others, and those in oneDNN's own layout, do not move.
+    """
+    small: dict[int, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if not tensor.is_mkldnn and tensor.is_contiguous():
+            whole = 0 < tensor.nbytes == tensor.untyped_storage().nbytes() < _SMALL
+            if whole:
+                small.setdefault(tensor.data_ptr(), []).append(tensor)
+    taken, together = 0, []
+    for same in small.values():
+        together.append(same)
+        taken += same[0].nbytes
+        if taken >= _GATHERED:
+            _move(together)
+            taken, together = 0, []
+    _move(together)
+
+
+def _move(groups: list[list[torch.Tensor]]) -> None:
+    """Copy tensors into one memory; the tensors of a group share their place."""
+    align = 64  # bytes, for vectors
+    places = [0, *accumulate(-(-same[0].nbytes // align) * align for same in groups)]
+    memory = torch.empty(places[-1], dtype=torch.uint8)
+    ask_for(memory)
+    for place, same in zip(places, groups, strict=False):
+        new = memory[place : place + same[0].nbytes].view(same[0].dtype)
+        new.copy_(same[0].reshape(-1))
+        for tensor in same:
+            tensor.data = new.view(tensor.shape)
+
+
 def collapse(tensors: Iterable[torch.Tensor]) -> None:
     """Ask Linux to move tensors to huge pages; adjacent tensors move together.
 
-    Many weights of a small model are smaller than a huge page. A step of one row then reads the
-    weights of SmolLM2-135M in 8.2 ms instead of 11.0. Linux moves about 300 MB/s; memory already in
-    huge pages takes no time.
+    Linux moves about 300 MB/s; memory already in huge pages takes no time.
 
     Args:
         tensors: The tensors. Those in oneDNN's own layout do not move, as their address is unknown.

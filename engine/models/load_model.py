@@ -50,6 +50,7 @@ from octavo.engine.models.sharding.plan import check_splittable
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.models.sharding.whole_reference import whole_reference
 from octavo.engine.parallel.world import World
+from octavo.kernels import huge_pages
 
 
 class LoadOptions(TypedDict, total=False):
@@ -306,6 +307,7 @@ def _pack(
     pack_experts(model)
     pack_latents(model)
     hold(model)
+    huge_pages.gather([*model.parameters(), *model.buffers()])
     return tolerance
 
 

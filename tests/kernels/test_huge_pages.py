@@ -20,6 +20,20 @@ def test_weights_of_any_kind_are_as_before():
     assert torch.equal(opaque.to_dense(), packed)
 
 
+def test_small_tensors_are_gathered_with_their_values():
+    large, opaque = torch.rand(4 << 20), torch.rand(64, 64).to_mkldnn()
+    small = [torch.rand(n, 3) for n in (1, 5, 700)]
+    part, tied = torch.rand(100)[:50], small[1].view(15)
+    weights = [*small, part, large, tied, torch.empty(0), opaque]
+    values, addresses = [one.to_dense().clone() for one in weights], large.data_ptr()
+    huge_pages.gather(weights)
+    assert all(torch.equal(new.to_dense(), old) for new, old in zip(weights, values, strict=True))
+    first, second, third = (one.data_ptr() for one in small)
+    assert (second - first, third - second) == (64, 64)
+    assert tied.data_ptr() == second
+    assert large.data_ptr() == addresses
+
+
 def test_a_tensor_is_backed_by_memory_without_a_change():
     # A separate mapping: malloc might return heap memory, which is backed already.
     pages = mmap.mmap(-1, 96 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
