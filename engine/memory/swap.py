@@ -61,7 +61,7 @@ class Swapper:
         self._times.append((len(pairs), time.perf_counter() - began))
 
     def take_times(self) -> list[tuple[int, float]]:
-        """Return the numbers of blocks and seconds of the copies that ended since the last call."""
+        """Return blocks and seconds of each copy that ended since the last call."""
         times, self._times = self._times, []
         return times
 
@@ -188,7 +188,7 @@ class StreamSwapper(Swapper):
         return ended
 
     def take_times(self) -> list[tuple[int, float]]:
-        """Return the copies that ended since the last call, without waiting."""
+        """Return them, without waiting for running copies."""
         times = []
         while self._running and self._running[0][2].query():  # type: ignore[no-untyped-call]
             blocks, began, ended = self._running.popleft()

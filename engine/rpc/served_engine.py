@@ -114,7 +114,7 @@ class ServedEngine:
             self._vllm_metrics.ended(group)
 
     def attach(self, sink: EventSink) -> int:
-        """Pass events of a new session to `sink`; return the session's number."""
+        """Start a session that gets events by `sink`; return its number."""
         number = next(self._ids)
         self._sessions[number] = sink
         return number

@@ -37,14 +37,14 @@ int64_t argmax_row(const typename Type::Stored* row, int64_t columns) {
   return 0;  // a row of NaN has no greatest element
 }
 
-// Sets `places` to each row's column of the first greatest element.
-void argmax(const View& rows, const View& places) {
+// Sets `columns` to the column of each row's greatest element, the first on a tie.
+void argmax(const View& rows, const View& columns) {
   const int64_t count = rows.sizes[0];
   with_dtype(dtype_number(rows.dtype), [&](auto type) {
     using Type = decltype(type);
 #pragma omp parallel for num_threads(num_threads()) if (count > 1)
     for (int64_t row = 0; row < count; row++)
-      places.as<int64_t>()[row] = argmax_row<Type>(
+      columns.as<int64_t>()[row] = argmax_row<Type>(
           rows.as<const typename Type::Stored>() + row * rows.strides[0], rows.sizes[1]);
   });
 }

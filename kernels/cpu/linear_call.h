@@ -6,8 +6,8 @@
 #include "prepare_rows.h"
 
 // Multiplies each row, bfloat16 or, if `wide`, float32, by its adapter's down projection, LoRA's A,
-// of the same type. Stores the products in `inner`; LowRankSums describes its layout. Returns whether
-// an adapter of the batch adapts this layer.
+// of the same type. Stores the products in `inner`; LowRankSums describes its layout. Returns false
+// if no adapter of the batch adapts this layer.
 bool multiply_down(const LowRankBatch& batch, const LowRankPart* parts, int64_t num_parts,
                    const void* x, bool wide, int64_t rows, int64_t row_stride,
                    const LinearLayer& layer, float* inner, int threads) HIDDEN;

@@ -81,7 +81,7 @@ class Replica:
             remove_placement_group(group)  # ends the actors in it
 
     async def drain(self) -> None:
-        """Withdraw it from routers, wait for its requests, and end it; `run` then returns."""
+        """Withdraw the engine from routers, wait for its requests, then end it and `run`."""
         self.draining = True
         self._set_address("")
         if self._actor is None:

@@ -21,7 +21,7 @@ MAX_MESSAGE_BYTES = 64 << 20
 """Maximum message size, many times the metrics of a thousand tenants."""
 
 Method = Callable[[Any, rpc.Context], Awaitable[Any]]
-"""Handles a call: returns the answer to a request, both any JSON."""
+"""Takes a request and the call's context, and returns the response; both are values of JSON."""
 
 
 async def make_server(

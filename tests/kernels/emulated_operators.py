@@ -128,7 +128,7 @@ class RemoteOperators(EmulatedOperators):
 
 
 def with_rows(tensors, row_bytes):
-    """Return tensors with places instead of addresses, and the rows."""
+    """Return tensors for another process: addresses become offsets into a copy of their rows."""
     out, addresses = tensors
     rows = [
         ctypes.string_at(at, row_bytes) if at else b"\0" * row_bytes for at in addresses.tolist()

@@ -1,4 +1,4 @@
-"""Reads end when computing is faster, also those that wait for a thread."""
+"""A read ends when computing is faster, even while it waits for a thread."""
 
 import os
 import time
