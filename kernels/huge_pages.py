@@ -34,20 +34,20 @@ def ask_for(tensor: torch.Tensor) -> None:
 
 
 def gather(tensors: Iterable[torch.Tensor]) -> None:
-    """Move small tensors next to each other, into memory in huge pages.
+    """Move small tensors into common memory of huge pages.
 
     Many weights of a small model are smaller than a huge page. A step of one row then reads the
     weights of SmolLM2-135M in 8.2 ms instead of 11.0.
 
     Args:
-        tensors: Tensors on CPUs. Parts of others, and those in oneDNN's own layout, do not move.
+        tensors: The tensors. Parts of others, those in oneDNN's own layout, and those that are not
+            on a CPU do not move.
     """
     small: dict[int, list[torch.Tensor]] = {}
     for tensor in tensors:
-        if not tensor.is_mkldnn and tensor.is_contiguous():
-            whole = 0 < tensor.nbytes == tensor.untyped_storage().nbytes() < _SMALL
-            if whole:
-                small.setdefault(tensor.data_ptr(), []).append(tensor)
+        readable = tensor.device.type == "cpu" and not tensor.is_mkldnn and tensor.is_contiguous()
+        if readable and 0 < tensor.nbytes == tensor.untyped_storage().nbytes() < _SMALL:
+            small.setdefault(tensor.data_ptr(), []).append(tensor)
     taken, together = 0, []
     for same in small.values():
         together.append(same)
@@ -65,10 +65,10 @@ def _move(groups: list[list[torch.Tensor]]) -> None:
     memory = torch.empty(places[-1], dtype=torch.uint8)
     ask_for(memory)
     for place, same in zip(places, groups, strict=False):
-        new = memory[place : place + same[0].nbytes].view(same[0].dtype)
-        new.copy_(same[0].reshape(-1))
+        new = memory[place : place + same[0].nbytes]
+        new.copy_(same[0].reshape(-1).view(torch.uint8))
         for tensor in same:
-            tensor.data = new.view(tensor.shape)
+            tensor.data = new.view(tensor.dtype).view(tensor.shape)
 
 
 def collapse(tensors: Iterable[torch.Tensor]) -> None:

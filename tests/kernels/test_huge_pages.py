@@ -23,8 +23,9 @@ def test_weights_of_any_kind_are_as_before():
 def test_small_tensors_are_gathered_with_their_values():
     large, opaque = torch.rand(4 << 20), torch.rand(64, 64).to_mkldnn()
     small = [torch.rand(n, 3) for n in (1, 5, 700)]
-    part, tied = torch.rand(100)[:50], small[1].view(15)
-    weights = [*small, part, large, tied, torch.empty(0), opaque]
+    part, tied, as_bytes = torch.rand(100)[:50], small[1].view(15), small[2].view(torch.uint8)
+    huge_pages.gather([torch.empty(3, device="meta")])
+    weights = [*small, part, large, tied, as_bytes, torch.empty(0), opaque]
     values, addresses = [one.to_dense().clone() for one in weights], large.data_ptr()
     huge_pages.gather(weights)
     assert all(torch.equal(new.to_dense(), old) for new, old in zip(weights, values, strict=True))
