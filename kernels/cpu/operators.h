@@ -225,6 +225,8 @@ struct Argument<const View*> {
   }
 };
 
+constexpr size_t kMostArguments = 24;  // of an operator
+
 using Value = uint64_t;  // in PyTorch's stack: a tensor that the callee owns, or a number's bits
 
 struct Operator {
@@ -254,6 +256,7 @@ void call(const int64_t* words, const Tensors& tensors, std::index_sequence<i...
 
 template <auto function, class... Arguments>
 Operator describe(const char* name, bool makes) {
+  static_assert(sizeof...(Arguments) <= kMostArguments);
   return {name, {Argument<Arguments>::kLetter...}, makes,
           [](const Result& result, const int64_t* words, const Tensors& tensors) {
             call<function>(words, tensors, std::index_sequence_for<Arguments...>(), result,

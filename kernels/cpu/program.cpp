@@ -191,9 +191,7 @@ Error define(const Operator& defined) {
 }  // namespace
 
 void call_boxed(const Operator& called, Value* stack) {
-  constexpr size_t kMostArguments = 24;
   const size_t count = called.signature.size();
-  if (count > kMostArguments) std::abort();
   Owned owned;
   owned.tensors.resize(count + 1);
   Tensor& made = owned.tensors[count];
