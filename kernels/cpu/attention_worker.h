@@ -52,6 +52,12 @@ struct Attention {
   int value_width() const { return (value_dim + kLanes - 1) / kLanes * kLanes; }
 };
 
+// Each row's softmax so far: weights are relative to the maximum, out is their sum of values.
+struct Softmax {
+  float* out;  // [rows][value_width]
+  float maximum[kMaxRows] = {}, total[kMaxRows] = {};
+};
+
 // One thread's buffers for an item.
 template <class T>
 struct Scratch {
@@ -64,9 +70,11 @@ struct Scratch {
         keys(allocate<Stored>(kTile * key_dim)),
         values(allocate<Stored>(kTile * value_width)),
         logits(allocate<float>(kMaxRows * kTile)),
-        out(allocate<float>(kMaxRows * value_width)) {}
+        sums{allocate<float>(kMaxRows * value_width)},
+        merged{allocate<float>(kMaxRows * value_width)} {}
   ~Scratch() {
-    for (void* memory : {(void*)query, (void*)keys, (void*)values, (void*)logits, (void*)out})
+    const std::initializer_list<void*> all{query, keys, values, logits, sums.out, merged.out};
+    for (void* memory : all)
       ::operator delete(memory, std::align_val_t(64));
   }
   Scratch(const Scratch&) = delete;
@@ -77,8 +85,8 @@ struct Scratch {
   Stored* keys;                    // [words of a key][kTile][kPack], if copied
   Stored* values;                  // [kTile / kPack][value_width][kPack], if copied
   float* logits;                   // [rows][kTile]; the weights overwrite them, as T's words
-  float* out;                      // [rows][value_width]
-  float maximum[kMaxRows], total[kMaxRows], rescale[kMaxRows];
+  Softmax sums, merged;               // of the current part, and of those before it
+  float rescale[kMaxRows];
 
  private:
   template <class Element>
@@ -165,7 +173,7 @@ class Worker {
   static constexpr int kMostWidening = 4;  // maximum rows whose sums also fit into registers
 
  public:
-  Worker(const Attention& p, float* parts)
+  Worker(const Attention& p, float* saved)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
         words_(p.cache.key_dim / kPack), width_(p.value_width()),
         block_shift_(__builtin_ctz(p.cache.block_size)),
@@ -177,7 +185,7 @@ class Worker {
         grown_(p.cache.fp8 ? std::ldexp(1.f, Widener::kGrown) : 1),
         scale_(p.scale * p.cache.key_scale * (p.cache.fp8 ? widener_.unit() : 1)),
         value_scale_(p.cache.value_scale * (p.cache.fp8 ? widener_.unit() : 1)),
-        scratch_(scratch_for<T>(p.cache.key_dim, width_)), parts_(parts) {}
+        scratch_(scratch_for<T>(p.cache.key_dim, width_)), saved_(saved) {}
 
   // Finds the first item's keys; each `run` finds the next item's.
   void start(const Item& item) { find_tile(item, item.key_begin, tile_); }
@@ -185,12 +193,14 @@ class Worker {
   // Computes an item. `next` is this thread's next item, or null.
   void run(const Item& item, const Item* next) {
     const int context = p_.batch.seq_lens[item.seq] - p_.batch.query_count(item.seq);
+    const bool has_parts = item.key_end > end_of_part(item.key_begin);
     load_queries(item);
-    clear(item.rows);
-    for (int begin = item.key_begin; begin < item.key_end; begin += kTile) {
-      const bool last = begin + kTile >= item.key_end;
-      if (!last)
-        find_tile(item, begin + kTile, coming_);
+    clear(scratch_.sums, item.rows);
+    if (has_parts) clear(scratch_.merged, item.rows);
+    for (int begin = item.key_begin, end; begin < item.key_end; begin = end) {
+      end = end_of_tile(begin);
+      if (end < item.key_end)
+        find_tile(item, end, coming_);
       else if (next)
         find_tile(*next, next->key_begin, coming_);
       else
@@ -204,36 +214,32 @@ class Worker {
       }
       multiply_values(item.rows);
       std::swap(tile_, coming_);
+      if (has_parts && (end % kPart == 0 || end >= item.key_end)) {
+        for (int row = 0; row < item.rows; row++)
+          merge_row(row, scratch_.sums.maximum[row], scratch_.sums.total[row],
+                    scratch_.sums.out + row * width_);
+        clear(scratch_.sums, item.rows);
+      }
     }
     if (item.key_begin == item.key_end && next) start(*next);
-    if (item.part < 0)
-      finish(item);
+    if (item.saved < 0)
+      finish(item, has_parts ? scratch_.merged : scratch_.sums);
     else
       save_part(item);
   }
 
-  // Merges the parts of a result, weighted by their shares of the softmax.
+  // Merges the parts of a result.
   void merge(const Merge& merge) {
-    const Item& item = merge.item;
-    clear(item.rows);
-    for (int part = merge.part; part < merge.part + merge.parts; part++) {
-      const float* saved = parts_ + part * part_size(width_);
-      for (int row = 0; row < item.rows; row++, saved += width_ + 2) {
-        float maximum = std::max(scratch_.maximum[row], saved[0]);
-        float old_share = std::exp2(scratch_.maximum[row] - maximum);
-        float new_share = std::exp2(saved[0] - maximum);
-        scratch_.maximum[row] = maximum;
-        scratch_.total[row] = scratch_.total[row] * old_share + saved[1] * new_share;
-        float* out = scratch_.out + row * width_;
-        for (int i = 0; i < width_; i++)
-          out[i] = out[i] * old_share + saved[2 + i] * new_share;
-      }
-    }
-    finish(item);
+    const float* saved = saved_ + merge.saved * saved_size(width_);
+    clear(scratch_.merged, merge.item.rows);
+    for (int part = 0; part < merge.parts; part++)
+      for (int row = 0; row < merge.item.rows; row++, saved += saved_size(width_))
+        merge_row(row, saved[0], saved[1], saved + 2);
+    finish(merge.item, scratch_.merged);
   }
 
-  // The floats of a partial result.
-  static int64_t part_size(int value_width) { return int64_t(kMaxRows) * (value_width + 2); }
+  // The floats of a saved row: its maximum, its total and its sums.
+  static int64_t saved_size(int value_width) { return value_width + 2; }
 
  private:
   int token_of(const Item& item, int row) const { return (item.row_begin + row) / group_; }
@@ -241,10 +247,22 @@ class Worker {
     return item.kv_head * group_ + (item.row_begin + row) % group_;
   }
 
-  void clear(int rows) {
-    std::fill_n(scratch_.maximum, rows, kNoLogit);
-    std::fill_n(scratch_.total, rows, 0.f);
-    std::fill_n(scratch_.out, rows * width_, 0.f);
+  void clear(Softmax& sums, int rows) {
+    std::fill_n(sums.maximum, rows, kNoLogit);
+    std::fill_n(sums.total, rows, 0.f);
+    std::fill_n(sums.out, rows * width_, 0.f);
+  }
+
+  // Adds a part of a row, weighted by its share of the softmax.
+  void merge_row(int row, float maximum, float total, const float* out) {
+    Softmax& merged = scratch_.merged;
+    const float greatest = std::max(merged.maximum[row], maximum);
+    const float old_share = exp2(broadcast(merged.maximum[row] - greatest))[0];
+    const float new_share = exp2(broadcast(maximum - greatest))[0];
+    merged.maximum[row] = greatest;
+    merged.total[row] = merged.total[row] * old_share + total * new_share;
+    float* to = merged.out + row * width_;
+    for (int i = 0; i < width_; i++) to[i] = to[i] * old_share + out[i] * new_share;
   }
 
   void load_queries(const Item& item) {
@@ -281,7 +299,7 @@ class Worker {
   // Finds the item's tile that begins at key `begin`.
   void find_tile(const Item& item, int begin, Tile& tile) const {
     const int32_t* table = p_.batch.block_tables + item.seq * p_.batch.table_stride;
-    tile.count = std::clamp(item.key_end - begin, 0, kTile);
+    tile.count = std::max(0, std::min(item.key_end, end_of_tile(begin)) - begin);
     for (int i = 0; tile.count && i < kRuns; i++) {
       const int key = i * kRun < tile.count ? begin + i * kRun : begin;
       const int block = key >> block_shift_, offset = key & (cache_.block_size - 1);
@@ -346,7 +364,7 @@ class Worker {
   template <class Matrix>
   void multiply_values(const Matrix& values, int rows, int depth, const Fetcher& fetcher) {
     Product<T, Matrix>(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile, values,
-                       scratch_.out, width_, scratch_.rescale, fetcher)
+                       scratch_.sums.out, width_, scratch_.rescale, fetcher)
         .run(rows, width_ / kLanes);
   }
 
@@ -422,7 +440,7 @@ class Worker {
     float* logits = scratch_.logits + row * kTile;
     const float slope = p_.alibi_slopes ? p_.alibi_slopes[head] * kLog2E : 0.f;
     Floats x[kTile / kLanes];
-    Floats greatest = broadcast(scratch_.maximum[row]);
+    Floats greatest = broadcast(scratch_.sums.maximum[row]);
     for (int i = 0; i < vectors; i++) {
       Ints key = lane + i * kLanes;
       x[i] = load<Floats>(logits + i * kLanes);
@@ -443,9 +461,10 @@ class Worker {
       sum += x[i];
       Weights::store_floats(weights + i * kLanes, x[i] * grown_);
     }
-    const float rescale = exp2(broadcast(scratch_.maximum[row] - maximum))[0];
-    scratch_.maximum[row] = maximum;
-    scratch_.total[row] = scratch_.total[row] * rescale + reduce_add(sum);
+    Softmax& sums = scratch_.sums;
+    const float rescale = exp2(broadcast(sums.maximum[row] - maximum))[0];
+    sums.maximum[row] = maximum;
+    sums.total[row] = sums.total[row] * rescale + reduce_add(sum);
     scratch_.rescale[row] = rescale;
   }
 
@@ -458,14 +477,14 @@ class Worker {
     return 1.f - 2.f / (exp2(limited * (2 * kLog2E)) + 1.f);
   }
 
-  void finish(const Item& item) {
+  void finish(const Item& item, const Softmax& sums) {
     for (int row = 0; row < item.rows; row++) {
       const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
       Stored* to = static_cast<Stored*>(p_.out) +
                    token * p_.out_token_stride + head_of(item, row) * p_.value_dim;
-      const float factor = weigh(row, head_of(item, row)) * value_scale_;
+      const float factor = weigh(sums, row, head_of(item, row)) * value_scale_;
       for (int at = 0; at < p_.value_dim; at += kLanes) {
-        Floats v = load<Floats>(scratch_.out + row * width_ + at) * factor;
+        Floats v = load<Floats>(sums.out + row * width_ + at) * factor;
         if (p_.value_dim - at >= kLanes) {
           T::store_floats(to + at, v);
         } else {
@@ -478,8 +497,8 @@ class Worker {
   }
 
   // Returns the factor of a row's sums: 1 / the softmax's denominator, which includes the sink.
-  float weigh(int row, int head) const {
-    const float maximum = scratch_.maximum[row], total = scratch_.total[row];
+  float weigh(const Softmax& sums, int row, int head) const {
+    const float maximum = sums.maximum[row], total = sums.total[row];
     if (!(total > 0)) return 0;  // a row without keys gives zeros
     if (!p_.sinks) return 1 / total;
     const float sink = p_.sinks[head] * kLog2E, greatest = std::max(maximum, sink);
@@ -488,11 +507,12 @@ class Worker {
   }
 
   void save_part(const Item& item) {
-    float* to = parts_ + item.part * part_size(width_);
-    for (int row = 0; row < item.rows; row++, to += width_ + 2) {
-      to[0] = scratch_.maximum[row];
-      to[1] = scratch_.total[row];
-      std::copy_n(scratch_.out + row * width_, width_, to + 2);
+    const Softmax& sums = scratch_.sums;
+    float* to = saved_ + item.saved * saved_size(width_);
+    for (int row = 0; row < item.rows; row++, to += saved_size(width_)) {
+      to[0] = sums.maximum[row];
+      to[1] = sums.total[row];
+      std::copy_n(sums.out + row * width_, width_, to + 2);
     }
   }
 
@@ -505,6 +525,6 @@ class Worker {
   const Widener widener_;
   const float grown_, scale_, value_scale_;
   Scratch<T>& scratch_;
-  float* const parts_;
+  float* const saved_;
   Tile tile_, coming_;  // the current one and the next one
 };

@@ -20,7 +20,7 @@
 
 namespace {
 
-constexpr int kMostKeys = 1024;    // expanded at a time; a multiple of kTile
+constexpr int kMostKeys = 1024;    // expanded at a time; a multiple of kPart
 constexpr int kMostAbsorbed = 256;  // tokens at a time, unless one sequence has more
 
 // Packed weights, as in linear.h, head after head in whole panels.
@@ -249,7 +249,7 @@ class LatentAttention {
     return memory;
   }
 
-  // A sequence whose latents are expanded. Its keys are counted from `base`, a multiple of kTile.
+  // A sequence whose latents are expanded. Its keys are counted from `base`, a multiple of kPart.
   struct Expanded {
     int seq;
     int32_t base, first, end;        // positions of key 0 and of the keys that queries see
@@ -257,8 +257,7 @@ class LatentAttention {
     std::vector<Stored> rotated;     // [tiles][rotated / kPack][kTile][kPack]
     std::vector<int32_t> table;      // blocks of kTile keys in a buffer of kMostKeys
     int32_t query_starts[2], seq_len;
-    Plan plan;                       // of one head; items have ranges of whole pieces
-    int parts = 0;
+    Plan plan;                       // of one head; ordered by pieces
   };
 
   void attend_expanded(const std::vector<int>& chosen) const {
@@ -282,7 +281,7 @@ class LatentAttention {
     expanded.query_starts[0] = batch.query_starts[seq];
     expanded.query_starts[1] = batch.query_starts[seq + 1];
     expanded.first = begin_at(call_.sight.first_key(expanded.end - batch.query_count(seq)));
-    expanded.base = expanded.first / kTile * kTile;
+    expanded.base = expanded.first / kPart * kPart;
     const int tiles = (expanded.end + kTile - 1) / kTile;
     expanded.table.resize(tiles);
     for (int i = expanded.base / kTile; i < tiles; i++)
@@ -337,21 +336,10 @@ class LatentAttention {
             nullptr, 0};
   }
 
-  // Builds a head's items, divided where the buffer's keys change.
+  // Builds a head's items: each is a part, so that none needs keys of two pieces.
   void plan(Expanded& expanded) const {
-    const Plan whole = make_plan(batch_of(expanded), 1, 1, call_.sight);
-    for (Item item : whole.items) {
-      const int begin = piece_of(expanded, item.key_begin);
-      const int end = std::max(begin + 1, piece_of(expanded, item.key_end - 1) + 1);
-      const int last = item.key_end;
-      if (end - begin > 1) expanded.plan.merges.push_back({item, expanded.plan.parts, end - begin});
-      for (int piece = begin; piece < end; piece++) {
-        item.key_end = std::min(last, expanded.base + (piece + 1) * kMostKeys);
-        item.part = end - begin > 1 ? expanded.plan.parts++ : -1;
-        expanded.plan.items.push_back(item);
-        item.key_begin = item.key_end;
-      }
-    }
+    expanded.plan = make_plan(batch_of(expanded), 1, 1, call_.sight);
+    split_items(expanded.plan);
     const auto earlier = [&](const Item& a, const Item& b) {
       return piece_of(expanded, a.key_begin) < piece_of(expanded, b.key_begin);
     };
@@ -387,9 +375,9 @@ class LatentAttention {
                               call_.sight,
                               call_.scale,
                               call_.soft_cap};
-    float* const parts =
-        scratch<float>(expanded.plan.parts * Worker<T>::part_size(attention.value_width()));
-    Worker<T> worker(attention, parts);
+    float* const saved =
+        scratch<float>(expanded.plan.saved_rows * Worker<T>::saved_size(attention.value_width()));
+    Worker<T> worker(attention, saved);
     int piece = -1;
     for (const Item& item : expanded.plan.items) {
       if (piece_of(expanded, item.key_begin) != piece) {

@@ -5,8 +5,8 @@
 // of K and V. An item reads its keys in tiles of kTile, whatever the block size: the block table
 // gives their addresses, and both products read them in place (see cache.h). The softmax is online,
 // in float32 and base 2 (FlashAttention-2, Dao 2023, section 3.1). If there are too few items for
-// the threads, long ranges of keys are split and the parts merged (Flash-Decoding, Dao et al.
-// 2023). In latent attention (DeepSeek-V2, 2024, section 2.1.2, with absorbed products) a key's first
+// the threads, each part of a long range of keys is an item, and the parts are merged
+// (Flash-Decoding, Dao et al. 2023). In latent attention (DeepSeek-V2, 2024, section 2.1.2, with absorbed products) a key's first
 // elements are its value: each tile's are repacked once for all query heads.
 //
 // Packing K and V in every step, from a plain cache, took longer: 491 us per layer instead of 399
@@ -31,14 +31,14 @@ constexpr int64_t kMinParallelWork = 1 << 17;  // fewer products do not pay for 
 template <class T>
 void run(const Attention& p, const Plan& plan, int threads) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
-  std::unique_ptr<float[]> parts;
+  std::unique_ptr<float[]> saved;
   std::atomic<int> queue{0};
-  if (plan.parts) parts.reset(new float[plan.parts * Worker<T>::part_size(p.value_width())]);
+  if (merges) saved.reset(new float[plan.saved_rows * Worker<T>::saved_size(p.value_width())]);
   const int dims = (p.cache.key_dim + p.value_dim) / 2;
   const bool parallel = items > 1 && plan.work * dims >= kMinParallelWork;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
-    Worker<T> worker(p, parts.get());
+    Worker<T> worker(p, saved.get());
     // Threads take items one ahead, to prefetch the next item's keys.
     int i = queue++;
     if (i < items) worker.start(plan.items[i]);
@@ -65,7 +65,7 @@ void attend_to_blocks(const Cache& cache, const Batch& batch, const View& query,
                             how.sinks,      num_heads,      int(value_dim),      how.sight,
                             how.scale,      how.soft_cap};
   Plan plan = make_plan(batch, num_heads / cache.num_kv_heads, cache.num_kv_heads, how.sight);
-  split_items(plan, threads);
+  if (threads > 1 && int(plan.items.size()) < kItemsPerThread * threads) split_items(plan);
   with_dtype(cache.dtype, [&](auto type) { run<decltype(type)>(attention, plan, threads); });
 }
 

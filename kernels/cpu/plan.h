@@ -9,7 +9,7 @@
 
 constexpr int kTile = 64;       // keys per step of the online softmax
 constexpr int kMaxRows = 48;    // query rows per item
-constexpr int kMinSplit = 256;  // minimum keys per item
+constexpr int kPart = 512;      // keys of a partial result
 constexpr int kItemsPerThread = 4;
 constexpr int kFirstKey = std::max(kLanes, kMinBlock);  // items begin at multiples of it
 
@@ -41,24 +41,30 @@ struct Sight {
 // Returns the first key of an item whose first query sees keys from `first_key` on.
 inline int begin_at(int first_key) { return first_key - first_key % kFirstKey; }
 
+// Tiles and parts end at multiples of their size, wherever an item begins, and parts are merged in
+// order. So a query's result has the same bits alone and among others, in any chunk of a prompt and
+// with any number of threads.
+inline int end_of_tile(int key) { return (key / kTile + 1) * kTile; }
+inline int end_of_part(int key) { return (key / kPart + 1) * kPart; }
+
 // Row r is token r / group of the sequence and head r % group of those that share the KV head.
 struct Item {
   int seq, kv_head;
   int row_begin, rows;
   int key_begin, key_end;
-  int part;                // index of the partial result; -1: the result is complete
+  int saved;               // first saved row, if the item is one part; -1: the result is complete
 };
 
-// A result that merges the parts [part, part + parts).
+// A result that merges parts, whose rows are saved from `saved` on.
 struct Merge {
   Item item;
-  int part, parts;
+  int saved, parts;
 };
 
 struct Plan {
   std::vector<Item> items;
   std::vector<Merge> merges;
-  int parts = 0;
+  int saved_rows = 0;
   int64_t work = 0;  // (query row, key) pairs
 };
 
@@ -84,27 +90,23 @@ inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sig
   return plan;
 }
 
-// Splits long items by keys until every thread has a few items.
-inline void split_items(Plan& plan, int threads) {
-  const int wanted = kItemsPerThread * threads;
-  if (threads == 1 || plan.items.empty() || int(plan.items.size()) >= wanted) return;
-  const int shares = (wanted + int(plan.items.size()) - 1) / int(plan.items.size());
+// Makes an item of each part.
+inline void split_items(Plan& plan) {
   std::vector<Item> whole;
   whole.swap(plan.items);
   for (Item item : whole) {
-    const int keys = item.key_end - item.key_begin, end = item.key_end;
-    const int parts = std::clamp(keys / kMinSplit, 1, shares);
-    if (parts == 1) {
+    const int end = item.key_end;
+    if (end <= end_of_part(item.key_begin)) {
       plan.items.push_back(item);
       continue;
     }
-    plan.merges.push_back({item, plan.parts, parts});
-    const int step = ((keys + parts - 1) / parts + kTile - 1) / kTile * kTile;
-    for (int i = 0; i < parts; i++) {
-      item.key_end = std::min(end, item.key_begin + step);
-      item.part = plan.parts++;
+    plan.merges.push_back({item, plan.saved_rows, 0});
+    for (; item.key_begin < end; item.key_begin = item.key_end) {
+      item.key_end = std::min(end, end_of_part(item.key_begin));
+      item.saved = plan.saved_rows;
+      plan.saved_rows += item.rows;
+      plan.merges.back().parts++;
       plan.items.push_back(item);
-      item.key_begin = item.key_end;
     }
   }
 }

@@ -334,6 +334,37 @@ def _check_attention(
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
+def _check_chunks(
+    kernels: ModuleType, case: Case, cuts: Sequence[int], threads: Sequence[int]
+) -> None:
+    """A prompt's results have the same bits whole, in chunks, alone and among other sequences."""
+    batch = _build(replace(case, releases=False))
+    caches = _in_order_of(kernels, case, batch)
+    ((_, tokens),) = case.lengths
+
+    def attend(chunks: Sequence[tuple[int, int]]) -> torch.Tensor:
+        queries = [end - begin for begin, end in chunks]
+        metadata = replace(
+            batch.metadata,
+            query_starts=torch.tensor([0, *queries]).cumsum(0).int(),
+            seq_lens=torch.tensor([end for _, end in chunks], dtype=torch.int32),
+            block_tables=batch.metadata.block_tables.expand(len(chunks), -1).contiguous(),
+            slot_mapping=torch.zeros(sum(queries), dtype=torch.int64),
+            max_query_len=max(queries),
+            max_seq_len=max(end for _, end in chunks),
+        )
+        query = torch.cat([batch.query[begin:end] for begin, end in chunks])
+        return kernels.paged_attention(query, *caches, metadata, **batch.options)
+
+    bounds = sorted({0, tokens, *(cut for cut in cuts if cut < tokens)})
+    chunks = list(itertools.pairwise(bounds))
+    whole = attend([(0, tokens)])
+    for count in threads:
+        torch.set_num_threads(count)
+        assert torch.equal(attend(chunks), whole)
+        assert torch.equal(torch.cat([attend([chunk]) for chunk in chunks]), whole)
+
+
 def _check_write(
     kernels: ModuleType, case: Case, device: str = "cpu", *, rounds: bool = True
 ) -> None:
@@ -511,6 +542,7 @@ class Harness:
     elements: Callable[[Case], int] = _elements
     attention_shape: Callable[..., AttentionShape] = _attention_shape
     check_attention: Callable[..., None] = _check_attention
+    check_chunks: Callable[..., None] = _check_chunks
     check_write: Callable[..., None] = _check_write
     check_copies: Callable[..., None] = _check_copies
     rows_to_draw_from: Callable[..., st.SearchStrategy[tuple[torch.Tensor, SamplingTensors]]] = (

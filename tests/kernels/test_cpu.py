@@ -254,6 +254,23 @@ def test_any_number_of_threads(harness, native, threads):
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "other",
+    [
+        {},
+        {"sliding_window": 300, "head_dim": 40},
+        {"chunk": 700, "block_size": 8, "sinks": True},
+        {"cache_dtype": torch.float8_e4m3fn, "subnormals": False},
+        {"latent": True, "head_dim": 80, "value_dim": 64},
+    ],
+    ids=lambda other: next(iter(other), "plain"),
+)
+def test_results_do_not_depend_on_how_work_is_divided(harness, native, dtype, other):
+    case = harness.case(lengths=[(1100, 1100)], num_kv_heads=2, group=3, dtype=dtype, **other)
+    harness.check_chunks(native, case, cuts=[3, 500, 512, 600, 1040, 1099], threads=[1, 2, 5])
+
+
 @pytest.mark.parametrize("scale", [40.0, -3.0, 0.0])
 def test_extreme_logits(harness, native, scale):
     """Softmax weights almost vanish, or are equal, in every tile."""

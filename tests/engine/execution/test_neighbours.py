@@ -1,4 +1,4 @@
-"""An output is the same alone and among others, in every dtype of Octavo's own products."""
+"""An output is the same alone, among others and from cached blocks, in every dtype of products."""
 
 import random
 
@@ -18,21 +18,36 @@ TYPES = [
 ]
 
 
+def start(model, settings, **others):
+    """Build an engine."""
+    sizes = {"num_blocks": 256, "swap_space": 0.1, "compile": "off", "dtype": "bfloat16"}
+    return Stepper(build(EngineSettings(model=str(model), **(sizes | settings | others))))
+
+
+def output(stepper, group):
+    """Return its tokens and log-probabilities, which would show any different rounding."""
+    own = [token for token in stepper.sampled if token.group is group]
+    return [(token.token_id, token.logprob.logprob) for token in own]
+
+
+@pytest.mark.parametrize("settings", TYPES, ids=lambda settings: "-".join(settings.values()))
+def test_an_output_is_the_same_from_cached_blocks(tiny_model, settings):
+    draw = random.Random(2)
+    prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in (40, 700, 1100)]
+    stepper = start(tiny_model, settings, max_num_batched_tokens=2048)
+    for prompt in prompts:
+        outputs = []
+        for _ in range(2):
+            group = stepper.submit(prompt, OUTPUT_TOKENS, logprobs=1)
+            stepper.run()
+            outputs.append(output(stepper, group))
+        assert outputs[1] == outputs[0]
+
+
 @pytest.mark.parametrize("settings", TYPES, ids=lambda settings: "-".join(settings.values()))
 def test_an_output_is_the_same_alone_and_among_others(tiny_model, settings):
-    stepper = Stepper(
-        build(
-            EngineSettings(
-                model=str(tiny_model),
-                compile="off",
-                num_blocks=256,
-                swap_space=0.1,
-                max_num_batched_tokens=40,  # also chunks of prompts
-                enable_prefix_caching=False,  # it would compute a prompt once for both
-                **({"dtype": "bfloat16"} | settings),
-            )
-        )
-    )
+    # Also chunks of prompts. A cached prefix would be computed once for both.
+    stepper = start(tiny_model, settings, max_num_batched_tokens=40, enable_prefix_caching=False)
     draw = random.Random(1)
 
     def texts(count):
@@ -42,16 +57,11 @@ def test_an_output_is_the_same_alone_and_among_others(tiny_model, settings):
         way = {"temperature": 0.9, "seed": number} if number % 2 else {}
         return stepper.submit(prompt, OUTPUT_TOKENS, logprobs=1, **way)
 
-    def output(group):
-        """Return its tokens and log-probabilities, which would show any different rounding."""
-        own = [token for token in stepper.sampled if token.group is group]
-        return [(token.token_id, token.logprob.logprob) for token in own]
-
     prompts, alone = texts(8), []
     for number, prompt in enumerate(prompts):
         group = submit(number, prompt)
         stepper.run()
-        alone.append(output(group))
+        alone.append(output(stepper, group))
     groups = []
     for number, (prompt, beside) in enumerate(zip(prompts, texts(8), strict=True)):
         groups.append(submit(number, prompt))
@@ -59,4 +69,4 @@ def test_an_output_is_the_same_alone_and_among_others(tiny_model, settings):
         for _ in range(draw.randint(0, 2)):
             stepper.step()
     stepper.run()
-    assert list(map(output, groups)) == alone
+    assert [output(stepper, group) for group in groups] == alone
