@@ -417,18 +417,16 @@ class Scheduler:
         taken += sum(group.num_slots for group in self.running if group.decode_row is None)
         return self.max_num_seqs - taken, self.max_num_batched_tokens - batch.num_tokens
 
-    def _fits(self, blocks: int, slack: int) -> bool:
-        """Return whether a group may take `blocks` blocks now.
+    def _fits(self, group: SequenceGroup, blocks: int, slack: int) -> bool:
+        """Return whether a group may take `blocks` blocks now, and there is room for its adapter.
 
         Beside other groups it must leave the watermark, and `slack` blocks for its own next tokens;
         alone it may take all.
         """
         if self.running:
             blocks += slack + self._watermark
-        return blocks <= self.cache.device.num_available
-
-    def _has_adapter_room(self, group: SequenceGroup) -> bool:
-        """Return whether the device has room for a group's adapter beside the running groups'."""
+        if blocks > self.cache.device.num_available:
+            return False
         return adapters_fit(self.running, group, self.adapter_limit)
 
     def _swap_in(self, batch: Batch) -> None:
@@ -438,8 +436,9 @@ class Scheduler:
             seqs, tokens = self._room(batch)
             blocks = self.cache.blocks_to_swap(ids) + self.cache.blocks_to_share(ids)
             blocks += sum(self.cache.blocks_to_reserve(s.id, end) for s, end in ends)
-            fits = self._fits(blocks, len(ids)) and self._has_adapter_room(group)
-            if group.num_slots > seqs or tokens < len(ids) or not fits:
+            if group.num_slots > seqs or tokens < len(ids):
+                return
+            if not self._fits(group, blocks, slack=len(ids)):
                 return
             self.swapped.remove(group)
             self.cache.swap_in(ids)
@@ -458,8 +457,7 @@ class Scheduler:
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             later = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
-            fits = self._fits(blocks, 1 + later) and self._has_adapter_room(group)
-            if not fits:
+            if not self._fits(group, blocks, slack=1 + later):
                 return
             self.waiting.remove(group)
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
