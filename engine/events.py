@@ -149,7 +149,7 @@ def measure_load(
         waiting: Number of requests not yet started.
         step_seconds: Duration of the last step.
         draining: Whether new requests are refused.
-        read_ahead: Reads prefixes from disk; None if none are kept there.
+        read_ahead: Reads prefixes from disk or other engines; None if there are none.
     """
     cache = scheduler.cache
     return Load(
@@ -168,6 +168,6 @@ def measure_load(
         draining=draining,
         drafted_tokens=scheduler.counters["drafted_tokens"],
         accepted_tokens=scheduler.counters["accepted_tokens"],
-        disk_blocks=0 if read_ahead is None else len(read_ahead.tier.held),
+        disk_blocks=0 if read_ahead is None or not read_ahead.tier else len(read_ahead.tier.held),
         disk_read_share=0 if read_ahead is None else read_ahead.read_share,
     )

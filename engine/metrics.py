@@ -67,6 +67,12 @@ class EngineMetrics:
         late_disk_reads = counter(
             "late_disk_reads", "Reads of --kv-disk that took longer than computing the prefix."
         )
+        peer_blocks = counter(
+            "peer_blocks", "Prefix blocks copied from or to other engines: read, sent.", "what"
+        )
+        late_peer_reads = counter(
+            "late_peer_reads", "Copies from other engines that took longer than computing."
+        )
         self.queue_seconds = histogram(
             "queue_seconds", "Time from arrival to first admission.", _QUEUE_SECONDS
         )
@@ -88,6 +94,8 @@ class EngineMetrics:
             **{outcome: (constraints, outcome) for outcome in ("compiled", "refused", "cached")},
             **{what: (disk_blocks, what) for what in ("read", "written", "dropped")},
             "late": (late_disk_reads,),
+            **{f"peer_{what}": (peer_blocks, what) for what in ("read", "sent")},
+            "peer_late": (late_peer_reads,),
         }
         labelled = "preemptions_swap", "preemptions_recompute", "compiled", "refused", "cached"
         self.observe_counters(dict.fromkeys(labelled, 0))  # so that they are 0, not absent

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import signal
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
@@ -34,6 +35,10 @@ from octavo.kernels import cpu
 log = structlog.get_logger(__name__)
 
 DRAIN_POLL_SECONDS = 0.05
+MOVE_SECONDS = 10.0
+"""Maximum time in which other engines copy the blocks of requests that a drain left."""
+QUIET_SECONDS = 1.0
+"""Time without a copy after which none is expected."""
 
 
 async def serve(
@@ -122,7 +127,7 @@ async def serve(
                         on_ready(address)
                     await _until_stopped(stopping, core, heartbeat, server)
                     await set_serving(health, ["", *services.by_name], serving=False)
-                    await _drain(engine.core, settings.drain_timeout)
+                    await _drain_and_move(engine, settings.drain_timeout)
                 if parts.leader is not None:
                     if ranks is not None:
                         ranks.begin_to_stop()
@@ -236,6 +241,19 @@ async def _until_stopped(
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
+
+
+async def _drain_and_move(engine: ServedEngine, timeout: float) -> None:
+    """Drain; fail the requests that are left, and wait while other engines copy their blocks."""
+    await _drain(engine.core, timeout)
+    if engine.core.idle:
+        return
+    engine.core.fail_all()
+    quiet_since = began = time.monotonic()
+    while (now := time.monotonic()) < min(began + MOVE_SECONDS, quiet_since + QUIET_SECONDS):
+        if engine.blocks.reading:
+            quiet_since = now
+        await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
 async def _drain(core: EngineCore, timeout: float) -> None:

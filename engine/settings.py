@@ -9,6 +9,7 @@ from octavo.common.adapter_names import ADAPTER_NAME, ADAPTER_NAMES
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
 from octavo.common.ports import Listener, metrics_listener
+from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
@@ -222,6 +223,17 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Seconds after which a step counts as hung and the engine exits with an"
         " error; 0 disables the limit. Default: 300 on a CPU, 120 on a GPU.",
     )
+    peer_ca: Path | None = Field(
+        None,
+        description="PEM file of the certificate authorities that sign other engines' certificates,"
+        " of which blocks are copied. The engine shows them its --tls-cert. Default:"
+        " --tls-client-ca; without TLS none.",
+    )
+    peer_tls_name: str | None = Field(
+        None,
+        description="Name expected in other engines' certificates. Default: the host by which the"
+        " router knows the engine.",
+    )
     drain_timeout: float = Field(
         30.0, ge=0, description="Seconds that running requests have to finish after SIGTERM."
     )
@@ -303,6 +315,14 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
                     " --served-model-name"
                 )
         return self
+
+    @property
+    def peer_tls(self) -> Tls | None:
+        """TLS files of the connections to other engines; None: plaintext."""
+        ca = self.peer_ca or self.tls_client_ca
+        if self.tls_cert is None and ca is None:
+            return None
+        return Tls(ca, self.tls_cert, self.tls_key, self.peer_tls_name)
 
     @property
     def listeners(self) -> list[Listener]:

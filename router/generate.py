@@ -365,6 +365,7 @@ class Generator:
         """Wait for an engine and stream its tokens; migrate if the engine is lost."""
         request = state.request
         on_queued = partial(_accept_queued, state, write) if accept_queued else None
+        last: Engine | None = None
         self._requests.add(state)
         try:
             while not state.done:
@@ -376,7 +377,8 @@ class Generator:
                 engine = claim.engine
                 try:
                     with span.attempt(engine.address) as trace_context:
-                        await self._stream(state, engine, write, trace_context)
+                        source = self._pool.block_source(claim, engine, last)
+                        await self._stream(state, engine, write, trace_context, source)
                 except EngineLostError as error:
                     if not self._may_migrate(state, engine, error):
                         raise
@@ -384,6 +386,7 @@ class Generator:
                     self.metrics.migrations.labels(request.model).inc()
                     log.warning("request migrates", engine=engine.address, reason=error.message)
                 finally:
+                    last = engine
                     self._admission.release(claim)
         finally:
             self._requests.discard(state)
@@ -399,11 +402,17 @@ class Generator:
         return True
 
     async def _stream(
-        self, state: RequestState, engine: Engine, write: Write, trace_context: dict[str, str]
+        self,
+        state: RequestState,
+        engine: Engine,
+        write: Write,
+        trace_context: dict[str, str],
+        block_source: str,
     ) -> None:
         """Run a request's attempt on an engine: stream its responses until they end."""
         checked = state.request.checks is not None
         submit = state.begin_attempt(engine.address, trace_context)
+        submit.kv_source = block_source
         session_id = engine.submit(state, submit)
         self._count_streams(1)
         try:

@@ -1,7 +1,7 @@
 """The core loop: handle other threads' calls, then compute one step, repeatedly."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -12,7 +12,8 @@ from octavo.engine.core.step import StepError, Steps
 from octavo.engine.events import Publish, measure_load
 from octavo.engine.execution.executor import Executor
 from octavo.engine.kv_disk.disk_tier import DiskTier
-from octavo.engine.kv_disk.read_ahead import ReadAhead
+from octavo.engine.kv_disk.read_ahead import Peers, ReadAhead
+from octavo.engine.kv_disk.reads import Bytes
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.request import Request
@@ -26,9 +27,9 @@ HEARTBEAT_SECONDS = 1.0
 class EngineCore:
     """The loop, in its own thread, which owns the scheduler, the cache and the executor.
 
-    Other threads call `submit`, `abort`, `open_session`, `close_session`, `drain` and `stop`. Such
-    a call is queued, and runs between steps in the core's thread; events publish its results. So
-    the engine's state needs no lock.
+    Other threads call `submit`, `abort`, `open_session`, `close_session`, `copy_blocks`, `drain`,
+    `fail_all` and `stop`. Such a call is queued, and runs between steps in the core's thread;
+    events publish its results. So the engine's state needs no lock.
 
     Attributes:
         load: The last published load; read from any thread.
@@ -48,6 +49,7 @@ class EngineCore:
         on_end: OnEnd = lambda _group, _outcome: None,
         constraints: ConstraintCompiler | None = None,
         disk: DiskTier | None = None,
+        peers: Peers | None = None,
     ) -> None:
         """Set up the core; `run` starts its loop.
 
@@ -62,18 +64,20 @@ class EngineCore:
             on_end: Called with each ended group and the way it ended.
             constraints: Compiler of requests' constraints; None if constraints are not accepted.
             disk: Keeps prefix blocks on disk; None keeps them in memory alone.
+            peers: Reads prefix blocks of other engines; None reads none.
         """
         self._scheduler = scheduler
         self._executor = executor
         self._constraints = constraints
         self._metrics = metrics
         self._publish_events = publish
-        self._disk = disk
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopped = False
-        self._read_ahead = (
-            None if disk is None else ReadAhead(scheduler, executor.cache, disk, self._call)
-        )
+        self._read_ahead: ReadAhead | None = None
+        if disk is not None or peers is not None:
+            self._read_ahead = ReadAhead(
+                scheduler, executor.cache, self._call, tier=disk, peers=peers
+            )
         self.requests = Requests(
             scheduler,
             metrics,
@@ -113,9 +117,25 @@ class EngineCore:
         """Stop all requests of a session."""
         self._call(self.requests.abort_session, session)
 
+    def copy_blocks(
+        self, keys: Sequence[bytes], then: Callable[[list[Callable[[], Bytes]]], object]
+    ) -> None:
+        """Copy the leading blocks that memory has, and pass them on; see `ReadAhead.copy`."""
+        assert self._read_ahead is not None, "the caller refuses it"
+        read_ahead = self._read_ahead
+
+        def copy() -> None:
+            then(read_ahead.copy(keys))
+
+        self._call(copy)
+
     def drain(self) -> None:
         """Refuse new requests from now on."""
         self._call(setattr, self.requests, "draining", True)
+
+    def fail_all(self) -> None:
+        """Fail remaining requests with UNAVAILABLE; other engines can still copy their blocks."""
+        self._call(self.requests.fail_all)
 
     def stop(self) -> None:
         """End before the next step; remaining requests fail with UNAVAILABLE."""
@@ -189,7 +209,7 @@ class EngineCore:
         """Publish all events since the last call, the load, and the changes of the prefix cache."""
         self.reported = time.monotonic()
         self.load = self._measured()
-        for part in (self._scheduler, self._scheduler.cache, self._constraints, self._disk):
+        for part in (self._scheduler, self._scheduler.cache, self._constraints, self._read_ahead):
             if part is not None:
                 self._metrics.observe_counters(part.counters)
         self._publish_events(self.requests.take_events(), self.load)

@@ -62,7 +62,7 @@ class Requests:
 
     @property
     def num_waiting(self) -> int:
-        """Number of requests that wait for admission, for a constraint or for blocks on disk."""
+        """Number of requests that wait for admission, for a constraint or for blocks to read."""
         reading = 0 if self._read_ahead is None else len(self._read_ahead.reads)
         return len(self._scheduler.waiting) + len(self.preparing) + reading
 
@@ -188,6 +188,10 @@ class Requests:
         for part in (self._constraints, self._read_ahead):
             if part is not None:
                 part.close()
+        self.fail_all()
+
+    def fail_all(self) -> None:
+        """End all requests with UNAVAILABLE: they can migrate."""
         for group in list(self.groups.values()):
             self.fail(group, FailureCode.UNAVAILABLE, "the engine stopped; try again")
 

@@ -293,14 +293,15 @@ class PrefixCache:
             for i in range(first, min(end // ratio, len(blocks))):
                 yield blocks[i], block_keys(table.keys[(i + 1) * ratio - 1], group)[0]
 
-    def missing(self, token_ids: Sequence[int], salt: str) -> tuple[list[bytes], int]:
-        """Return the keys to read from the slower tier for the longest prefix.
+    def missing(
+        self, token_ids: Sequence[int], salt: str, is_stored: IsStored
+    ) -> tuple[list[bytes], int]:
+        """Return the keys to read from a slower tier for the longest prefix.
 
         Returns:
             The keys, and the number of the prefix's tokens that memory lacks.
         """
-        assert self.is_stored is not None
-        prefix = self.find(token_ids, salt, self.is_stored)
+        prefix = self.find(token_ids, salt, is_stored)
         keys = [hit.key for hit in prefix.hits() if hit.block == STORED]
         return keys, prefix.num_tokens - self.find(token_ids, salt).num_tokens if keys else 0
 

@@ -17,10 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from tempfile import NamedTemporaryFile
 
-import numpy as np
-from numpy.typing import NDArray
-
-Bytes = NDArray[np.uint8]
+from octavo.engine.kv_disk.reads import Bytes
 
 _HEADER = struct.Struct("<8sQL")
 _MAGIC = b"octavoKV"

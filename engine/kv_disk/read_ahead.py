@@ -1,9 +1,15 @@
-"""Reads prefixes from disk before requests wait for admission; writes them beside the steps."""
+"""Reads prefixes from slower tiers and other engines before requests wait for admission.
 
-from collections.abc import Callable
+It writes them to disk, and copies them for other engines, beside the steps.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
-from octavo.engine.kv_disk.disk_tier import DiskTier, Read, StoredBlock
+from octavo.engine.kv_cache.prefixes import IsStored
+from octavo.engine.kv_disk.disk_tier import DiskTier
+from octavo.engine.kv_disk.reads import Bytes, Read, Reads, Source, StoredBlock
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState, SequenceGroup
@@ -14,39 +20,72 @@ ASSUMED_TOKEN_SECONDS = 1e-3
 TYPICAL_TOKENS = 1024
 """Length of the prefix whose reading time is reported."""
 
+_Choice = tuple[Reads, Source, IsStored]
+
+
+class Peers(Protocol):
+    """Other engines of the same block layout."""
+
+    reads: Reads
+
+    def source(self, address: str) -> Source:
+        """Return the engine at an address as a source of blocks."""
+
 
 class ReadAhead:
-    """Moves prefix blocks between the disk and swap space.
+    """Moves prefix blocks between the disk or other engines and swap space.
 
     Attributes:
         reads: Unfinished reads, each with the group that waits for it.
-        tier: Reads and writes files.
+        tier: Reads and writes files; None without `--kv-disk`.
+        peers: Reads blocks of other engines; None if they cannot be shared.
     """
 
     def __init__(
-        self, scheduler: Scheduler, tensors: CacheTensors, tier: DiskTier, call: Call
+        self,
+        scheduler: Scheduler,
+        tensors: CacheTensors,
+        call: Call,
+        *,
+        tier: DiskTier | None,
+        peers: Peers | None,
     ) -> None:
         """Keep the scheduler's prefix blocks on disk too.
 
         Args:
             scheduler: Gets a group once its prefix is read.
             tensors: The tensors of its cache.
-            tier: Reads and writes files.
             call: Has the core's thread call a function with arguments; from any thread.
+            tier: Reads and writes files, if any.
+            peers: Reads blocks of other engines, if they can be shared.
         """
         self._scheduler = scheduler
         self._tensors = tensors
         self.tier = tier
+        self.peers = peers
         self._call = call
+        self._sent = 0
         self.reads: dict[SequenceGroup, Read] = {}
         self._cache = scheduler.cache
-        self._cache.prefixes.is_stored = lambda key: key in tier.held
+        if tier is not None:
+            self._cache.prefixes.is_stored = lambda key: key in tier.held
+
+    @property
+    def counters(self) -> dict[str, int]:
+        """Numbers since the start: the disk's, and of blocks and reads of other engines."""
+        counters = dict(self.tier.counters) if self.tier is not None else {}
+        counters["peer_sent"] = self._sent
+        for name, value in self.peers.reads.counters.items() if self.peers is not None else ():
+            counters[f"peer_{name}"] = value
+        return counters
 
     @property
     def read_share(self) -> float:
-        """Time to read a prefix, as a share of the time to compute it; 1 at most."""
+        """Time to read a prefix from disk, as a share of the time to compute it; 1 at most."""
+        if self.tier is None:
+            return 0.0
         seconds = self._prefill_seconds(TYPICAL_TOKENS)
-        return self.tier.read_share(self._cache.blocks_for(TYPICAL_TOKENS), seconds)
+        return self.tier.rate.share(self._cache.blocks_for(TYPICAL_TOKENS), seconds)
 
     def _prefill_seconds(self, tokens: int) -> float:
         measured = self._scheduler.policy.prefill_seconds(tokens)
@@ -54,31 +93,52 @@ class ReadAhead:
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group for admission, at once or when its prefix has been read."""
-        request, lead = group.request, group.live[0]
-        computed = request.sampling.prompt_logprobs is not None  # all of the prompt
-        salt = request.prefix_salt
-        prefixes, room = self._cache.prefixes, self._cache.moves.num_places
-        keys, tokens = ([], 0) if computed else prefixes.missing(lead.token_ids, salt)
-        seconds = self._prefill_seconds(tokens)
-        if not 0 < len(keys) <= room or not self.tier.worthwhile(len(keys), seconds):
-            self._scheduler.submit(group)
-            return
-        group.state = GroupState.READING
-        finish = partial(self._call, self._finish, group)
-        self.reads[group] = self.tier.read(keys, seconds, finish)
+        computed = group.request.sampling.prompt_logprobs is not None  # all of the prompt
+        self._read_next(group, iter(()) if computed else self._choices(group))
 
-    def _finish(self, group: SequenceGroup, blocks: list[StoredBlock]) -> None:
-        """Put a group's blocks into swap space and queue it, unless it has ended meanwhile."""
-        if self.reads.pop(group, None) is None:
-            return
+    def _choices(self, group: SequenceGroup) -> Iterator[_Choice]:
+        """Yield what a group's prefix can be read from."""
+        if self.peers is not None and (address := group.request.kv_source):
+            yield self.peers.reads, self.peers.source(address), lambda _: True
+        if self.tier is not None and (is_stored := self._cache.prefixes.is_stored) is not None:
+            yield self.tier.reads, self.tier, is_stored
+
+    def _read_next(self, group: SequenceGroup, choices: Iterator[_Choice]) -> None:
+        """Read a group's missing blocks from the next source that has any, or queue the group."""
+        token_ids, salt = group.live[0].token_ids, group.request.prefix_salt
+        for reads, source, is_stored in choices:
+            keys, tokens = self._cache.prefixes.missing(token_ids, salt, is_stored)
+            seconds, room = self._prefill_seconds(tokens), self._cache.moves.num_places
+            if 0 < len(keys) <= room and reads.worthwhile(source, len(keys), seconds):
+                group.state = GroupState.READING
+                take = partial(self._call, self._take, group, choices)
+                self.reads[group] = reads.start(source, keys, seconds, take)
+                return
+        group.state = GroupState.WAITING
+        self._scheduler.submit(group)
+
+    def _take(
+        self,
+        group: SequenceGroup,
+        choices: Iterator[_Choice],
+        read: Read,
+        blocks: list[StoredBlock],
+        ended: bool,
+    ) -> None:
+        """Put blocks into swap space; at a read's end go on with its group, unless that ended."""
         # Blocks are evicted in the order of placing, and a prefix must lose its end first.
         for key, contents in reversed(blocks):
             if (block := self._cache.moves.place(key)) is not None:
                 self._tensors.swapper.fill(block, contents)
+        read.placed()
+        if not ended or self.reads.pop(group, None) is None:
+            return
+        for key in reversed(read.keys):
+            if self._cache.swap.find(key) is not None:
+                self._cache.moves.place(key)  # it becomes the last to be evicted
         prompt, salt = group.live[0].token_ids, group.request.prefix_salt
         self._cache.prefixes.keep_contents(prompt, salt)
-        group.state = GroupState.WAITING
-        self._scheduler.submit(group)
+        self._read_next(group, choices)
 
     def cancel(self, group: SequenceGroup) -> None:
         """Forget a group that has ended."""
@@ -87,9 +147,30 @@ class ReadAhead:
 
     def save(self) -> None:
         """Copy newly published blocks for the writer, before a step may overwrite them."""
-        for block, key in self._cache.prefixes.take_unsaved():
-            self.tier.save(key, partial(self._tensors.swapper.copy_out, block))
+        if self.tier is not None:
+            for block, key in self._cache.prefixes.take_unsaved():
+                self.tier.save(key, partial(self._tensors.swapper.copy_out, block))
+
+    def copy(self, keys: Sequence[bytes]) -> list[Callable[[], Bytes]]:
+        """Copy the leading blocks that memory has, for another engine.
+
+        Returns:
+            For each, a function that waits for the copy, for any thread.
+        """
+        copies = []
+        for key in keys:
+            if (block := self._cache.device.find(key)) is not None:
+                copies.append(self._tensors.swapper.copy_out(block))
+            elif (block := self._cache.swap.find(key)) is not None:
+                copies.append(self._tensors.swapper.copy_kept(block))
+            else:
+                break
+        self._sent += len(copies)
+        return copies
 
     def close(self) -> None:
         """Stop reading and writing."""
-        self.tier.close()
+        if self.tier is not None:
+            self.tier.close()
+        if self.peers is not None:
+            self.peers.reads.close()

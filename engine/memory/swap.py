@@ -74,6 +74,11 @@ class Swapper:
         contents = _bytes_of(self._device[block].clone())
         return lambda: contents
 
+    def copy_kept(self, block: int) -> Callable[[], Bytes]:
+        """Copy a swap block to new host memory; see `copy_out`."""
+        contents = _bytes_of(self._swap[block].clone())
+        return lambda: contents
+
     def fill(self, block: int, contents: Bytes) -> None:
         """Overwrite a swap block, which no copy of this step may use."""
         _bytes_of(self._swap[block])[:] = contents
@@ -207,6 +212,11 @@ class StreamSwapper(Swapper):
             return _bytes_of(copy)
 
         return wait
+
+    def copy_kept(self, block: int) -> Callable[[], Bytes]:
+        """Copy a swap block, once the copies launched so far are done."""
+        self._side.record().synchronize()
+        return super().copy_kept(block)
 
     def fill(self, block: int, contents: Bytes) -> None:
         """Overwrite a swap block, once the copies launched so far are done."""

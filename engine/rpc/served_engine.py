@@ -17,9 +17,11 @@ from octavo.common.tracing import Tracing
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Event, PrefixChange
+from octavo.engine.kv_transfer.grpc_peers import GrpcPeers
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.adapter_service import AdapterService
+from octavo.engine.rpc.block_sender import BlockSender
 from octavo.engine.rpc.event_sink import EventSink
 from octavo.engine.rpc.session import Session
 from octavo.engine.rpc.thread_bridge import thread_bridge
@@ -43,6 +45,7 @@ class ServedEngine:
         parts: The engine's parts.
         adapters: Loads and unloads adapters.
         instance_id: Id of this start of the engine.
+        blocks: Sends blocks to other engines.
         core: The core; it serves while its `run` runs in a thread.
     """
 
@@ -87,7 +90,11 @@ class ServedEngine:
             on_end=self._request_ended,
             constraints=_compiler(settings, parts, metrics),
             disk=parts.disk,
+            peers=GrpcPeers(parts.block_layout, parts.block_bytes, settings.peer_tls)
+            if parts.block_layout
+            else None,
         )
+        self.blocks = BlockSender(self.core, parts.block_layout, parts.block_bytes)
         self._vllm_metrics: VllmMetrics | None = None
         if settings.metrics_names != "octavo":
             self._vllm_metrics = VllmMetrics(

@@ -1,6 +1,7 @@
 """EngineService: the RPCs of an engine for routers."""
 
 from collections.abc import AsyncIterator
+from contextlib import aclosing
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -106,6 +107,7 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
             ranks=parts.ranks,
             adapters=engine.adapters.message().adapters,
             aliases=settings.model_names[1:],
+            block_layout=parts.block_layout,
         )
 
     async def LoadAdapter(
@@ -121,3 +123,11 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         """Unload an adapter; its running requests finish."""
         self._engine().adapters.unload(request.name)
         return engine_pb2.EngineServiceUnloadAdapterResponse()
+
+    async def ReadBlocks(
+        self, request: engine_pb2.ReadBlocksRequest, context: Context
+    ) -> AsyncIterator[engine_pb2.ReadBlocksResponse]:
+        """Send blocks to another engine."""
+        async with aclosing(self._engine().blocks.send(request)) as pieces:
+            async for piece in pieces:
+                yield piece

@@ -23,6 +23,8 @@ from octavo.v1 import engine_pb2, sampling_pb2
 FindAdapter = Callable[[str], RequestAdapter | None]
 MAX_NUMBER = (1 << 64) - 1
 """Maximum number of an output in its session."""
+MAX_ADDRESS = 256
+"""Maximum characters of an engine's address."""
 _SAMPLING = {field.name for field in fields(SamplingParams)}
 
 
@@ -66,6 +68,8 @@ def to_request(
             f"first_number must be at most {MAX_NUMBER - outputs} with {outputs} outputs; "
             f"got {submit.first_number}",
         )
+    if len(submit.kv_source) > MAX_ADDRESS:
+        raise rpc.invalid("kv_source", f"kv_source must have at most {MAX_ADDRESS} characters")
     stop = submit.stop
     goes_on = stop.ignore_eos and constraint is None
     now = time.monotonic()
@@ -92,6 +96,7 @@ def to_request(
         ignore_eos=stop.ignore_eos,
         adapter=adapter,
         first_number=submit.first_number,
+        kv_source=submit.kv_source,
     )
 
 

@@ -85,6 +85,7 @@ class Request:
             ends by them where nothing else can follow.
         adapter: LoRA adapter, or None.
         first_number: The session's number of output 0; the others follow. 0: no numbers.
+        kv_source: Address of another engine that may have its blocks; empty: none is known.
         takes_greatest: `SamplingParams.takes_greatest`, computed once: every step reads it.
         stopping: Tokens that end an output.
         plain: Whether its decodes may be plain: one output, without penalties, log-probabilities,
@@ -110,6 +111,7 @@ class Request:
     ignore_eos: bool = False
     adapter: RequestAdapter | None = None
     first_number: int = 0
+    kv_source: str = ""
     takes_greatest: bool = field(init=False, repr=False, compare=False)
     stopping: frozenset[int] = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)

@@ -33,7 +33,7 @@ from octavo.engine.startup.cache_plan import (
     plan_cache,
     size_cache,
 )
-from octavo.engine.startup.disk_tier import open_disk_tier
+from octavo.engine.startup.disk_tier import block_layout, open_disk_tier
 from octavo.engine.startup.find_model import ModelFiles, find_model
 from octavo.engine.startup.generation_config import Defaults
 from octavo.engine.startup.load import Loaded, load
@@ -66,6 +66,7 @@ class Parts:
             constrained.
         leader: Sends steps to the other ranks; None if there are none.
         adapters: The adapters that requests may name; None if the engine takes none.
+        block_layout: Name of all that blocks' contents depend on; empty if they cannot be shared.
         disk: The KV cache's tier on disk; None if there is none.
     """
 
@@ -86,6 +87,7 @@ class Parts:
     read_tokens: Callable[[], TokenTable] | None
     leader: Leader | None = None
     adapters: AdapterRegistry | None = None
+    block_layout: str = ""
     disk: DiskTier | None = None
 
     @property
@@ -129,6 +131,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     scheduler = make_scheduler(settings, loaded, plan, size)
     shape, device = loaded.model.shape, loaded.model.device
     limits = _limits(settings, loaded, plan, size, files)
+    layout = block_layout(settings, files, loaded, plan, size)
     warning = device_warning(device)
     return Parts(
         path=files.path,
@@ -150,7 +153,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         else None,
         leader=loaded.leader,
         adapters=loaded.adapters,
-        disk=open_disk_tier(settings, files, loaded, plan, size),
+        block_layout=layout,
+        disk=open_disk_tier(settings, layout, plan.block_bytes),
     )
 
 

@@ -44,6 +44,10 @@ class Prefixes:
                 return count
         return len(keys)
 
+    def held(self, keys: Sequence[int]) -> int:
+        """Return the number of leading keys that the engine has reported."""
+        return next((i for i, key in enumerate(keys) if key not in self._held), len(keys))
+
     def worth(self, keys: Sequence[int], disk_read_share: float) -> float:
         """Return how many blocks' computing the leading keys save.
 

@@ -138,6 +138,10 @@ class Engine:
         keys = request.keys(self.info.block_size)
         return self.prefixes.match(keys) * self.info.block_size
 
+    def held_tokens(self, request: RequestNeeds) -> int:
+        """Return the number of a prompt's tokens that the engine has reported to be cached."""
+        return self.prefixes.held(request.keys(self.info.block_size)) * self.info.block_size
+
     def saved_tokens(self, request: RequestNeeds) -> float:
         """Return the number of a prompt's tokens whose computing the engine's prefixes save."""
         if not self.info.features.prefix_caching:

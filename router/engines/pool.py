@@ -9,11 +9,15 @@ import structlog
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
 from octavo.common.limits import Limits
+from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.engines.engine import Engine
 from octavo.router.engines.link import EngineLink
 from octavo.router.settings import RouterSettings
 from octavo.router.text.tokenization import Tokenizer, Tokenizers
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
+
+MIN_COPIED_TOKENS = 256
+"""Minimum tokens by which another engine's prefix is longer, so that it is copied."""
 
 log = structlog.get_logger(__name__)
 
@@ -193,6 +197,30 @@ class EnginePool:
         """Return whether another engine of a model accepts requests."""
         taking = (link.taking for link in self.used)
         return any(e and e is not engine and e.serves(model) for e in taking)
+
+    def block_source(self, request: RequestNeeds, engine: Engine, last: Engine | None) -> str:
+        """Return the address of another engine to copy a request's blocks from; empty if none.
+
+        Args:
+            request: The request.
+            engine: The engine that will compute it.
+            last: The engine that has computed it until now, if any.
+        """
+
+        def shares(other: Engine) -> bool:
+            layout = engine.info.block_layout
+            same = bool(layout) and other.info.block_layout == layout
+            return same and other.instance != engine.instance
+
+        if last is not None and last.instance != engine.instance:
+            return last.address if shares(last) else ""  # it may be down: then computing follows
+        best = max(
+            filter(shares, self.up(request.model)),
+            key=lambda other: other.held_tokens(request),
+            default=engine,
+        )
+        more = best.held_tokens(request) - engine.held_tokens(request)
+        return best.address if more >= MIN_COPIED_TOKENS else ""
 
     def tokenizer(self, model: str) -> Tokenizer:
         """Return the tokenizer of a resolved model."""

@@ -13,6 +13,7 @@ from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.core import EngineCore, EngineFailedError
 from octavo.engine.core import step as core_step
 from octavo.engine.events import Failure, FailureCode, OutputEvent, PrefixChange, Started
+from octavo.engine.kv_transfer.grpc_peers import GrpcPeers
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.server import _drain
@@ -60,9 +61,10 @@ class Running:
     """A core that runs a tiny model."""
 
     def __init__(self, model, *, begin=True, async_scheduling=False, **settings):
-        self.parts = build(
-            EngineSettings(**{"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings)
-        )
+        settings = {"model": str(model), "num_blocks": 64, "swap_space": 0.01} | settings
+        self.settings = EngineSettings(**settings)
+        self.parts = parts = build(self.settings)
+        self.peers = GrpcPeers(parts.block_layout, parts.block_bytes, self.settings.peer_tls)
         self.async_scheduling = async_scheduling
         self.error = None
         self.sessions = itertools.count(1000)
@@ -76,20 +78,23 @@ class Running:
             max_waiting=50,
             async_scheduling=async_scheduling,
             disk=self.parts.disk,
+            peers=self.peers if parts.block_layout else None,
         )
         self.thread = threading.Thread(target=self.core.run, daemon=True)
         if begin:
             self.thread.start()
 
-    def submit(self, request_id, tokens=40, max_tokens=20, *, session=0, deadline=None, **sampling):
+    def submit(self, request_id, tokens=40, max_tokens=20, *, session=0, **options):
+        names = {"deadline", "kv_source", "cache_salt"} & options.keys()
+        named = {name: options.pop(name) for name in names}
         request = Request(
             session,
             request_id,
             tuple(range(3, 3 + tokens)),
-            SamplingParams(**{"temperature": 0.0} | sampling),
+            SamplingParams(**{"temperature": 0.0} | options),
             max_tokens,
             time.monotonic(),
-            deadline=deadline,
+            **named,
         )
         self.core.submit(request)
 

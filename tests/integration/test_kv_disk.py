@@ -14,7 +14,8 @@ from typing import NamedTuple
 import pytest
 
 import octavo
-from octavo.engine.kv_disk.disk_tier import MAX_DELAY, REFRESH_SECONDS
+from octavo.engine.kv_disk.disk_tier import REFRESH_SECONDS
+from octavo.engine.kv_disk.reads import MAX_DELAY
 from tests.integration.conftest import SMALL
 from tests.integration.harness import wait_until
 

@@ -13,7 +13,7 @@ from transformers import BambaConfig, LlamaConfig, MistralConfig
 
 from octavo.common.kv_cache.prefix_hash import reusable_keys
 from octavo.engine.events import Started
-from octavo.engine.kv_disk import disk_tier
+from octavo.engine.kv_disk import reads
 from tests.engine.random_model import TINY, save_random_model
 from tests.engine.test_core import PATIENCE, Running
 from tests.integration.harness import wait_until
@@ -39,7 +39,7 @@ def model(request, tmp_path_factory):
 @pytest.fixture(autouse=True)
 def patient(monkeypatch):
     """Let a busy machine delay reads."""
-    monkeypatch.setattr(disk_tier, "MIN_DELAY_SECONDS", 0.5)
+    monkeypatch.setattr(reads, "MIN_DELAY_SECONDS", 0.5)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import grpc
 import grpc.aio
 import pytest
 
+from octavo.common.kv_cache.prefix_hash import reusable_keys, short_key
 from octavo.router.engines.breaker import (
     FIRST_SECONDS,
     MAX_SECONDS,
@@ -350,3 +351,45 @@ def test_the_breaker_opens_for_longer_each_time():
     now += PROBATION_SECONDS
     breaker.trip()
     assert breaker.remaining == 0
+
+
+@pytest.mark.parametrize("layouts", [("a", "a"), ("a", "b"), ("", "")])
+async def test_a_migrating_request_names_the_engine_that_has_its_blocks(scripted, serve, layouts):
+    engines = [scripted(interval=None, block_layout=layout) for layout in layouts]
+    async with serve(*engines) as s:
+        await s.up(2)
+        task = asyncio.create_task(collect(s.stub.Generate(ask(stop={"max_tokens": 2}))))
+        await s.until(lambda: any(engine.submits for engine in engines))
+        first, second = sorted(engines, key=lambda engine: not engine.submits)
+        assert first.submits[0].kv_source == ""
+        request_id = first.submits[0].request_id
+        first.send_tokens(request_id, [5])
+        await s.until(lambda: s.router.generator._requests and len(first.outboxes))
+        address = first.address
+        await first.kill()
+        await s.until(lambda: second.submits)
+        assert second.submits[0].kv_source == (address if layouts == ("a", "a") else "")
+        second.send_tokens(second.submits[0].request_id, [6], reason=LENGTH)
+        await task
+
+
+async def test_a_prefix_that_another_engine_has_is_copied_from_there(scripted, serve, encode):
+    text = "x" * 600
+    keys = [short_key(key) for key in reusable_keys(encode(text), 16)]
+    engines = [
+        scripted("ab", block_layout="a", max_model_len=2048, max_num_seqs=1) for _ in range(2)
+    ]
+    async with serve(*engines, balancing="round_robin") as s:
+        await s.up(2)
+        engines[0].send(prefixes={"stored": keys})
+        up = s.router.pool.up()
+        await s.until(lambda: any(engine.prefixes.held(keys) for engine in up))
+        for _ in range(2):
+            await collect(s.stub.Generate(generation_pb2.GenerateRequest(text=text)))
+        sources = [engine.submits[0].kv_source for engine in engines]
+        assert sources == ["", engines[0].address]
+        engines[0].send(prefixes={"evicted": keys[15:]})  # 240 tokens are left
+        await s.until(lambda: all(engine.prefixes.held(keys) < 16 for engine in up))
+        for _ in range(2):
+            await collect(s.stub.Generate(generation_pb2.GenerateRequest(text=text)))
+        assert [engine.submits[1].kv_source for engine in engines] == ["", ""]

@@ -1,0 +1,1 @@
+"""Copies of blocks between engines."""
