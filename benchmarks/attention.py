@@ -1,6 +1,6 @@
 """Time one layer's paged attention against the time to move its K/V once.
 
-    python -m benchmarks.attention [--device cpu] [--dtype bfloat16]
+    python -m benchmarks.attention [--device cpu] [--dtype bfloat16] [--cache-dtype int8]
 
 Each line has a batch, a call's median time, and the rates of K/V bytes (each counted once) and of
 products. Calls go through the cache's layers in turn, as a model does, so that K/V comes from
@@ -13,6 +13,7 @@ import torch
 
 from benchmarks.gpu.shapes import SMOLLM2, make_batch
 from benchmarks.gpu.timing import Timer
+from octavo.kernels.whole_numbers import NAMES
 
 # Name -> (query length, sequence length) of each sequence.
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -34,14 +35,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--cache-dtype", choices=("float8_e4m3fn", *NAMES.values()))
     parser.add_argument("--repeat", type=int, default=10, help="walks over all layers")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    kinds = {name: kept_as for kept_as, name in NAMES.items()}
+    kept_as = kinds.get(options.cache_dtype) or getattr(torch, options.cache_dtype or "", None)
     timer = Timer(device, runs=options.repeat)
     for name, lengths in BATCHES.items():
-        batch = make_batch(SMOLLM2, lengths, device, dtype=dtype)
+        batch = make_batch(SMOLLM2, lengths, device, dtype=dtype, cache_dtype=kept_as)
         seconds = timer.time_recorded(batch.attend_all, calls=len(batch.caches))
-        kv_bytes = batch.key.nbytes + batch.value.nbytes
+        elements = sum(cache.shape[3] for cache in batch.caches[0]) * batch.cache_dtype.itemsize
+        kv_bytes = len(batch.key) * SMOLLM2.num_kv_heads * elements
         products = sum(q * (2 * n - q + 1) / 2 for q, n in lengths)
         flops = 4 * products * SMOLLM2.num_heads * SMOLLM2.head_dim
         print(

@@ -83,10 +83,10 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         "auto",
         description="Data type of the weights. auto: the model's, if the device supports it well.",
     )
-    kv_cache_dtype: Literal["auto", "fp8_e4m3", "fp8_e5m2"] = Field(
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8"] = Field(
         "auto",
-        description="Data type of the KV cache. auto: that of the weights. fp8 halves its bytes and"
-        " costs a little quality.",
+        description="Data type of the KV cache. auto: that of the weights. fp8 and int8 halve its"
+        " bytes and cost a little quality, int8 the least. fp8 is fp8_e4m3 if the device has it.",
     )
     quantization: Quantization = Field(
         "none",

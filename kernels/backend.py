@@ -37,7 +37,7 @@ class Backend(Protocol):
 
         Args:
             device: The device.
-            cache_dtype: The KV cache's fp8 dtype; None if it is the model's dtype.
+            cache_dtype: The KV cache's smaller dtype; None if it is the model's dtype.
         """
 
     plan_attention: Callable[..., AttentionPlan | None]

@@ -20,6 +20,8 @@ from octavo.kernels.gpu import E4M3_DTYPES
 from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.quantized import QuantizedWeight
+from octavo.kernels.whole_numbers import MIN_BLOCK_SIZE as WHOLE_MIN_BLOCK_SIZE
+from octavo.kernels.whole_numbers import NAMES
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (*E4M3_DTYPES, torch.float8_e5m2)
@@ -52,11 +54,12 @@ def write_kv(
     """Write each token's key and value to its slot of the cache.
 
     Args:
-        key: `[num_tokens, num_kv_heads, key_dim]`, of the cache's dtype, or of the model's for an
-            fp8 cache; may be a strided view.
+        key: `[num_tokens, num_kv_heads, key_dim]`, of the cache's dtype, or of the model's for a
+            cache of fp8 or of whole numbers; may be a strided view.
         value: `[num_tokens, num_kv_heads, value_dim]`, of the dtype of `key`; may be a strided
             view. None if values are parts of keys.
-        key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block.
+        key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block. For
+            whole numbers, `whole_numbers.width_of` gives the last size, here and of values.
         value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, contiguous inside a block;
             None if `value` is.
         slot_mapping: `[num_tokens]` int64, contiguous; `block * block_size + offset`. Negative
@@ -154,7 +157,7 @@ def paged_attention(
     that end before p may be any number: those blocks may be free.
 
     Args:
-        query: `[num_tokens, num_heads, key_dim]`, of the cache's dtype unless that is fp8; may be a
+        query: `[num_tokens, num_heads, key_dim]`, of the tokens' dtype as in `write_kv`; may be a
             strided view. Head h reads KV head `h // (num_heads // num_kv_heads)`.
         key_cache: `[num_blocks, num_kv_heads, block_size, key_dim]`, contiguous inside a block.
         value_cache: `[num_blocks, num_kv_heads, block_size, value_dim]`, contiguous inside a block;
@@ -477,7 +480,14 @@ def check_supported(
             f"block size {block_size} is not supported: it must be a power of two "
             f"from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
         )
-    fp8 = cache_dtype if cache_dtype != dtype else None
-    if fp8 is not None and fp8 not in FP8_DTYPES:
-        raise ValueError(f"a KV cache of {fp8} is not supported: use the model's dtype or fp8")
-    find_backend(device.type).check_device(device, fp8)
+    smaller = cache_dtype if cache_dtype != dtype else None
+    if smaller is not None and smaller not in (*FP8_DTYPES, *NAMES):
+        raise ValueError(
+            f"a KV cache of {smaller} is not supported: use the model's dtype, fp8, int8 or int4"
+        )
+    if smaller in NAMES and block_size < WHOLE_MIN_BLOCK_SIZE:
+        raise ValueError(
+            f"block size {block_size} is not supported for a KV cache of {NAMES[smaller]}: it must"
+            f" be at least {WHOLE_MIN_BLOCK_SIZE}"
+        )
+    find_backend(device.type).check_device(device, smaller)

@@ -14,6 +14,7 @@ from torch import Tensor
 from octavo.kernels.activation import Activation
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
+from octavo.kernels.whole_numbers import BITS, pack, unpack
 from octavo.kernels.widths import width_of_values
 
 
@@ -40,6 +41,8 @@ def round_for_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
     """Return keys or values as a cache of `dtype` stores them."""
     if x.dtype == dtype:
         return x
+    if dtype in BITS:
+        return pack(x, dtype)
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
@@ -202,7 +205,8 @@ def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int) -> Tensor:
     before = begin // block_size
     used = blocks[before : -(-end // block_size)].long()
     kept = slice(begin - before * block_size, end - before * block_size)
-    return cache[used].float().transpose(0, 1).flatten(1, 2)[:, kept]
+    stored = unpack(cache[used]) if cache.dtype in BITS else cache[used].float()
+    return stored.transpose(0, 1).flatten(1, 2)[:, kept]
 
 
 def copy_blocks(cache: Tensor, pairs: Tensor) -> None:

@@ -2,6 +2,8 @@
 
 from torch import Tensor
 
+from octavo.kernels.whole_numbers import dim_of
+
 
 def width_of_values(key_cache: Tensor, value_cache: Tensor | None, value_dim: int | None) -> int:
     """Return the elements of a value.
@@ -16,11 +18,11 @@ def width_of_values(key_cache: Tensor, value_cache: Tensor | None, value_dim: in
         ValueError: `value_dim` does not fit the caches.
     """
     if value_cache is not None:
-        width = value_cache.shape[3]
+        width = dim_of(value_cache)
         if value_dim not in {None, width}:
             raise ValueError(f"value_dim is {value_dim} and values have {width} elements")
         return width
-    key_dim = key_cache.shape[3]
+    key_dim = dim_of(key_cache)
     if value_dim is None or not 0 < value_dim <= key_dim or value_dim % 8:
         raise ValueError(
             f"value_dim is {value_dim}: without a value cache it must be a multiple of 8, at most"

@@ -8,6 +8,8 @@ import torch
 
 from octavo.kernels import ops
 from octavo.kernels.metadata import AttentionMetadata, AttentionShape
+from octavo.kernels.ops import FP8_DTYPES
+from octavo.kernels.whole_numbers import width_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,12 +127,12 @@ def make_batch(
 
     query = numbers(int(query_lens.sum()), layout.num_heads)
     key, value = (numbers(len(slots), layout.num_kv_heads) for _ in range(2))
-    block = (2, layout.num_kv_heads, BLOCK_SIZE, layout.head_dim)
     kept = cache_dtype or dtype
+    block = (2, layout.num_kv_heads, BLOCK_SIZE, width_of(layout.head_dim, kept))
     layers = count_layers(layout, num_blocks * math.prod(block) * kept.itemsize, device)
     cache = torch.empty((num_blocks, layers, *block), dtype=kept, device=device)
     caches = [(cache[:, layer, 0], cache[:, layer, 1]) for layer in range(layers)]
-    scales = {"key_scale": FP8_SCALE, "value_scale": FP8_SCALE} if cache_dtype else {}
+    scales = {"key_scale": FP8_SCALE, "value_scale": FP8_SCALE} if kept in FP8_DTYPES else {}
     places = torch.from_numpy(slots).to(device)
     for key_cache, value_cache in caches:
         ops.write_kv(key, value, key_cache, value_cache, places, **scales)

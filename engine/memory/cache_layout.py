@@ -14,6 +14,7 @@ from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
 from octavo.kernels.metadata import AttentionShape
 from octavo.kernels.ops import MAX_BLOCK_SIZE
+from octavo.kernels.whole_numbers import width_of
 
 TYPICAL_TOKENS = 1024
 """Sequence length for which the layout is chosen to use the fewest bytes."""
@@ -105,6 +106,20 @@ class _Kind:
 
     shape: LayerShape
     layers: tuple[int, ...]
+    cache_dtype: torch.dtype
+
+    @property
+    def key_elements(self) -> int:
+        """Cached elements of a token's keys."""
+        return self.shape.num_kv_heads * width_of(self.shape.key_dim, self.cache_dtype)
+
+    @property
+    def token_elements(self) -> int:
+        """Cached elements of a token's keys and values."""
+        if self.shape.latent:
+            return self.key_elements
+        of_values = self.shape.num_kv_heads * width_of(self.shape.value_dim, self.cache_dtype)
+        return self.key_elements + of_values
 
     @property
     def bounded(self) -> bool:
@@ -125,7 +140,7 @@ class _Choice:
     @property
     def elements(self) -> int:
         """Elements per block."""
-        per_layer = self.kind.shape.token_elements * self.block_size
+        per_layer = self.kind.token_elements * self.block_size
         return self.kind.per_piece(self.pieces) * per_layer
 
     @property
@@ -164,7 +179,7 @@ def plan_layout(
         dtype: Type of the model.
         cache_dtype: Type of keys and values.
     """
-    options = [_choices(kind, block_size) for kind in _kinds(shape.layers)]
+    options = [_choices(kind, block_size) for kind in _kinds(shape.layers, cache_dtype)]
     states = _state_kinds(shape.states, dtype, cache_dtype)
     sizes = {choice.elements for choices in options for choice in choices}
     sizes |= {
@@ -221,8 +236,8 @@ def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, L
     shape, count = kind.shape, kind.per_piece(choice.pieces)
     for i in range(0, len(kind.layers), count):
         for j, layer in enumerate(kind.layers[i : i + count]):
-            keys = j * shape.token_elements * size
-            values = keys + shape.num_kv_heads * shape.key_dim * size
+            keys = j * kind.token_elements * size
+            values = keys + kind.key_elements * size
             places[layer] = LayerPlace(len(groups), keys, values)
         groups.append(LayerGroup(size, shape.window, shape.chunk))
 
@@ -243,13 +258,13 @@ def _state_kinds(
     return kinds
 
 
-def _kinds(layers: tuple[LayerShape, ...]) -> list[_Kind]:
+def _kinds(layers: tuple[LayerShape, ...], cache_dtype: torch.dtype) -> list[_Kind]:
     """Return the layers that have keys and values by shape; those without a window come first."""
     by_shape: dict[LayerShape, list[int]] = {}
     for layer, shape in enumerate(layers):
         if shape.source is None:
             by_shape.setdefault(shape, []).append(layer)
-    kinds = [_Kind(shape, tuple(numbers)) for shape, numbers in by_shape.items()]
+    kinds = [_Kind(shape, tuple(numbers), cache_dtype) for shape, numbers in by_shape.items()]
     return sorted(kinds, key=lambda kind: kind.bounded)
 
 

@@ -13,6 +13,7 @@ from octavo.engine.memory.swap import make_swapper
 from octavo.kernels import huge_pages
 from octavo.kernels.metadata import LayerCache, StateCache
 from octavo.kernels.ops import copy_blocks
+from octavo.kernels.whole_numbers import width_of
 
 GIB = 1 << 30
 HOST_SHARE = 0.25
@@ -88,9 +89,9 @@ def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:
     """Return each layer's cache, a view of `blocks`, `[num_blocks, block_elements]`."""
 
     def view(place: LayerPlace, first: int, heads: int, dim: int) -> torch.Tensor:
-        size = layout.groups[place.group].block_size
-        strides = (blocks.stride(0), size * dim, dim, 1)
-        return blocks.as_strided((len(blocks), heads, size, dim), strides, first)
+        size, width = layout.groups[place.group].block_size, width_of(dim, blocks.dtype)
+        strides = (blocks.stride(0), size * width, width, 1)
+        return blocks.as_strided((len(blocks), heads, size, width), strides, first)
 
     return [
         LayerCache(

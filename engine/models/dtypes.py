@@ -3,7 +3,8 @@
 import torch
 from transformers import PreTrainedConfig
 
-from octavo.kernels.gpu import e4m3_dtype
+from octavo.kernels.gpu import describe_gpu, e4m3_dtype
+from octavo.kernels.whole_numbers import NAMES
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -34,6 +35,10 @@ def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> t
         dtype: Dtype of the weights, used for `auto`.
         device: The cache's device.
     """
+    if name == "fp8":
+        has = device.type != "cuda" or describe_gpu(device).e4m3
+        return e4m3_dtype(device) if has else torch.float8_e5m2
     if name == "fp8_e4m3":
         return e4m3_dtype(device)
-    return torch.float8_e5m2 if name == "fp8_e5m2" else dtype
+    whole = {name: kept_as for kept_as, name in NAMES.items()}
+    return torch.float8_e5m2 if name == "fp8_e5m2" else whole.get(name, dtype)

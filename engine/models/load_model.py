@@ -51,6 +51,7 @@ from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.models.sharding.whole_reference import whole_reference
 from octavo.engine.parallel.world import World
 from octavo.kernels import huge_pages
+from octavo.kernels.ops import FP8_DTYPES
 
 
 class LoadOptions(TypedDict, total=False):
@@ -194,7 +195,7 @@ def load_unchecked(
             stored_format = None if checkpoint is None else checkpoint.format
             check_quantization(model, path, quantization, target, stored_format)
         if world is not None:
-            check_splittable(shape, plain_cache=cache_kind == kind)
+            check_splittable(shape, measured_cache=cache_kind in FP8_DTYPES)
         else:
             check_room(model, source, quantization)
         routing = ModuleRouting(model)
@@ -217,7 +218,7 @@ def load_unchecked(
         else:
             tolerance = _pack_on_gpu(model, scheme, checkpoint, target)
         kv_scales = (
-            None if cache_kind == kind else measure_kv_scales(model, shape, path, cache_kind)
+            measure_kv_scales(model, shape, path, cache_kind) if cache_kind in FP8_DTYPES else None
         )
         check = SelfCheck(
             expected,

@@ -56,6 +56,7 @@ struct Attention {
 struct Softmax {
   float* out;  // [rows][value_width]
   float maximum[kMaxRows] = {}, total[kMaxRows] = {};
+  float offsets[kMaxRows] = {};  // sum of the values' offsets, of codes in 4 bits
 };
 
 // One thread's buffers for an item.
@@ -87,6 +88,8 @@ struct Scratch {
   float* logits;                   // [rows][kTile]; the weights overwrite them, as T's words
   Softmax sums, merged;               // of the current part, and of those before it
   float rescale[kMaxRows];
+  float query_unit[kMaxRows], query_sum[kMaxRows];  // for codes: a row's unit, and its elements' sum
+  float weight_unit[kMaxRows];
 
  private:
   template <class Element>
@@ -115,13 +118,14 @@ Scratch<T>& scratch_for(int key_dim, int value_width) {
 struct Tile {
   int count;  // keys
   const void *keys[kRuns], *values[kRuns];  // runs past the end repeat the first
+  const char *key_scales[kRuns], *value_scales[kRuns];  // of codes
 };
 
 // Loads packs of four fp8 elements, which become two words.
 template <class T>
 struct Packs {
   using Stored = uint8_t;
-  static constexpr int kPack = 4, kWords = 2;
+  static constexpr int kPack = 4, kLane = kPack, kWords = 2;
 
   Words load(const Stored* from) const { return ::load<Words>(from); }
   Words word(Words loaded, int i) const { return widener.word(loaded, i); }
@@ -149,22 +153,22 @@ struct KeyMatrix : Loads {
 template <class Loads>
 struct ValueMatrix : Loads {
   using Stored = typename Loads::Stored;
-  static constexpr int kRows = kRun / Loads::kPack;  // per run
 
   ValueMatrix(Loads loads, const void* const* runs, int64_t stride)
       : Loads(loads), runs(runs), stride(stride) {}
 
   Words load(int k, int j) const {
-    const int row = k / Loads::kWords;
-    return Loads::load(static_cast<const Stored*>(runs[row / kRows]) + row % kRows * stride +
-                       j * kLanes * Loads::kPack);
+    const int value = k / Loads::kWords * Loads::kPack;
+    return Loads::load(static_cast<const Stored*>(runs[value / kRun]) +
+                       value % kRun / Loads::kPack * stride + j * kLanes * Loads::kLane);
   }
 
   const void* const* runs;
   int64_t stride;
 };
 
-template <class T>
+// kBits is that of codes in the cache, or 0.
+template <class T, int kBits = 0>
 class Worker {
   using Stored = typename T::Stored;
   using Widener = Fp8Widener<T>;
@@ -175,13 +179,13 @@ class Worker {
  public:
   Worker(const Attention& p, float* saved)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
-        words_(p.cache.key_dim / kPack), width_(p.value_width()),
+        words_(p.cache.key_dim / (kBits ? 2 : kPack)), width_(p.value_width()),
         block_shift_(__builtin_ctz(p.cache.block_size)),
         joined_runs_(p.cache.block_size % kLanes ? 1 : kLanes / kRun),
         copies_keys_(p.cache.fp8 || p.cache.block_size % kLanes),
         copies_values_(p.cache.fp8 || p.latent() || p.value_dim % kLanes),
-        pack_(p.cache.fp8 ? Widener::kPack : kPack),
-        element_bytes_(p.cache.template element_bytes<T>()), widener_(p.cache.fp8),
+        pack_(kBits ? 32 / std::max(kBits, 1) : p.cache.fp8 ? Widener::kPack : kPack),
+        pack_bytes_(kBits ? 4 : pack_ * p.cache.template element_bytes<T>()), widener_(p.cache.fp8),
         grown_(p.cache.fp8 ? std::ldexp(1.f, Widener::kGrown) : 1),
         scale_(p.scale * p.cache.key_scale * (p.cache.fp8 ? widener_.unit() : 1)),
         value_scale_(p.cache.value_scale * (p.cache.fp8 ? widener_.unit() : 1)),
@@ -206,7 +210,7 @@ class Worker {
       else
         coming_.count = 0;
       multiply_keys(item.rows);
-      const int vectors = (tile_.count + kLanes - 1) / kLanes;
+      const int vectors = (tile_.count + kFirstKey - 1) / kFirstKey * (kFirstKey / kLanes);
       for (int row = 0; row < item.rows; row++) {
         const int position = context + token_of(item, row);
         softmax(row, head_of(item, row), position - begin, p_.sight.first_key(position) - begin,
@@ -214,7 +218,9 @@ class Worker {
       }
       multiply_values(item.rows);
       std::swap(tile_, coming_);
-      if (has_parts && (end % kPart == 0 || end >= item.key_end)) {
+      if (end % kPart && end < item.key_end) continue;
+      if (kBits == 4) add_offsets(item.rows);
+      if (has_parts) {
         for (int row = 0; row < item.rows; row++)
           merge_row(row, scratch_.sums.maximum[row], scratch_.sums.total[row],
                     scratch_.sums.out + row * width_);
@@ -250,7 +256,14 @@ class Worker {
   void clear(Softmax& sums, int rows) {
     std::fill_n(sums.maximum, rows, kNoLogit);
     std::fill_n(sums.total, rows, 0.f);
+    std::fill_n(sums.offsets, rows, 0.f);
     std::fill_n(sums.out, rows * width_, 0.f);
+  }
+
+  void add_offsets(int rows) {
+    for (int row = 0; row < rows; row++)
+      for (int i = 0; i < width_; i++)
+        scratch_.sums.out[row * width_ + i] += scratch_.sums.offsets[row];
   }
 
   // Adds a part of a row, weighted by its share of the softmax.
@@ -272,6 +285,10 @@ class Worker {
                            token * p_.query_token_stride +
                            head_of(item, row) * p_.query_head_stride;
       uint32_t* to = scratch_.query + row * words_;
+      if constexpr (kBits) {
+        round_query(from, row, to);
+        continue;
+      }
       for (int at = 0; at < words_; at += kLanes) {
         if (words_ - at >= kLanes) {
           store(to + at, T::load_words(from + at * kPack));
@@ -284,6 +301,31 @@ class Worker {
       }
       if (grown_ != 1) grow(reinterpret_cast<Stored*>(to), words_ * kPack);
     }
+  }
+
+  // Rounds a query to 16-bit integers, so small that sums of products fit into 32 bits.
+  void round_query(const Stored* from, int row, void* to) const {
+    float all[kMaxKeyDim + kLanes];
+    const int count = cache_.key_dim;
+    std::memset(all + count, 0, kLanes * sizeof *all);
+    Stored rest[kLanes] = {};
+    const int whole = count / kLanes * kLanes;
+    for (int i = 0; i < whole; i += kLanes) store(all + i, T::load_floats(from + i));
+    std::memcpy(rest, from + whole, (count - whole) * sizeof *rest);
+    store(all + whole, T::load_floats(rest));
+    Floats greatest{}, sum{};
+    for (int i = 0; i < count; i += kLanes) {
+      const Floats x = load<Floats>(all + i);
+      greatest = max(max(x, -x), greatest);
+      sum += x;
+    }
+    const float most = std::min(32767.f, 0x1p31f / ((1 << (kBits - 1)) * count) - 1);
+    const float unit = std::max(reduce_max(greatest), 0x1p-100f) / most;
+    scratch_.query_sum[row] = reduce_add(sum);
+    scratch_.query_unit[row] = unit + scratch_.query_sum[row] * 0;  // NaN if an element is not finite
+    for (int i = 0; i < count; i += kLanes)
+      store_first(static_cast<int16_t*>(to) + i, count - i,
+                  __builtin_convertvector(round_to_ints(load<Floats>(all + i) / unit), Integers));
   }
 
   void grow(Stored* elements, int count) const {
@@ -303,15 +345,18 @@ class Worker {
     for (int i = 0; tile.count && i < kRuns; i++) {
       const int key = i * kRun < tile.count ? begin + i * kRun : begin;
       const int block = key >> block_shift_, offset = key & (cache_.block_size - 1);
-      tile.keys[i] =
-          element(cache_.keys, cache_.keys_at(table[block], item.kv_head) + offset * pack_);
-      if (!p_.latent())
-        tile.values[i] = element(cache_.values, cache_.values_at(table[block], item.kv_head) +
-                                                    offset * p_.value_dim);
+      const char* keys = element(cache_.keys, cache_.keys_at(table[block], item.kv_head));
+      tile.keys[i] = keys + offset * pack_bytes_;
+      if (p_.latent()) continue;
+      const char* values = element(cache_.values, cache_.values_at(table[block], item.kv_head));
+      tile.values[i] = values + offset / pack_ * p_.value_dim * pack_bytes_;
+      if (!kBits) continue;
+      tile.key_scales[i] = keys + cache_.block_size / pack_ * cache_.key_dim * 4 + offset * 2;
+      tile.value_scales[i] = values + cache_.block_size / pack_ * p_.value_dim * 4 + offset * 2;
     }
   }
-  const void* element(const void* first, int64_t index) const {
-    return static_cast<const char*>(first) + index * element_bytes_;
+  const char* element(const void* first, int64_t index) const {
+    return static_cast<const char*>(first) + index * cache_.template element_bytes<T>();
   }
 
   // Computes the tile's logits, and prefetches the next tile's V.
@@ -320,10 +365,13 @@ class Worker {
     int count = 0;
     if (!p_.latent())
       for (; count * kRun < coming_.count; count++) pieces[count] = coming_.values[count];
-    const int lines = (kRun * p_.value_dim * element_bytes_ + kLine - 1) / kLine;
+    const int lines = (kRun * p_.value_dim * pack_bytes_ / pack_ + kLine - 1) / kLine;
     const Fetcher fetcher(pieces, count, lines, kLine, words_);
     const int vectors = (tile_.count + kLanes - 1) / kLanes;
     const int columns = (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns;
+    if constexpr (kBits)
+      return multiply_keys(
+          KeyMatrix<Codes<kBits>>({}, tile_.keys, cache_.block_size), rows, columns, fetcher);
     if constexpr (kWidensInProduct)
       if (widens_in_product(rows))
         return multiply_keys(KeyMatrix<Packs<T>>({widener_}, tile_.keys, cache_.block_size * 4),
@@ -333,8 +381,8 @@ class Worker {
   }
   template <class Matrix>
   void multiply_keys(const Matrix& keys, int rows, int columns, const Fetcher& fetcher) {
-    Product<T, Matrix>(words_, scratch_.query, words_, keys, scratch_.logits, kTile, nullptr,
-                       fetcher)
+    Product<Multiplied, Matrix>(words_, scratch_.query, words_, keys, scratch_.logits, kTile,
+                                nullptr, fetcher)
         .run(rows, columns);
   }
 
@@ -344,11 +392,15 @@ class Worker {
     int count = 0;
     for (int run = 0; run * kRun < coming_.count; run += joined_runs_)
       pieces[count++] = coming_.keys[run];
-    const int depth = (tile_.count + kPack - 1) / kPack;
-    const int stride = cache_.block_size * pack_ * element_bytes_;
+    const int depth = kBits ? (tile_.count + pack_ - 1) / pack_ * pack_ / 2
+                            : (tile_.count + kPack - 1) / kPack;
+    const int stride = cache_.block_size * pack_bytes_;
     const int packs = cache_.key_dim / pack_;
     const int lines = stride < kLine ? (packs * stride + kLine - 1) / kLine : packs;
     const Fetcher fetcher(pieces, count, lines, std::max(stride, kLine), depth);
+    if constexpr (kBits)
+      return multiply_values(
+          ValueMatrix<Codes<kBits>>({}, tile_.values, p_.value_dim), rows, depth, fetcher);
     if constexpr (kWidensInProduct)
       if (widens_in_product(rows))  // values past the end are finite and have weight zero
         return multiply_values(ValueMatrix<Packs<T>>({widener_}, tile_.values, p_.value_dim * 4),
@@ -363,8 +415,9 @@ class Worker {
   }
   template <class Matrix>
   void multiply_values(const Matrix& values, int rows, int depth, const Fetcher& fetcher) {
-    Product<T, Matrix>(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile, values,
-                       scratch_.sums.out, width_, scratch_.rescale, fetcher)
+    Product<Multiplied, Matrix>(depth, reinterpret_cast<uint32_t*>(scratch_.logits), kTile, values,
+                                scratch_.sums.out, width_, scratch_.rescale, fetcher,
+                                scratch_.weight_unit)
         .run(rows, width_ / kLanes);
   }
 
@@ -391,7 +444,7 @@ class Worker {
 
   // Joins runs shorter than a vector.
   void copy_keys() {
-    const int64_t stride = cache_.block_size * pack_ * element_bytes_;
+    const int64_t stride = cache_.block_size * pack_bytes_;
     for (int run = 0; run < kRuns; run += joined_runs_) {
       auto* from = static_cast<const char*>(tile_.keys[run]);
       Stored* to = scratch_.keys + run * kRun * kPack;
@@ -409,7 +462,7 @@ class Worker {
     auto* from = static_cast<const char*>(tile_.values[run]);
     Stored* to = copied_values(run);
     tile_.values[run] = to;
-    const int64_t row = p_.value_dim * pack_ * element_bytes_;
+    const int64_t row = p_.value_dim * pack_bytes_;
     for (int at = 0; at < kRun; at += pack_, from += row, to += value_stride() * pack_ / kPack)
       copy(from, p_.value_dim, to, value_stride());
   }
@@ -444,6 +497,8 @@ class Worker {
     for (int i = 0; i < vectors; i++) {
       Ints key = lane + i * kLanes;
       x[i] = load<Floats>(logits + i * kLanes);
+      if (kBits) x[i] = x[i] * scratch_.query_unit[row] * beside(tile_.key_scales, i);
+      if (kBits == 4) x[i] += scratch_.query_sum[row] * beside(tile_.key_scales, i, true);
       if (p_.soft_cap)
         x[i] = cap(x[i] * (scale_ / p_.soft_cap)) * (p_.soft_cap * kLog2E);
       else
@@ -459,17 +514,45 @@ class Worker {
     for (int i = 0; i < vectors; i++) {
       x[i] = exp2(x[i] - maximum);
       sum += x[i];
-      Weights::store_floats(weights + i * kLanes, x[i] * grown_);
+      if (!kBits) Weights::store_floats(weights + i * kLanes, x[i] * grown_);
     }
     Softmax& sums = scratch_.sums;
     const float rescale = exp2(broadcast(sums.maximum[row] - maximum))[0];
+    if constexpr (kBits) round_weights(row, x, vectors, rescale);
     sums.maximum[row] = maximum;
     sums.total[row] = sums.total[row] * rescale + reduce_add(sum);
     scratch_.rescale[row] = rescale;
   }
 
+  // Multiplies a row's weights by the values' scales, and rounds them to 16-bit integers. What is beside
+  // values past the end may be NaN, and their weights are zeros.
+  void round_weights(int row, Floats (&x)[kTile / kLanes], int vectors, float rescale) {
+    Floats greatest{}, offsets{}, nothing{};
+    for (int i = 0; i < vectors; i++) {
+      if (kBits == 4) offsets += x[i] > 0.f ? x[i] * beside(tile_.value_scales, i, true) : Floats{};
+      x[i] = x[i] > 0.f ? x[i] * beside(tile_.value_scales, i) : Floats{};
+      greatest = max(x[i], greatest);
+      nothing += x[i] * 0.f;
+    }
+    const float unit = std::max(reduce_max(greatest), 0x1p-100f) / 32767;
+    scratch_.weight_unit[row] = unit + reduce_add(nothing);
+    float& sum = scratch_.sums.offsets[row];
+    sum = sum * rescale + reduce_add(offsets);
+    auto* to = reinterpret_cast<int16_t*>(scratch_.logits + row * kTile);
+    for (int i = 0; i < vectors; i++)
+      store(to + i * kLanes, __builtin_convertvector(round_to_ints(x[i] / unit), Integers));
+  }
+
+  // Returns the scales or the offsets of a tile's vector of keys or of values.
+  Floats beside(const char* const* runs, int vector, bool offset = false) const {
+    return BFloat16::load_floats(reinterpret_cast<const uint16_t*>(
+        runs[vector * (kLanes / kRun)] + (offset ? cache_.block_size * 2 : 0)));
+  }
+
   // Stores the weights in words like V's.
   using Weights = std::conditional_t<kPack == 2, BFloat16, Float32>;
+  using Multiplied = std::conditional_t<kBits != 0, CodePairs, T>;
+  typedef int16_t Integers __attribute__((vector_size(kLanes * 2)));
 
   // tanh as 1 - 2 / (e^2y + 1), which does not overflow and keeps the sign.
   static Floats cap(Floats y) {
@@ -521,7 +604,7 @@ class Worker {
   const int group_, words_, width_, block_shift_;
   const int joined_runs_;                   // runs of keys that are contiguous in this cache
   const bool copies_keys_, copies_values_;  // for fp8, or for partial vectors
-  const int pack_, element_bytes_;  // of the cache
+  const int pack_, pack_bytes_;  // of the cache
   const Widener widener_;
   const float grown_, scale_, value_scale_;
   Scratch<T>& scratch_;

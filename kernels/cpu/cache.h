@@ -14,17 +14,21 @@
 // repacks them (repack.h).
 //
 // An fp8 cache stores bytes, with its own P (fp8.h): 4 where the model's type has 2.
+//
+// A cache of whole numbers (whole_numbers.h) has P = 4 or 8, the codes of a 32-bit word. After the words
+// of a block's head come the scales of its tokens, and then their offsets.
 #pragma once
 
 #include <cstdint>
 
 #include "fp8.h"
+#include "whole_numbers.h"
 #include "vector.h"
 
 constexpr int kMinBlock = 8;  // all block sizes are multiples of it
 constexpr int kMaxKeyDim = 576;  // as in ops.py; values are not wider
 
-// The same as in caches.py. Strides are between blocks, in elements.
+// The same as in caches.py. Strides are between blocks, in elements: in bytes for whole numbers.
 struct Cache {
   void* keys;
   void* values;  // or null: values are parts of keys
@@ -35,22 +39,26 @@ struct Cache {
   int32_t key_dim;
   int32_t value_dim;  // or 0 without values
   int32_t block_size;
-  int32_t dtype;  // of queries and results, and of the cache unless it is fp8
+  int32_t dtype;  // of queries and results, and of the cache unless it is fp8 or of whole numbers
   Fp8 fp8 = kNotFp8;
   float key_scale = 1;    // a key is its stored value times this
   float value_scale = 1;  // the same for values; for latents it equals key_scale
+  int32_t bits = 0;       // of a whole number, 8 or 4; 0 for other caches
 
   // Returns the bytes of an element of T in the cache.
   template <class T>
   int64_t element_bytes() const {
-    return fp8 ? 1 : sizeof(typename T::Stored);
+    return fp8 || bits ? 1 : sizeof(typename T::Stored);
   }
+
+  // Returns the elements that a token's key or value takes.
+  int64_t width(int64_t dim) const { return bits ? dim * bits / 8 + beside_bytes(bits) : dim; }
 
   // Return the first element of a block's head.
   int64_t keys_at(int64_t block, int64_t head) const {
-    return block * key_stride + head * block_size * key_dim;
+    return block * key_stride + head * block_size * width(key_dim);
   }
   int64_t values_at(int64_t block, int64_t head) const {
-    return block * value_stride + head * block_size * value_dim;
+    return block * value_stride + head * block_size * width(value_dim);
   }
 };

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
+from octavo.kernels.whole_numbers import BITS, MIN_BLOCK_SIZE, dim_of
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_DTYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
+_SMALLER = _FP8_DTYPES | BITS
 _NO_SCALES = 1.0, 1.0
 _UNIT = 8  # block and head sizes are multiples of it
 _MAX_KEY_DIM = 576  # as in cache.h
@@ -38,6 +40,7 @@ class Cache(Structure):
         ("fp8", c_int32),
         ("key_scale", c_float),
         ("value_scale", c_float),
+        ("bits", c_int32),
     )
 
 
@@ -70,7 +73,7 @@ class CheckedCache:
     """A layer's checked cache and its struct. It does not keep the cache alive.
 
     Attributes:
-        dtype: Dtype of queries, of results, and of the cache unless that is fp8.
+        dtype: Dtype of queries, of results, and of the cache unless that is smaller.
         scales: Factors of keys and of values in an fp8 cache; else 1.
     """
 
@@ -83,17 +86,18 @@ class CheckedCache:
         dtype: torch.dtype,
         scales: tuple[float, float],
     ) -> None:
-        num_blocks, num_kv_heads, block_size, key_dim = key_cache.shape
-        fp8 = _FP8_DTYPES.get(key_cache.dtype, 0)
-        self.dtype = dtype if fp8 else key_cache.dtype
+        num_blocks, num_kv_heads, block_size, _ = key_cache.shape
+        self.dtype = dtype if key_cache.dtype in _SMALLER else key_cache.dtype
         self.scales = scales
         key_scale, value_scale = scales
         if not (key_scale > 0 and value_scale > 0):
             raise ValueError(f"scales of keys and values must be positive: they are {scales}")
-        value_dim = 0
+        key_dim, value_dim = dim_of(key_cache), 0
         _check_block(key_cache)
+        if value_cache is None and key_cache.dtype in BITS:
+            raise ValueError(f"a cache of {key_cache.dtype} has values, not latents")
         if value_cache is not None:
-            value_dim = value_cache.shape[3]
+            value_dim = dim_of(value_cache)
             _check_block(value_cache)
             if value_cache.dtype != key_cache.dtype:
                 raise ValueError(f"keys are {key_cache.dtype} and values {value_cache.dtype}")
@@ -113,9 +117,10 @@ class CheckedCache:
             value_dim,
             block_size,
             DTYPES[self.dtype],
-            fp8,
+            _FP8_DTYPES.get(key_cache.dtype, 0),
             key_scale,
             key_scale if value_cache is None else value_scale,
+            BITS.get(key_cache.dtype, 0),
         )
 
     def is_of(
@@ -127,7 +132,7 @@ class CheckedCache:
     ) -> bool:
         """Return whether these very tensors were checked for the same use."""
         same = self.keys() is key_cache and self.values() is value_cache
-        used = dtype if key_cache.dtype in _FP8_DTYPES else self.dtype
+        used = dtype if key_cache.dtype in _SMALLER else self.dtype
         return same and self.dtype == used and self.scales == scales
 
 
@@ -226,14 +231,15 @@ def _nothing() -> None:
 
 def _check_block(cache: Tensor) -> None:
     """Raise ValueError if C++ would misread a cache's memory."""
-    _, _, block_size, dim = cache.shape
-    if cache.dtype not in DTYPES | _FP8_DTYPES:
-        known = ", ".join(map(str, DTYPES | _FP8_DTYPES))
+    _, _, block_size, width = cache.shape
+    if cache.dtype not in DTYPES | _SMALLER:
+        known = ", ".join(map(str, DTYPES | _SMALLER))
         raise ValueError(f"the cache is {cache.dtype}: it must be one of {known}")
-    if cache.stride()[1:] != (block_size * dim, dim, 1):
+    if cache.stride()[1:] != (block_size * width, width, 1):
         raise ValueError(f"a block must be contiguous: strides are {cache.stride()}")
-    if block_size & (block_size - 1) or block_size < _UNIT or dim % _UNIT:
+    least, dim = MIN_BLOCK_SIZE if cache.dtype in BITS else _UNIT, dim_of(cache)
+    if block_size & (block_size - 1) or block_size < least or dim % _UNIT:
         raise ValueError(
-            f"block size {block_size} must be a power of two from {_UNIT}, and head size "
+            f"block size {block_size} must be a power of two from {least}, and head size "
             f"{dim} a multiple of {_UNIT}"
         )

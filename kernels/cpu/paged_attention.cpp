@@ -28,17 +28,18 @@ namespace {
 
 constexpr int64_t kMinParallelWork = 1 << 17;  // fewer products do not pay for threads
 
-template <class T>
+template <class T, int kBits>
 void run(const Attention& p, const Plan& plan, int threads) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
   std::unique_ptr<float[]> saved;
   std::atomic<int> queue{0};
-  if (merges) saved.reset(new float[plan.saved_rows * Worker<T>::saved_size(p.value_width())]);
+  using Own = Worker<T, kBits>;
+  if (merges) saved.reset(new float[plan.saved_rows * Own::saved_size(p.value_width())]);
   const int dims = (p.cache.key_dim + p.value_dim) / 2;
   const bool parallel = items > 1 && plan.work * dims >= kMinParallelWork;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
-    Worker<T> worker(p, saved.get());
+    Own worker(p, saved.get());
     // Threads take items one ahead, to prefetch the next item's keys.
     int i = queue++;
     if (i < items) worker.start(plan.items[i]);
@@ -66,7 +67,11 @@ void attend_to_blocks(const Cache& cache, const Batch& batch, const View& query,
                             how.scale,      how.soft_cap};
   Plan plan = make_plan(batch, num_heads / cache.num_kv_heads, cache.num_kv_heads, how.sight);
   if (threads > 1 && int(plan.items.size()) < kItemsPerThread * threads) split_items(plan);
-  with_dtype(cache.dtype, [&](auto type) { run<decltype(type)>(attention, plan, threads); });
+  with_dtype(cache.dtype, [&](auto type) {
+    using T = decltype(type);
+    const auto chosen = cache.bits == 8 ? run<T, 8> : cache.bits == 4 ? run<T, 4> : run<T, 0>;
+    chosen(attention, plan, threads);
+  });
 }
 
 namespace {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "fetcher.h"
 #include "vector.h"
@@ -17,24 +18,25 @@ constexpr int kMicroColumns = 2;  // vectors; 16 registers
 template <class T>
 struct Elements {
   using Stored = typename T::Stored;
-  static constexpr int kPack = T::kPack, kWords = 1;
+  static constexpr int kPack = T::kPack, kLane = kPack, kWords = 1;
 
   Words load(const Stored* from) const { return T::load_words(from); }
   Words word(Words loaded, int) const { return loaded; }
 };
 
-// c = rescale * c + a * b, for `rows` rows and `columns` vectors of columns.
+// c = rescale * c + unit * a * b, for `rows` rows and `columns` vectors of columns.
 //
 // a has `depth` words per row. b.load(k, j) loads vector j of row k of b, and of the kWords - 1 rows
 // after it; b.word(loaded, i) is that of row k + i. rescale has one factor per row; if it is null, c
-// counts as zero. The fetcher takes a step for each row of b.
+// counts as zero. So has unit, for sums of integers; if it is null, it counts as one. The fetcher takes
+// a step for each row of b.
 template <class T, class Matrix>
 class Product {
  public:
   Product(int depth, const uint32_t* a, int a_stride, Matrix b, float* c, int c_stride,
-          const float* rescale, const Fetcher& fetcher)
+          const float* rescale, const Fetcher& fetcher, const float* unit = nullptr)
       : depth_(depth), a_stride_(a_stride), c_stride_(c_stride), a_(a), b_(b), c_(c),
-        rescale_(rescale), fetcher_(fetcher) {}
+        rescale_(rescale), unit_(unit), fetcher_(fetcher) {}
 
   void run(int rows, int columns) const {
     int i = 0;
@@ -65,18 +67,19 @@ class Product {
     const uint32_t* a = a_ + row * a_stride_;
     float* c = c_ + row * c_stride_ + column * kLanes;
     Fetcher fetcher = fetcher_;  // by value, to stay in registers
-    Floats sum[kRows][kColumns];
+    typename T::Sum sum[kRows][kColumns] = {};
+    if constexpr (!kOfIntegers)
+      if (rescale_)
 #pragma GCC unroll 8
-    for (int i = 0; i < kRows; i++)
+        for (int i = 0; i < kRows; i++)
 #pragma GCC unroll 8
-      for (int j = 0; j < kColumns; j++)
-        sum[i][j] = rescale_ ? load<Floats>(c + i * c_stride_ + j * kLanes) * rescale_[row + i]
-                             : Floats{};
+          for (int j = 0; j < kColumns; j++)
+            sum[i][j] = load<Floats>(c + i * c_stride_ + j * kLanes) * rescale_[row + i];
     for (int k = 0; k < depth_; k += Matrix::kWords) {
       Words loaded[kColumns];
 #pragma GCC unroll 8
       for (int j = 0; j < kColumns; j++) loaded[j] = b_.load(k, column + j);
-#pragma GCC unroll 2
+#pragma GCC unroll 4
       for (int word = 0; word < Matrix::kWords; word++) {
         if constexpr (kFetches) fetcher.step();
         Words vector[kColumns];
@@ -94,13 +97,20 @@ class Product {
 #pragma GCC unroll 8
     for (int i = 0; i < kRows; i++)
 #pragma GCC unroll 8
-      for (int j = 0; j < kColumns; j++) store(c + i * c_stride_ + j * kLanes, sum[i][j]);
+      for (int j = 0; j < kColumns; j++) put(c + i * c_stride_ + j * kLanes, sum[i][j], row + i);
   }
 
+  __attribute__((always_inline)) void put(float* c, Floats sum, int) const { store(c, sum); }
+  __attribute__((always_inline)) void put(float* c, Ints sum, int row) const {
+    const Floats x = __builtin_convertvector(sum, Floats);
+    store(c, unit_ ? load<Floats>(c) * rescale_[row] + x * unit_[row] : x);
+  }
+
+  static constexpr bool kOfIntegers = std::is_same_v<typename T::Sum, Ints>;
   int depth_, a_stride_, c_stride_;
   const uint32_t* a_;
   Matrix b_;
   float* c_;
-  const float* rescale_;
+  const float *rescale_, *unit_;
   const Fetcher fetcher_;
 };

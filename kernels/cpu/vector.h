@@ -112,6 +112,7 @@ __attribute__((always_inline)) inline Floats exp2(Floats x) {
 
 struct Float32 {
   using Stored = float;
+  using Sum = Floats;
   static constexpr int kPack = 1;
   static Floats load_floats(const Stored* from) { return load<Floats>(from); }
   static void store_floats(Stored* to, Floats v) { store(to, v); }
@@ -123,6 +124,7 @@ struct Float32 {
 
 struct Float16 {
   using Stored = uint16_t;
+  using Sum = Floats;
   static constexpr int kPack = 1;
   static Floats load_floats(const Stored* from) {
 #if defined(__AVX512F__)
@@ -166,6 +168,7 @@ struct Float16 {
 
 struct BFloat16 {
   using Stored = uint16_t;
+  using Sum = Floats;
   static Floats widen(Halves v) { return (Floats)(__builtin_convertvector(v, Words) << 16); }
   static Halves narrow(Floats v) {
 #if defined(__AVX512BF16__)

@@ -19,6 +19,10 @@ inline Ints add_products(Ints sum, Words a, Words b) {
   return (Ints)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)a, (__m256i)b);
 #elif defined(__AVX2__) && !defined(__AVX512F__)
   return sum + (Ints)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#elif defined(__aarch64__)
+  const int16x8_t x = (int16x8_t)a, y = (int16x8_t)b;
+  const int32x4_t low = vmull_s16(vget_low_s16(x), vget_low_s16(y));
+  return sum + (Ints)vpaddq_s32(low, vmull_high_s16(x, y));
 #else
   const Ints low = ((Ints)(a << 16) >> 16) * ((Ints)(b << 16) >> 16);
   return sum + low + ((Ints)a >> 16) * ((Ints)b >> 16);

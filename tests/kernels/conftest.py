@@ -17,6 +17,7 @@ from octavo.kernels import reference
 from octavo.kernels.activation import KINDS, Activation
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.sampling_tensors import SamplingTensors
+from octavo.kernels.whole_numbers import BITS, rounded, width_of
 
 # Powers of two: any dtype represents an fp8 cache's values exactly.
 KEY_SCALE, VALUE_SCALE = 0.5, 0.125
@@ -73,8 +74,12 @@ class Case:
 
     @property
     def scales(self) -> dict[str, float]:
-        fp8 = self.cache_dtype is not None
+        fp8 = self.cache_dtype is not None and not self.in_whole_numbers
         return {"key_scale": KEY_SCALE, "value_scale": VALUE_SCALE} if fp8 else {}
+
+    @property
+    def in_whole_numbers(self) -> bool:
+        return self.cache_dtype in BITS
 
 
 @dataclass
@@ -96,6 +101,7 @@ def _cases(
     most_sequences: int = 5,
     *,
     fp8: Sequence[torch.dtype] = (),
+    whole: Sequence[torch.dtype] = (),
     subnormals: bool = True,
 ) -> Case:
     """Draw batches of sequences of at most `longest` tokens.
@@ -113,7 +119,7 @@ def _cases(
 
     width = st.integers(1, 32).map(lambda units: 8 * units)
     head_dim = draw(width | st.sampled_from([320, 512, 576]))
-    latent = draw(st.integers(0, 3)) == 0
+    latent = not whole and draw(st.integers(0, 3)) == 0
     others = width.filter(lambda dim: dim <= head_dim) if latent else width | st.just(512)
     window, chunk = draw(
         st.tuples(st.none() | st.integers(1, 100), st.none())
@@ -126,7 +132,7 @@ def _cases(
         head_dim=head_dim,
         value_dim=draw((st.none() if head_dim <= 512 else others) | others),
         latent=latent,
-        block_size=draw(st.sampled_from([8, 16, 32, 64, 128, 256])),
+        block_size=draw(st.sampled_from([16 if whole else 8, 16, 32, 64, 128, 256])),
         dtype=draw(st.sampled_from(list(TOLERANCES))),
         sliding_window=window,
         chunk=chunk,
@@ -134,7 +140,7 @@ def _cases(
         alibi=draw(st.booleans()),
         sinks=draw(st.booleans()),
         seed=draw(st.integers(0, 2**32 - 1)),
-        cache_dtype=draw(st.sampled_from([None, *fp8])),
+        cache_dtype=draw(st.sampled_from(whole or [None, *fp8])),
         subnormals=subnormals,
         garbage=draw(st.sampled_from([math.nan, math.inf, 300.0])),
     )
@@ -143,12 +149,13 @@ def _cases(
 def _carve(memory: torch.Tensor, case: Case) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return a layer's caches in `[num_blocks, layers, elements]`: the second layer, so strided."""
     heads, size = case.num_kv_heads, case.block_size
-    of_keys = heads * size * case.head_dim
+    widths = [width_of(dim, memory.dtype) for dim in (case.head_dim, case.width_of_values)]
+    of_keys = heads * size * widths[0]
     layer = memory[:, 1]
-    keys = layer[:, :of_keys].unflatten(1, (heads, size, case.head_dim))
+    keys = layer[:, :of_keys].unflatten(1, (heads, size, widths[0]))
     if case.latent:
         return keys, None
-    return keys, layer[:, of_keys:].unflatten(1, (heads, size, case.width_of_values))
+    return keys, layer[:, of_keys:].unflatten(1, (heads, size, widths[1]))
 
 
 def without_subnormals(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) -> torch.Tensor:
@@ -157,9 +164,10 @@ def without_subnormals(x: torch.Tensor, dtype: torch.dtype, scale: float = 1.0) 
     return torch.where(x.abs() < least, least * (x / least).round(), x)
 
 
-def _elements(case: Case) -> int:
-    """Return the elements of one layer's block."""
-    width = case.head_dim + (0 if case.latent else case.width_of_values)
+def _elements(case: Case, kept_as: torch.dtype | None = None) -> int:
+    """Return the elements of one layer's block, in the queries' dtype or another one."""
+    dims = [case.head_dim] if case.latent else [case.head_dim, case.width_of_values]
+    width = sum(width_of(dim, kept_as or case.dtype) for dim in dims)
     return case.num_kv_heads * case.block_size * width
 
 
@@ -185,7 +193,7 @@ def _build(case: Case, device: str = "cpu") -> Batch:
                     cache[table[index], :, :filled] = torch.randn(shape, generator=generator)
         # Blocks that no query sees are free; their entries may be any number.
         table[:released] = shuffled.choices([-1, 2**31 - 1, blocks[0]], k=released)
-    if case.cache_dtype is not None:
+    if case.scales:
         key_cache /= KEY_SCALE
         if value_cache is not None:
             value_cache /= VALUE_SCALE
@@ -196,6 +204,7 @@ def _build(case: Case, device: str = "cpu") -> Batch:
             )
     num_heads = case.num_kv_heads * case.group
     queries = [queries for queries, _ in case.lengths]
+    given_as = case.dtype if case.in_whole_numbers else case.kept_as
     # A view of a wider tensor, as from a fused projection.
     fused = torch.randn((sum(queries), num_heads + 2, case.head_dim), generator=generator)
     sinks = 2 * torch.randn(num_heads, generator=generator)
@@ -213,8 +222,8 @@ def _build(case: Case, device: str = "cpu") -> Batch:
             options[name] = options[name].to(device)
     return Batch(
         query=fused.to(case.dtype).to(device)[:, :num_heads],
-        key_cache=key_cache.to(case.kept_as).to(device),
-        value_cache=None if value_cache is None else value_cache.to(case.kept_as).to(device),
+        key_cache=key_cache.to(given_as).to(device),
+        value_cache=None if value_cache is None else value_cache.to(given_as).to(device),
         metadata=AttentionMetadata(
             query_starts=torch.tensor([0, *queries]).cumsum(0).int().to(device),
             seq_lens=torch.tensor([n for _, n in case.lengths], dtype=torch.int32).to(device),
@@ -234,13 +243,16 @@ def _in_order_of(
 
     The implementation itself writes them, as for a model.
     """
-    shape = (batch.key_cache.shape[0], 2, _elements(case))
+    shape = (batch.key_cache.shape[0], 2, _elements(case, case.kept_as))
     memory = torch.full(shape, torch.nan, device=batch.query.device).to(case.kept_as)
+    if case.in_whole_numbers:
+        memory.view(torch.uint8).fill_(255)  # a NaN in bfloat16
     caches = _carve(memory, case)
     (slots,) = torch.where(
         ~batch.key_cache.float().transpose(1, 2).flatten(0, 1).isnan().any(2).any(1)
     )
-    memory[slots // case.block_size] = torch.tensor(case.garbage).to(memory)
+    if not case.in_whole_numbers:
+        memory[slots // case.block_size] = torch.tensor(case.garbage).to(memory)
     tokens = (
         None
         if cache is None
@@ -320,17 +332,24 @@ def _check_attention(
         metadata = replace(metadata, plan=plan)
     out = kernels.paged_attention(batch.query, *caches, metadata, **batch.options)
     # In float32 from the same inputs, so that all error is the kernel's.
+    kept = [
+        None
+        if cache is None
+        else rounded(cache, case.kept_as)
+        if case.in_whole_numbers
+        else cache.float()
+        for cache in (batch.key_cache, batch.value_cache)
+    ]
     expected = reference.paged_attention(
         batch.query.float(),
-        batch.key_cache.float(),
-        None if batch.value_cache is None else batch.value_cache.float(),
+        *kept,
         batch.metadata,
         **batch.options,
     )
     assert out.shape == (*batch.query.shape[:2], case.width_of_values)
     assert out.dtype == case.dtype
     assert out.is_contiguous()
-    tolerance = TOLERANCES[case.dtype]
+    tolerance = max(TOLERANCES[case.dtype], 1e-3 if case.in_whole_numbers else 0)
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 

@@ -1,6 +1,7 @@
 // Calls the kernels as Python does, for CPUs that only an emulator has here: writes keys and
 // values, attends, rotates, draws, and compares with plain loops. Exits with 1 if they differ.
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -104,20 +105,40 @@ float nearest(float x, float scale, Fp8 type) {
   return std::copysign(best, x) * scale;
 }
 
+// Rounds each head of `x`, [tokens][heads][dim], to codes and back.
+void round_to_codes(std::vector<float>& x, int dim, int bits) {
+  for (size_t at = 0; at + dim <= x.size(); at += dim) {
+    Coded coded;
+    encode<Float32>(&x[at], dim, bits, coded);
+    const auto [least, greatest] = std::minmax_element(&x[at], &x[at + dim]);
+    const float scale = from_bfloat16(coded.scale), offset = from_bfloat16(coded.offset);
+    expect("a scale", scale * (bits == 8 ? 254 : 15),
+           bits == 8 ? 2 * std::max(-*least, *greatest) : *greatest - *least, 0.01);
+    for (int i = 0; i < dim; i++) {
+      const float made = scale * coded.codes[i] + offset;
+      expect("a code", made, x[at + i], scale);
+      x[at + i] = made;
+    }
+  }
+}
+
 // One sequence whose last token's query, and all others', attend to all that is before them in their
 // chunk. If `latent`, the first elements of keys are values. In an fp8 cache, keys are not rotated, so
 // that each is rounded once.
 template <class T>
 void check_attention(int dtype, int dim, int value_dim, bool latent, double tolerance,
-                     Fp8 fp8 = kNotFp8) {
+                     Fp8 fp8 = kNotFp8, int code_bits = 0) {
   std::mt19937 random(dim);
   const Numbers<T> q(kTokens * kHeads * dim, random), k(kTokens * kKvHeads * dim, random),
       v(kTokens * kKvHeads * value_dim, random);
   std::vector<float> cos(kTokens * dim), sin(kTokens * dim);
-  const double turn = fp8 ? 0 : .1;
+  const double turn = fp8 || code_bits ? 0 : .1;
   for (int i = 0; i < kTokens * dim; i++) cos[i] = std::cos(turn * i), sin[i] = std::sin(turn * i);
-  const int64_t of_keys = int64_t(kKvHeads) * kBlock * dim,
-                of_block = of_keys + (latent ? 0 : int64_t(kKvHeads) * kBlock * value_dim);
+  const auto width = [=](int dim) {
+    return code_bits ? dim * code_bits / 8 + beside_bytes(code_bits) : dim;
+  };
+  const int64_t of_keys = int64_t(kKvHeads) * kBlock * width(dim),
+                of_block = of_keys + (latent ? 0 : int64_t(kKvHeads) * kBlock * width(value_dim));
   std::vector<typename T::Stored> memory(kBlocks * of_block), queries(kTokens * kHeads * dim),
       out(kTokens * kHeads * value_dim + kLanes);
   std::vector<int64_t> slots(kTokens);
@@ -126,14 +147,14 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
   for (int i = 0; i < kTokens; i++) slots[i] = table[i / kBlock] * kBlock + i % kBlock;
   const float key_scale = fp8 ? .37f : 1, value_scale = !fp8 ? 1 : latent ? key_scale : .011f;
   char* const values =
-      reinterpret_cast<char*>(memory.data()) + of_keys * (fp8 ? 1 : sizeof memory[0]);
+      reinterpret_cast<char*>(memory.data()) + of_keys * (fp8 || code_bits ? 1 : sizeof memory[0]);
   const Cache cache{memory.data(), latent ? nullptr : values,
                     of_block,      of_block,
                     kBlocks,       kKvHeads,
                     dim,           latent ? 0 : value_dim,
                     kBlock,        dtype,
                     fp8,           key_scale,
-                    value_scale};
+                    value_scale,   code_bits};
   const int32_t starts[] = {0, kTokens}, lengths[] = {kTokens}, group = 0, written = 0;
   const Batch batch{starts, lengths, table.data(), kBlocks, kBlocks, 1, slots.data(), kTokens};
   const Step own{&cache, &group, &written, nullptr, &batch};
@@ -162,6 +183,10 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
   if (fp8) {
     for (float& x : key) x = nearest(x, key_scale, fp8);
     for (float& x : value) x = nearest(x, value_scale, fp8);
+  }
+  if (code_bits) {
+    round_to_codes(key, dim, code_bits);
+    round_to_codes(value, value_dim, code_bits);
   }
   for (int token = 0; token < kTokens; token++)
     for (int head = 0; head < kHeads; head++) {
@@ -247,6 +272,11 @@ int main() {
     check_attention<Float16>(1, 72, 64, latent, 3e-3, kE5M2);
     check_attention<BFloat16>(2, 64, 64, latent, 2e-2, kE4M3);
     check_attention<BFloat16>(2, 64, 64, latent, 2e-2, kE5M2);
+  }
+  for (const int bits : {8, 4}) {
+    check_attention<Float32>(0, 64, 48, false, 1e-3, kNotFp8, bits);
+    check_attention<Float16>(1, 72, 40, false, 3e-3, kNotFp8, bits);
+    check_attention<BFloat16>(2, 64, 64, false, 2e-2, kNotFp8, bits);
   }
   check_tokens();
   std::printf("%d lanes, %d failures\n", kLanes, failures);

@@ -19,6 +19,7 @@ from octavo.kernels.cpu import build
 from octavo.kernels.cpu.native import NativeKernels
 from octavo.kernels.reference import rotate
 from octavo.kernels.sampling_tensors import SamplingTensors
+from octavo.kernels.whole_numbers import BITS
 from tests.kernels.conftest import without_subnormals
 
 pytestmark = pytest.mark.usefixtures("two_threads")
@@ -42,6 +43,30 @@ def native():
 @settings(fixtures_are_shared, max_examples=40)
 def test_attention(harness, native, data):
     harness.check_attention(native, data.draw(harness.cases(fp8=FP8, subnormals=False)))
+
+
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=40)
+def test_attention_to_whole_numbers(harness, native, data):
+    harness.check_attention(native, data.draw(harness.cases(whole=list(BITS))))
+
+
+@pytest.mark.parametrize("kept_as", BITS)
+def test_whole_numbers_are_the_same_written_at_once_or_one_by_one(harness, native, kept_as):
+    """Two tokens may share a byte."""
+    case = harness.case(
+        lengths=[(1, 1)], num_kv_heads=5, head_dim=40, dtype=torch.bfloat16, cache_dtype=kept_as
+    )
+    slots, draw = torch.randperm(160), torch.Generator().manual_seed(2)
+    memories = [torch.zeros((10, 2, harness.elements(case, kept_as)), dtype=kept_as)] * 2
+    tokens = [torch.randn((160, 5, 40), generator=draw).bfloat16() for _ in range(2)]
+    memories = [memory.clone() for memory in memories]
+    native.write_kv(*tokens, *harness.carve(memories[0], case), slots)
+    for i in range(160):
+        one = slice(i, i + 1)
+        rows = [x[one] for x in tokens]
+        native.write_kv(*rows, *harness.carve(memories[1], case), slots[one])
+    assert torch.equal(*memories)
 
 
 @given(

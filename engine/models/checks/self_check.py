@@ -63,6 +63,7 @@ ROUNDING_FACTOR = 2.0
 those of transformers' own 16-bit pass, if that exceeds the tolerance."""
 FREE_TOLERANCE = 0.2
 FP8_CACHE_TOLERANCE = 0.35
+CACHE_TOLERANCES = {torch.int8: 0.1}
 """Maximum errors of a row's logits; see `row_errors`. `FREE_TOLERANCE` is for 16-bit steps that
 choose their experts themselves."""
 QUANTILE = 0.75
@@ -268,7 +269,7 @@ class SelfCheck:
     def _tolerable_rounding(self) -> _Limit:
         """Return the limits that rounding explains, except rounding of weights."""
         if self._cache_dtype != self._dtype:
-            return _Limit(FP8_CACHE_TOLERANCE)
+            return _Limit(CACHE_TOLERANCES.get(self._cache_dtype, FP8_CACHE_TOLERANCE))
         if self._dtype == torch.float32:
             fine = not self.tolerance and self._device.type == "cpu"
             most = FLOAT32_TOLERANCE if fine else COARSE_FLOAT32_TOLERANCE

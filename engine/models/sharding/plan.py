@@ -217,12 +217,12 @@ def _shares_heads(model: nn.Module, path: str, module: nn.Module, size: int) -> 
     return heads is not None and heads % size != 0
 
 
-def check_splittable(shape: ModelShape, *, plain_cache: bool) -> None:
+def check_splittable(shape: ModelShape, *, measured_cache: bool) -> None:
     """Refuse a cache that ranks cannot divide yet.
 
     Args:
         shape: The dimensions of this rank's part.
-        plain_cache: Whether the cache has the model's dtype.
+        measured_cache: Whether the cache has scales that the whole model is measured for.
 
     Raises:
         NotImplementedError: The message names it.
@@ -236,7 +236,7 @@ def check_splittable(shape: ModelShape, *, plain_cache: bool) -> None:
         raise NotImplementedError(
             "latent attention is not split over ranks yet: use --tensor-parallel-size 1"
         )
-    if not plain_cache:
+    if measured_cache:
         raise NotImplementedError(
             "--kv-cache-dtype fp8 is not measured over ranks yet: use --tensor-parallel-size 1"
         )
