@@ -1,4 +1,4 @@
-"""An output is the same alone, among others and from cached blocks, in every dtype of products."""
+"""An output is the same alone, among others, from cached blocks and recomputed, in every dtype."""
 
 import random
 
@@ -31,7 +31,7 @@ def output(stepper, group):
 
 
 @pytest.mark.parametrize("settings", TYPES, ids=lambda settings: "-".join(settings.values()))
-def test_an_output_is_the_same_from_cached_blocks(tiny_model, settings):
+def test_an_output_is_the_same_from_cached_blocks_and_recomputed(tiny_model, settings):
     draw = random.Random(2)
     prompts = [[draw.randrange(3, 500) for _ in range(length)] for length in (40, 700, 1100)]
     stepper = start(tiny_model, settings, max_num_batched_tokens=2048)
@@ -42,6 +42,14 @@ def test_an_output_is_the_same_from_cached_blocks(tiny_model, settings):
             stepper.run()
             outputs.append(output(stepper, group))
         assert outputs[1] == outputs[0]
+        first = OUTPUT_TOKENS // 2
+        tokens = [token for token, _ in outputs[0][:first]]
+        # Scored prompts are computed whole, as after a preemption or a migration.
+        group = stepper.submit(
+            prompt + tokens, OUTPUT_TOKENS - first, logprobs=1, prompt_logprobs=0
+        )
+        stepper.run()
+        assert output(stepper, group) == outputs[0][first:]
 
 
 @pytest.mark.parametrize("settings", TYPES, ids=lambda settings: "-".join(settings.values()))
