@@ -108,6 +108,9 @@ function showEngine(card, engine, gridHeight) {
   const kinds = ["shared", "used", "free", "cached"].map((name) => [name, counts[name]]);
   drawBlocks($(".blocks", card), kinds, gridHeight);
   showSwap($(".swap", card), load, counts);
+  $(".disk", card).hidden = !load.disk_blocks;
+  const share = Math.round(100 * load.disk_read_share);
+  $(".disk .of", card).textContent = `${load.disk_blocks} blocks, read in ${share}% of computing time`;
   const slots = inUse * engine.block_size;
   const values = {
     running: load.running,
