@@ -154,10 +154,20 @@ def check_linear(gpu, kind, group, rows, path, dtype=BF16):
     return check_unpacked(gpu, *compile_linear(gpu, weight, rows, dtype), path, dtype)
 
 
+def is_spared(dtype, taken, loop):
+    """Return whether a product of float32 may spill a little more.
+
+    Without matrix units its loop takes 5,000 instructions, so registers that it only reads may be
+    spilled before it: 12 of them by Triton 3.7 for an RTX 5090, read again by 6 instructions.
+    """
+    writes, reads = (sum(own.startswith(name) for own in loop) for name in ("STL", "LDL"))
+    return dtype == FP32 and taken["STACK"] <= 48 and not writes and reads <= len(loop) / 500
+
+
 def check_unpacked(gpu, made, tiles, path, dtype):
     """Check for asynchronous copies and products on matrix units; return the loop."""
     taken, loop = resources(made, path), first_loop(path)
-    assert taken["STACK"] <= SPARED
+    assert taken["STACK"] <= SPARED or is_spared(dtype, taken, loop), taken
     assert taken["REG"] * tiles.warps * 32 * 2 <= 64 * KIB  # two concurrent programs
     assert 2 * (made.metadata.shared + KIB) <= gpu.shared_bytes + KIB
     code = made.asm["ptx"]
