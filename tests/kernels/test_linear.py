@@ -5,6 +5,7 @@ by QEMU.
 """
 
 import ctypes
+import os
 import platform
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -77,7 +79,8 @@ def kernels(request, tmp_path_factory):
 @contextmanager
 def emulated(name, tmp_path_factory):
     """Yield the operators of a kind of CPU, and the outputs of a panel."""
-    directory = tmp_path_factory.getbasetemp() / f"kernels-{name}"
+    base = tmp_path_factory.getbasetemp()
+    directory = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / f"kernels-{name}"
     directory.mkdir(exist_ok=True)
     if name in ARM:
         operators = RemoteOperators("qemu-aarch64", for_arm(ARM[name], directory))
@@ -113,12 +116,12 @@ def for_arm(isa, directory):
 
 
 def built(compiler, *arguments, to):
-    """Compile in half the time, unless another test has; return the path."""
-    if to.exists():
-        return to
+    """Compile in half the time, unless a test of any worker has; return the path."""
     flags = [flag for flag in compiling.FLAGS if not flag.startswith("-O")]
     command = [compiler, *flags, "-O1", "-Wno-psabi", f"-I{SOURCES}", *arguments, "-o", to]
-    subprocess.run(command, check=True)
+    with FileLock(f"{to}.lock"):
+        if not to.exists():
+            subprocess.run(command, check=True)
     return to
 
 

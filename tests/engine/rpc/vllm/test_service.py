@@ -114,8 +114,8 @@ async def test_outputs_end_as_in_vllm(engine, tokenizer):
     assert len(tokenizer.decode(tokens[0])) == end
     assert (ends[0].finish_reason, ends[0].matched_stop_str) == ("stop", word)
     # More than the context leaves is what it leaves.
-    tokens, ends, _ = await generate(engine, max_tokens=5000, ignore_eos=True)
-    assert len(tokens[0]) == 1024 - len(PROMPT)
+    tokens, ends, _ = await generate(engine, PROMPT * 24, max_tokens=5000, ignore_eos=True)
+    assert len(tokens[0]) == 1024 - len(PROMPT * 24)
     assert ends[0].finish_reason == "length"
     await idle(engine)
 
