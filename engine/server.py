@@ -13,7 +13,7 @@ import grpc
 import structlog
 
 from octavo.common.background import OneThread, first_to_end, joined, shielded
-from octavo.common.listening import listen
+from octavo.common.listening import listen, listen_on_socket
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.proxies import is_loopback
 from octavo.common.rpc import create_server, set_serving, until_terminated
@@ -209,9 +209,7 @@ async def _running(core: EngineCore, thread: OneThread) -> AsyncIterator[asyncio
 
 def _listen(server: grpc.aio.Server, settings: EngineSettings, socket: Path | None) -> str:
     if socket is not None:
-        address = f"unix:{socket}"
-        server.add_insecure_port(address)
-        return address
+        return listen_on_socket(server, socket)
     address = listen(server, settings.host, settings.port, settings.tls)
     if not is_loopback(settings.host) and settings.tls_client_ca is None:
         hint = "set --tls-client-ca"

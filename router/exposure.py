@@ -8,7 +8,8 @@ from octavo.router.settings import RouterSettings
 
 def exposure(settings: RouterSettings) -> Iterator[tuple[str, str]]:
     """Yield a warning and a hint for each public port without authentication or TLS."""
-    hosts = [settings.host, *([settings.http_host] if settings.http_port else [])]
+    hosts = [] if settings.uds is not None else [settings.host]
+    hosts += [settings.http_host] if settings.http_port else []
     if all(map(is_loopback, hosts)):
         return
     if not settings.authenticates:

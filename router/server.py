@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from octavo.common import rpc
 from octavo.common.background import end, first_to_end, joined, keep_running
 from octavo.common.descriptors import check_limit
-from octavo.common.listening import listen
+from octavo.common.listening import listen, listen_on_socket
 from octavo.common.metrics import observe_process, serve_metrics
 from octavo.common.shutdown import ShutdownSignals, StoppedWhileStartingError, shutdown_signals
 from octavo.common.tracing import Tracing
@@ -146,10 +146,13 @@ class Router:
             guard=self.authenticator.check,
             reuse_port=settings.shares_ports,
         )
-        self.address = listen(
-            *(self._server, settings.host, settings.port, settings.tls),
-            shared=settings.shares_ports,
-        )
+        if settings.uds is not None:
+            self.address = listen_on_socket(self._server, settings.uds)
+        else:
+            self.address = listen(
+                *(self._server, settings.host, settings.port, settings.tls),
+                shared=settings.shares_ports,
+            )
         if settings.engine_tls is not None:
             settings.engine_tls.read()
         if settings.admin_port:

@@ -94,6 +94,11 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     )
     host: str = Field("127.0.0.1", description="Address to listen on.")
     port: int = Field(50051, ge=0, le=65535, description="Port to listen on; 0 picks a free one.")
+    uds: Path | None = Field(
+        None,
+        description="Unix socket to serve gRPC on instead of a port, without TLS; the permissions"
+        " of its directory protect it. Default: none.",
+    )
     workers: int = Field(
         1,
         ge=1,
@@ -310,11 +315,14 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         return self
 
     @model_validator(mode="after")
-    def _one_place_for_http(self) -> Self:
+    def _sockets_or_ports(self) -> Self:
         if self.http_uds is not None and self.http_port:
             raise ValueError("--http-uds and --http-port exclude each other")
-        if self.http_uds is not None and self.workers > 1:
-            raise ValueError(f"--http-uds needs --workers 1 (given: {self.workers})")
+        for name in ("uds", "http_uds"):
+            if getattr(self, name) is not None and self.workers > 1:
+                raise ValueError(f"{flag(name)} needs --workers 1 (given: {self.workers})")
+        if self.uds is not None and self.tls is not None:
+            raise ValueError("--uds and --tls-cert exclude each other")
         return self
 
     @model_validator(mode="after")
@@ -355,7 +363,7 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     @property
     def listeners(self) -> list[Listener]:
         """Ports to listen on, except a default metrics port, which another may replace."""
-        listeners = [Listener(self.host, self.port)]
+        listeners = [] if self.uds is not None else [Listener(self.host, self.port)]
         if "metrics_port" in self.model_fields_set:
             listeners.append(metrics_listener(self.host, self.metrics_port))
         listeners.append(Listener(self.admin_host, self.admin_port, "--admin-port", zero=NO_PORT))

@@ -80,3 +80,17 @@ def listen(
     except RuntimeError as error:
         raise listener.error(OSError(str(error))) from error
     return f"{name}:{bound}"
+
+
+def listen_on_socket(server: grpc.aio.Server, path: Path) -> str:
+    """Bind a server to a Unix socket before its start; return its address.
+
+    Raises:
+        OSError: The socket cannot be created.
+    """
+    address = f"unix:{path}"
+    try:
+        server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise OSError(f"cannot listen on {path}: {error}") from error
+    return address

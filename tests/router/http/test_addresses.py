@@ -74,6 +74,8 @@ def test_what_else_is_there_is_left_alone(tmp_path):
     [
         ({"http_uds": "a", "http_port": 8000}, "--http-uds and --http-port exclude each other"),
         ({"http_uds": "a", "workers": 2}, "--http-uds needs --workers 1"),
+        ({"uds": "a", "workers": 2}, "--uds needs --workers 1"),
+        ({"uds": "a", "tls_cert": "b", "tls_key": "c"}, "--uds and --tls-cert exclude each other"),
         ({"http_root_path": "llm"}, "pattern"),
         ({"http_root_path": "/llm/"}, "pattern"),
         ({"http_root_path": "/.."}, "pattern"),

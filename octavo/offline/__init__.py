@@ -1,0 +1,1 @@
+"""Models for programs without a server of their own: scripts, notebooks, evaluations."""

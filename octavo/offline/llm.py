@@ -1,0 +1,208 @@
+"""`octavo.LLM`: many prompts through a model, without a server of one's own."""
+
+import asyncio
+import itertools
+import threading
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Self, Unpack, overload
+
+from octavo.client import (
+    AsyncClient,
+    Completion,
+    GenerateOptions,
+    Message,
+    ResourceExhaustedError,
+    UnavailableError,
+)
+from octavo.client.prompts import Prompt
+from octavo.offline.progress import Progress
+from octavo.offline.server import ChildServer, FlagValue
+
+IN_FLIGHT = 128
+"""Default maximum of requests at once; the engine batches as many as its cache holds."""
+AHEAD = 4
+"""Prompts that are taken from an iterator before their turn, as a multiple of the requests at once:
+results are in order, and a long output must not keep others from starting."""
+
+
+class LLM:
+    """A model for programs: `octavo serve` in child processes, or routers that run elsewhere.
+
+        with octavo.LLM("demo") as llm:
+            for completion in llm.chat(["Why is the sky blue?", "Name a river."], max_tokens=100):
+                print(completion.text)
+
+    Results are in the order of the prompts. A sequence of prompts gives a list; any other iterable
+    gives an iterator, which takes prompts as results are read, in bounded memory. Threads may
+    share this object. The server ends with `close`, and with this process.
+
+    Args:
+        model: A Hub name, a directory, a GGUF file or `demo`; with `hosts`, a served model's name.
+        hosts: Addresses of running routers to use in turn, instead of a server here.
+        in_flight: Maximum number of requests at once.
+        progress: Whether to show progress, if standard error is a terminal.
+        start_timeout: Maximum seconds until the model is ready.
+        **flags: Flags of `octavo serve`, such as `quantization="int8"` or `num_blocks=512`.
+
+    Raises:
+        ServerError: The server did not start; the message has the end of its log.
+        ValueError: There is neither a model nor a host, or flags come with hosts.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        hosts: Sequence[str] = (),
+        in_flight: int = IN_FLIGHT,
+        progress: bool = True,
+        start_timeout: float = 3600.0,
+        **flags: FlagValue,
+    ) -> None:
+        if hosts and flags:
+            raise ValueError(f"with hosts, no server starts here that takes {', '.join(flags)}")
+        if not hosts and model is None:
+            raise ValueError("give a model, or hosts that serve one")
+        self._server = None
+        self._model = model
+        if model is not None and not hosts:
+            self._server = ChildServer(model, flags, start_timeout)
+            self._model, hosts = None, [self._server.address]
+        self._in_flight = in_flight
+        self._progress = progress
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
+        self._thread.start()
+        self._clients = asyncio.run_coroutine_threadsafe(_connect(hosts), self._loop).result()
+        self._turns = itertools.cycle(self._clients)
+        self._places = asyncio.Semaphore(in_flight)
+
+    @overload
+    def generate(  # type: ignore[overload-overlap] # the first that fits
+        self, prompts: str | Sequence[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
+
+    @overload
+    def generate(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Iterator[Completion]: ...
+
+    def generate(
+        self, prompts: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[Completion] | Iterator[Completion]:
+        """Return the completion of each prompt.
+
+        Args:
+            prompts: Texts, chats or lists of token ids; or one text.
+            **options: See GenerateOptions.
+
+        Raises:
+            Error: A request failed; the others are cancelled.
+            ServerError: The server has ended.
+        """
+        if isinstance(prompts, str):
+            prompts = [prompts]
+        if isinstance(prompts, Sequence):
+            return list(self._complete(prompts, options, len(prompts)))
+        return self._complete(prompts, options, None)
+
+    @overload
+    def chat(  # type: ignore[overload-overlap] # the first that fits
+        self, conversations: str | Sequence[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[Completion]: ...
+
+    @overload
+    def chat(
+        self, conversations: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> Iterator[Completion]: ...
+
+    def chat(
+        self, conversations: Iterable[Prompt], **options: Unpack[GenerateOptions]
+    ) -> list[Completion] | Iterator[Completion]:
+        """Return the answer to each conversation; a text is a user's message.
+
+        Arguments, results and errors are otherwise those of `generate`.
+        """
+        if isinstance(conversations, str):
+            conversations = [conversations]
+        prompts = map(_conversation, conversations)
+        if isinstance(conversations, Sequence):
+            return list(self._complete(prompts, options, len(conversations)))
+        return self._complete(prompts, options, None)
+
+    def close(self) -> None:
+        """Cancel requests, and stop the server."""
+        if self._loop.is_closed():
+            return
+        asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        if self._server is not None:
+            self._server.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _complete(
+        self, prompts: Iterable[Prompt], options: GenerateOptions, total: int | None
+    ) -> Iterator[Completion]:
+        """Yield completions in order, with at most `AHEAD` times `in_flight` prompts taken."""
+        if self._model is not None:
+            options = {"model": self._model, **options}
+        futures: deque[Future[Completion]] = deque()
+        try:
+            with Progress(total, shown=self._progress) as progress:
+
+                def first() -> Completion:
+                    completion = self._result(futures.popleft())
+                    progress.add(completion)
+                    return completion
+
+                for prompt in prompts:
+                    call = self._request(prompt, options)
+                    futures.append(asyncio.run_coroutine_threadsafe(call, self._loop))
+                    if len(futures) >= AHEAD * self._in_flight:
+                        yield first()
+                while futures:
+                    yield first()
+        finally:
+            for future in futures:
+                future.cancel()
+
+    def _result(self, future: Future[Completion]) -> Completion:
+        try:
+            return future.result()
+        except UnavailableError as error:
+            raise (self._server.explain(error) if self._server else error) from error
+
+    async def _request(self, prompt: Prompt, options: GenerateOptions) -> Completion:
+        async with self._places:
+            client = next(self._turns)
+            while True:
+                try:
+                    return await client.generate(prompt, **options).complete()
+                except ResourceExhaustedError as error:
+                    if error.retry_after is None:
+                        raise
+                    await asyncio.sleep(error.retry_after)
+
+    async def _disconnect(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await asyncio.gather(*(client.close() for client in self._clients))
+
+
+def _conversation(prompt: Prompt) -> Prompt:
+    return [Message("user", prompt)] if isinstance(prompt, str) else prompt
+
+
+async def _connect(hosts: Sequence[str]) -> list[AsyncClient]:
+    return [AsyncClient(host) for host in hosts]
