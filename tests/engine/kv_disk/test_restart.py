@@ -103,6 +103,17 @@ def test_other_settings_use_other_files(model, filled, tmp_path):
         assert generate(engine, "a") == (filled, 0)
 
 
+def test_whole_numbers_are_found_and_those_of_other_types_are_not(model, filled, tmp_path):
+    with running(model, tmp_path, kv_cache_dtype="int8") as engine:
+        tokens, cached = generate(engine, "a")
+        assert cached == 0
+        assert written(engine) > 0
+    with running(model, tmp_path, kv_cache_dtype="int8") as engine:
+        again, cached = generate(engine, "a")
+        assert again == tokens
+        assert cached >= 64  # blocks of small types may have more tokens
+
+
 def test_damaged_files_are_recomputed(model, filled, tmp_path):
     for path in tmp_path.rglob("*.kv"):
         path.write_bytes(path.read_bytes()[:-1] + b"?")

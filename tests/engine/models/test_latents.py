@@ -7,6 +7,7 @@ import torch
 from transformers.models.minicpm3 import modeling_minicpm3
 from transformers.models.minicpm3.modeling_minicpm3 import MiniCPM3Attention
 
+from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.attention.latent import AbsorbedProducts, Expansion, absorbed_linears
 from octavo.engine.attention.packed_latents import PackedProducts
 from octavo.engine.memory.cache_layout import plan_layout
@@ -198,3 +199,8 @@ def test_scales_of_an_fp8_cache_fit_latents(minicpm3):
     loaded = load_tiny(minicpm3)
     scales = measure_kv_scales(loaded.model, loaded.shape, str(minicpm3), torch.float8_e4m3fn)
     assert all(keys > 0 and values == 1.0 for keys, values in scales)
+
+
+def test_whole_numbers_are_refused(minicpm3):
+    with pytest.raises(UnsupportedModelError, match="int8 keeps keys and values"):
+        report(EngineSettings(model=str(minicpm3), device="cpu", kv_cache_dtype="int8"))
