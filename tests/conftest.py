@@ -4,6 +4,7 @@ import ipaddress
 import os
 import signal
 import ssl
+from collections.abc import Generator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
@@ -44,6 +45,12 @@ structlog.configure(
 # The speed of drawing examples shows the machine's load, not a fault.
 settings.register_profile("octavo", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("octavo")
+
+
+@pytest.hookimpl(wrapper=True, optionalhook=True)
+def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
+    """Run three tests on two cores: they wait for timeouts and servers a quarter of the time."""
+    return (yield) * 3 // 2
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
