@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from octavo.cli.batch import batch
 from octavo.cli.bench import bench
 from octavo.cli.chat import chat
 from octavo.cli.check import check
@@ -33,7 +34,7 @@ app = typer.Typer(
 
 for _command in (serve, router, engine):
     app.command(rich_help_panel="Serve", epilog=EPILOG, cls=Command)(name_types(_command))
-for _command in (check, generate, chat, status, health, demo, key):
+for _command in (check, generate, chat, batch, status, health, demo, key):
     app.command(rich_help_panel="Use", cls=Command)(name_types(_command))
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 

@@ -18,7 +18,7 @@ from octavo.client import (
 )
 from octavo.client.prompts import Prompt
 from octavo.offline.progress import Progress
-from octavo.offline.server import ChildServer, FlagValue
+from octavo.offline.server import START_SECONDS, ChildServer, FlagValue, command_line
 
 IN_FLIGHT = 128
 """Default maximum of requests at once; the engine batches as many as its cache holds."""
@@ -58,7 +58,7 @@ class LLM:
         hosts: Sequence[str] = (),
         in_flight: int = IN_FLIGHT,
         progress: bool = True,
-        start_timeout: float = 3600.0,
+        start_timeout: float = START_SECONDS,
         **flags: FlagValue,
     ) -> None:
         if hosts and flags:
@@ -68,7 +68,7 @@ class LLM:
         self._server = None
         self._model = model
         if model is not None and not hosts:
-            self._server = ChildServer(model, flags, start_timeout)
+            self._server = ChildServer(model, command_line(flags), start_timeout)
             self._model, hosts = None, [self._server.address]
         self._in_flight = in_flight
         self._progress = progress

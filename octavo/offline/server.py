@@ -15,6 +15,8 @@ from octavo.client import Client, UnavailableError
 FlagValue = str | int | float | Path | Sequence[str | int | float | Path] | None
 """A flag's value; True and False give --NAME and --no-NAME, a sequence the flag several times."""
 
+START_SECONDS = 3600.0
+"""Default maximum of the start: a model may have to be downloaded."""
 STOP_SECONDS = 40.0
 POLL_SECONDS = 0.1
 TAIL_LINES = 25
@@ -32,24 +34,26 @@ class ChildServer:
 
     Args:
         model: A Hub name, a directory, a GGUF file or `demo`.
-        flags: Flags of `octavo serve`, by their names with underscores.
+        arguments: Flags of `octavo serve`, as on its command line.
         start_timeout: Maximum seconds until it is ready.
 
     Attributes:
         address: The gRPC target of the router.
+        http_socket: The Unix socket of its HTTP API.
 
     Raises:
         ServerError: It did not start.
     """
 
     def __init__(
-        self, model: str, flags: Mapping[str, FlagValue], start_timeout: float = 3600.0
+        self, model: str, arguments: Sequence[str] = (), start_timeout: float = START_SECONDS
     ) -> None:
         directory = Path(mkdtemp(prefix="octavo-"))  # mode 0700
         self._log = directory / "server.log"
         self.address = f"unix:{directory / 'router.sock'}"
+        self.http_socket = directory / "http.sock"
         serve = ["octavo", "serve", model, "--uds", str(directory / "router.sock")]
-        serve += ["--metrics-port", "0", *command_line(flags)]
+        serve += ["--http-uds", str(self.http_socket), "--metrics-port", "0", *arguments]
         with self._log.open("wb") as log:
             # In a session of its own, ctrl-C does not reach it; the pipe's end ends it.
             self._process = subprocess.Popen(
