@@ -48,7 +48,8 @@ class LLM:
 
     Raises:
         ServerError: The server did not start; the message has the end of its log.
-        ValueError: There is neither a model nor a host, or flags come with hosts.
+        ValueError: There is neither a model nor a host, flags come with hosts, or no request may be
+            in flight.
     """
 
     def __init__(
@@ -65,6 +66,8 @@ class LLM:
             raise ValueError(f"with hosts, no server starts here that takes {', '.join(flags)}")
         if not hosts and model is None:
             raise ValueError("give a model, or hosts that serve one")
+        if in_flight < 1:
+            raise ValueError(f"in_flight must be at least 1 (given: {in_flight})")
         self._server = None
         self._model = model
         if model is not None and not hosts:
