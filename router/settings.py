@@ -132,7 +132,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         0,
         ge=0,
         le=65535,
-        description="Port of the HTTP server: OpenAI's API and the playground; 0 disables it.",
+        description="Port of the HTTP server: OpenAI's and Anthropic's APIs and the playground; 0 "
+        "disables it.",
     )
     http_uds: Path | None = Field(
         None,
@@ -155,6 +156,16 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         gt=0,
         description="Seconds without data after which an HTTP stream sends its headers, and then "
         "comments, so that proxies keep it open.",
+    )
+    response_store: Path | None = Field(
+        None,
+        description="SQLite file of the responses that /v1/responses stores, so that they outlast "
+        "the router. Default: memory.",
+    )
+    response_store_space: float = Field(
+        0.25,
+        gt=0,
+        description="Maximum GiB of stored responses and their inputs; the oldest are dropped.",
     )
     tokenizer: str | None = Field(
         None,

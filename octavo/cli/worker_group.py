@@ -16,6 +16,7 @@ from octavo.cli.worker_process import WorkerProcess
 from octavo.common.background import end, joined, restart_delays, start
 from octavo.common.ports import Listener
 from octavo.common.shutdown import ShutdownSignals, StoppedWhileStartingError, shutdown_signals
+from octavo.router.http.responses.store import ResponseStore
 from octavo.router.settings import RouterSettings, http_listener
 from octavo.router.workers.parent_server import ParentServer
 from octavo.router.workers.worker_slot import WorkerSlot, settings_of_worker
@@ -180,7 +181,10 @@ async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None])
         directory = Path(name)
         socket = directory / "parent.sock"
         parent = ParentServer(settings, socket)
-        group = WorkerGroup(settings_of_worker(settings, port), directory, parent, socket)
+        own = settings_of_worker(settings, port, directory)
+        if settings.serves_http:  # workers that made the file at once could lock each other out
+            ResponseStore(own.response_store, own.response_store_space).close()
+        group = WorkerGroup(own, directory, parent, socket)
         try:
             group.start()
             await parent.start()

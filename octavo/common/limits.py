@@ -110,7 +110,7 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
                 f"stop.min_tokens must be in [0, {stop.max_tokens}], up to stop.max_tokens; "
                 f"got {stop.min_tokens}",
             )
-        if stop.max_reasoning_tokens > stop.max_tokens:
+        if stop.max_reasoning_tokens > stop.max_tokens and not stop.fit_limits:
             raise rpc.invalid(
                 "stop.max_reasoning_tokens",
                 f"stop.max_reasoning_tokens must be in [0, {stop.max_tokens}], up to "
@@ -203,6 +203,8 @@ def output_length(
             reason=rpc.CONTEXT_LENGTH_EXCEEDED,
         )
     max_tokens = stop.max_tokens if stop.HasField("max_tokens") else min(room, fits)
+    if stop.fit_limits:
+        max_tokens = min(max_tokens, room, fits)
     if max_tokens > room:
         raise rpc.invalid(
             "stop.max_tokens",

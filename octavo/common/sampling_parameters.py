@@ -192,6 +192,15 @@ class GenerateOptions(ChatOptions, total=False):
             "Maximum tokens of reasoning per output; then its end is forced.",
         ),
     ]
+    fit_limits: Annotated[
+        bool | None,
+        Parameter(
+            "stop.fit_limits",
+            "Lower max_tokens and max_reasoning_tokens to what is possible instead of refusing "
+            "them.",
+            flags=(),
+        ),
+    ]
     temperature: Annotated[
         float | None,
         Parameter(

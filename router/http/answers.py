@@ -1,57 +1,32 @@
-"""Builds the response to a valid HTTP request, whole or streamed."""
+"""Builds the response to a valid request of chat or text completions, whole or streamed."""
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from pydantic_core import to_json
-
-from octavo.client import InvalidArgumentError
-from octavo.client.requests import generate_request
-from octavo.common import rpc
-from octavo.common.background import joined
-from octavo.router.generate import Write
 from octavo.router.http.answer_format import AnswerFormat, Choice, usage
-from octavo.router.http.errors import from_client, from_rpc, named
+from octavo.router.http.calls import Calls, Generate, Send, event
 from octavo.router.http.schema import ApiRequest
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.v1.generation_pb2 import (
-    Accepted,
-    Delta,
-    Finished,
-    GenerateRequest,
-    GenerateResponse,
-    Usage,
-)
+from octavo.v1.generation_pb2 import Accepted, Delta, Finished, GenerateResponse, Usage
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 Vocabularies = Callable[[str], Vocabulary]
 """A function that returns a model's vocabulary."""
-Generate = Callable[[GenerateRequest, Write], Coroutine[Any, Any, None]]
-"""Runs one Generate call for the HTTP request's tenant; `Write` receives the responses."""
-FindUnenforced = Callable[[GenerateRequest], Awaitable[Sequence[str]]]
-"""Returns the parts of a request's schemas that are not enforced."""
-Send = Callable[[bytes], Awaitable[None]]
-"""Sends a part of the response body."""
 
 END = b"data: [DONE]\n\n"
 
 
-class Answer:
-    """The Generate calls of one HTTP request, and the JSON built from their responses.
+class Answer(Calls):
+    """The response of chat and text completions.
 
     Args:
         request: The body of the HTTP request.
         answer_format: The API's response format.
         vocabularies: Models' vocabularies, to spell the tokens of log-probabilities.
         request_id: Id of the HTTP request.
-
-    Attributes:
-        id: Response id, from the body's `request_id` or else the HTTP request's; logs and traces
-            use it.
-        unenforced: Parts of schemas that are not enforced, by their HTTP names.
 
     Raises:
         ApiError: An argument has the wrong type.
@@ -64,8 +39,7 @@ class Answer:
         vocabularies: Vocabularies,
         request_id: str,
     ) -> None:
-        self.id = answer_format.id_prefix + (request.request_id or request_id)
-        self.unenforced: Sequence[str] = ()
+        super().__init__(request, answer_format.id_prefix, request_id)
         self._started = False
         self._unenforced_sent = False
         self._request = request
@@ -73,7 +47,6 @@ class Answer:
         self._vocabularies = vocabularies
         self._created = int(time.time())
         self._model = request.model
-        self._messages = self._make_messages()
         self._usages = [Usage() for _ in self._messages]
         self._sending = asyncio.Lock()
 
@@ -102,13 +75,6 @@ class Answer:
         body = self._body(self._format.object, choices) | {"usage": usage(self._usages)}
         return body | ({"unenforced_schema": self.unenforced} if self.unenforced else {})
 
-    async def find_unenforced(self, find: FindUnenforced) -> None:
-        """Set `unenforced`, before the response starts."""
-        names = self._request.params
-        for place in await find(self._messages[0]):
-            field, mark, pointer = place.partition("#")
-            self.unenforced = [*self.unenforced, f"{named(field, names)}{mark}{pointer}"]
-
     async def stream(self, generate: Generate, send: Send) -> None:
         """Send the response as server-sent events.
 
@@ -121,18 +87,6 @@ class Answer:
         if options is not None and options.include_usage:
             await send(self._chunk([], last=True))
         await send(END)
-
-    async def _run(self, generate: Generate, writes: Sequence[Write]) -> None:
-        """Run all calls concurrently; if one fails, cancel the others."""
-        calls = list(map(generate, self._messages, writes))
-        try:
-            if len(calls) == 1:
-                await calls[0]
-                return
-            async with joined(*calls, expected=(rpc.RpcError,)) as tasks:
-                await asyncio.gather(*tasks)
-        except rpc.RpcError as error:
-            raise from_rpc(error, self._request.params) from None
 
     async def _keep(self, i: int, kept: list[GenerateResponse], response: GenerateResponse) -> None:
         self._count(i, response)
@@ -233,18 +187,6 @@ class Answer:
             "choices": choices,
         }
 
-    def _make_messages(self) -> list[GenerateRequest]:
-        """Return the requests to generate, one per prompt."""
-        prompts, options = self._request.prompts, self._request.options()
-        messages = []
-        for i, prompt in enumerate(prompts):
-            options["request_id"] = self.id if len(prompts) == 1 else f"{self.id}-{i}"
-            try:
-                messages.append(generate_request(prompt, options))
-            except InvalidArgumentError as error:
-                raise from_client(error, self._request.params) from None
-        return messages
-
 
 def _errors(end: Finished) -> Choice:
     """Return an output's schema violations, as a member of its choice."""
@@ -253,8 +195,3 @@ def _errors(end: Finished) -> Choice:
 
 def _place(end: Finished) -> int:
     return end.index
-
-
-def event(body: dict[str, Any]) -> bytes:
-    """Return one server-sent event."""
-    return b"data: " + to_json(body) + b"\n\n"

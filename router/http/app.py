@@ -23,14 +23,19 @@ from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
 from octavo.router.http.answers import Answer, Vocabularies
+from octavo.router.http.anthropic.answer import MessageAnswer
+from octavo.router.http.anthropic.schema import CountRequest, MessagesRequest
 from octavo.router.http.bodies import OpenBody
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
+from octavo.router.http.calls import Calls, GeneratingBody
 from octavo.router.http.chat import ChatFormat
 from octavo.router.http.completions import CompletionFormat
 from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.event_stream import EventStream
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import HttpPeerLimit
+from octavo.router.http.responses.endpoints import ResponseEndpoints
+from octavo.router.http.responses.store import ResponseStore
 from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.router.http.stats import RouterStats
 from octavo.router.settings import RouterSettings
@@ -58,6 +63,7 @@ class Api:
         vocabularies: Models' vocabularies.
         is_serving: Whether an engine is available.
         stats: Content of GET /status and GET /metrics.
+        store: The responses that later requests may continue.
     """
 
     def __init__(
@@ -69,6 +75,7 @@ class Api:
         vocabularies: Vocabularies,
         is_serving: Callable[[], bool],
         stats: RouterStats,
+        store: ResponseStore,
     ) -> None:
         self._settings = settings
         self._generator = generator
@@ -76,6 +83,14 @@ class Api:
         self._vocabularies = vocabularies
         self._is_serving = is_serving
         self._stats = stats
+        self._responses = ResponseEndpoints(
+            store,
+            generator,
+            vocabularies,
+            parse=self._parse,
+            authenticate=self._authenticate,
+            answer=self._answer,
+        )
         self._refusing = False
         self._created = int(time.time())
 
@@ -87,7 +102,7 @@ class Api:
                 Middleware(
                     CORSMiddleware,
                     allow_origins=self._settings.http_cors_origin,
-                    allow_methods=["GET", "POST"],
+                    allow_methods=["GET", "POST", "DELETE"],
                     allow_headers=["*"],
                     expose_headers=[
                         *(headers.REQUEST_ID, "Retry-After", "Retry-After-Ms"),
@@ -109,6 +124,9 @@ class Api:
         return [
             Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
             Route("/v1/completions", _answered(self._completions), methods=["POST"]),
+            Route("/v1/messages", _answered(self._messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", _answered(self._count_tokens), methods=["POST"]),
+            *self._response_routes(),
             Route("/v1/models", _answered(self._models)),
             Route("/v1/models/{model:path}", _answered(self._model)),
             Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
@@ -122,6 +140,18 @@ class Api:
             Route("/playground/{name:path}", page),
         ]
 
+    def _response_routes(self) -> list[BaseRoute]:
+        endpoints, path = self._responses, "/v1/responses"
+        one = f"{path}/{{id}}"
+        return [
+            Route(path, _answered(endpoints.create), methods=["POST"]),
+            Route(f"{path}/input_tokens", _answered(endpoints.count), methods=["POST"]),
+            Route(one, _answered(endpoints.retrieve)),
+            Route(one, _answered(endpoints.delete), methods=["DELETE"]),
+            Route(f"{one}/input_items", _answered(endpoints.input_items)),
+            Route(f"{one}/cancel", _answered(endpoints.cancel), methods=["POST"]),
+        ]
+
     def refuse(self) -> None:
         """Refuse new requests, except those that only show status."""
         self._refusing = True
@@ -131,7 +161,7 @@ class Api:
         answer_format = ChatFormat(
             logprobs=bool(body.logprobs), reasoning=body.include_reasoning is not False
         )
-        return await self._answer(request, tenant, body, answer_format)
+        return await self._complete(request, tenant, body, answer_format)
 
     async def _completions(self, request: Request) -> Response:
         tenant, body = await self._parse(request, CompletionRequest)
@@ -141,7 +171,20 @@ class Api:
             prompt_only=body.prompt_only,
             keep_special=bool(body.options().get("keep_special_tokens")),
         )
-        return await self._answer(request, tenant, body, answer_format)
+        return await self._complete(request, tenant, body, answer_format)
+
+    async def _messages(self, request: Request) -> Response:
+        tenant, body = await self._parse(request, MessagesRequest)
+        answer = MessageAnswer(body, request.state.request_id)
+        return await self._answer(request, tenant, body, answer)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        tenant, body = await self._parse(request, CountRequest)
+        try:
+            answer = await self._generator.tokenize(body.tokenize_request(), tenant)
+        except rpc.RpcError as error:
+            raise from_rpc(error, body.params) from None
+        return JSONResponse({"input_tokens": len(answer.token_ids)}, headers=_ignored(body))
 
     async def _parse(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
         """Authenticate the caller, then read the body, so that unknown callers cannot send one."""
@@ -157,7 +200,7 @@ class Api:
         request.state.known = True  # keeps the connection when unauthenticated ones are closed
         return tenant
 
-    async def _answer(
+    async def _complete(
         self,
         request: Request,
         tenant: Tenant,
@@ -165,8 +208,13 @@ class Api:
         answer_format: ChatFormat | CompletionFormat,
     ) -> Response:
         answer = Answer(body, answer_format, self._vocabularies, request.state.request_id)
+        return await self._answer(request, tenant, body, answer)
+
+    async def _answer(
+        self, request: Request, tenant: Tenant, body: GeneratingBody, answer: Calls
+    ) -> Response:
         await answer.find_unenforced(self._generator.unenforced)
-        extra = _ignored(body) | _unenforced(answer)
+        extra = _ignored(body) | _unenforced(answer) | answer.headers
         generate = functools.partial(
             self._generator.generate,
             tenant=tenant,
@@ -269,22 +317,22 @@ def _answered(endpoint: Handler) -> Handler:
                 raise rpc.unavailable("no file descriptors are left; retry later")
             return await endpoint(request)
         except rpc.RpcError as error:
-            return from_rpc(error).response()
+            return from_rpc(error).response(request.scope)
         except InvalidArgumentError as error:
-            return from_client(error).response()
+            return from_client(error).response(request.scope)
         except (ApiError, ClientLeftError) as error:
-            return _refusal(error)
+            return _refusal(request, error)
 
     return call
 
 
-def _ignored(body: OpenBody) -> dict[str, str]:
+def _ignored(body: GeneratingBody | OpenBody) -> dict[str, str]:
     """Return the header with the names of ignored arguments, if there are any."""
     names = body.ignored()
     return {IGNORED: ", ".join(names)} if names else {}
 
 
-def _unenforced(answer: Answer) -> dict[str, str]:
+def _unenforced(answer: Calls) -> dict[str, str]:
     """Return the header with the parts of schemas that are not enforced, if there are any."""
     value = ", ".join(quote(place, safe="/#~[]$") for place in answer.unenforced)
     if len(value) > MAX_UNENFORCED:
@@ -292,16 +340,18 @@ def _unenforced(answer: Answer) -> dict[str, str]:
     return {UNENFORCED: value} if value else {}
 
 
-def _refusal(error: ApiError | ClientLeftError) -> Response:
-    return error.response() if isinstance(error, ApiError) else Response(status_code=499)
+def _refusal(request: Request, error: ApiError | ClientLeftError) -> Response:
+    if isinstance(error, ApiError):
+        return error.response(request.scope)
+    return Response(status_code=499)
 
 
 async def _not_there(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"{request.method} {request.url.path[:256]}: {error.detail}"
-    return ApiError(error.status_code, message, headers=error.headers).response()
+    return ApiError(error.status_code, message, headers=error.headers).response(request.scope)
 
 
 async def _broken(request: Request, error: Exception) -> Response:  # noqa: ARG001 - it is logged
     message = "an unexpected error; the server's log has the details"
-    return ApiError(500, message, kind="server_error").response()
+    return ApiError(500, message, kind="server_error").response(request.scope)

@@ -54,7 +54,7 @@ class ChatFormat:
             return None
         choice = _chunk(index, piece)
         if self._logprobs:
-            choice["logprobs"] = _chat_logprobs(logprobs, vocabulary)
+            choice["logprobs"] = chat_logprobs(logprobs, vocabulary)
         return choice
 
     def ending(self, index: int, reason: Reason) -> Choice:
@@ -83,7 +83,7 @@ class ChatFormat:
         return {
             "index": index,
             "message": message,
-            "logprobs": _chat_logprobs(logprobs, vocabulary) if self._logprobs else None,
+            "logprobs": chat_logprobs(logprobs, vocabulary) if self._logprobs else None,
             "finish_reason": finish_reason(reason),
         }
 
@@ -110,7 +110,9 @@ def _chunk(index: int, delta: dict[str, Any], reason: str | None = None) -> Choi
     return {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
 
 
-def _chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
+def chat_logprobs(logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary) -> dict[str, Any]:
+    """Return log-probabilities in OpenAI's form."""
+
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         token = vocabulary.token(token_id)
         return {"token": token.text, "logprob": finite(logprob), "bytes": list(token.encoded)}

@@ -1,4 +1,4 @@
-"""Failures as HTTP statuses with OpenAI's error bodies."""
+"""Failures as HTTP statuses with the error bodies of OpenAI's or Anthropic's API."""
 
 import math
 import re
@@ -8,6 +8,7 @@ from typing import Any
 import grpc
 from pydantic import ValidationError
 from starlette.responses import JSONResponse
+from starlette.types import Scope
 
 from octavo.client import InvalidArgumentError
 from octavo.common import rpc
@@ -33,6 +34,21 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
     grpc.StatusCode.UNAVAILABLE: (503, "server_error", "unavailable"),
     grpc.StatusCode.DEADLINE_EXCEEDED: (504, "server_error", "deadline_exceeded"),
 }
+
+MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
+"""Ends of the paths of Anthropic's API."""
+MESSAGES_ID = "Request-Id"
+"""Anthropic's name of the header X-Request-Id."""
+_MESSAGES_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+"""Anthropic's types of errors, by status."""
 
 _REASONS = {rpc.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded"}
 """OpenAI's codes of errors whose reason says more than their status."""
@@ -69,7 +85,7 @@ _PARTS = (
 
 
 class ApiError(Exception):
-    """An error of the HTTP API, in OpenAI's form.
+    """An error of the HTTP API.
 
     Attributes:
         status: The HTTP status.
@@ -96,8 +112,18 @@ class ApiError(Exception):
         """The response's JSON, which describes the error."""
         return {"error": self._error}
 
-    def response(self) -> JSONResponse:
-        """Return the HTTP response."""
+    def messages_body(self, request_id: str) -> dict[str, Any]:
+        """Return the JSON of the response in the form of Anthropic's API."""
+        other = "invalid_request_error" if self.status < 500 else "api_error"
+        described = {"type": _MESSAGES_KINDS.get(self.status, other), "message": str(self)}
+        return {"type": "error", "error": described, "request_id": request_id}
+
+    def response(self, scope: Scope) -> JSONResponse:
+        """Return the HTTP response to a request, in the form of the API that it is for."""
+        if scope["path"].endswith(MESSAGES_PATHS):
+            request_id = scope["state"]["request_id"]
+            body = self.messages_body(request_id)
+            return JSONResponse(body, self.status, {**self.headers, MESSAGES_ID: request_id})
         return JSONResponse(self.body, self.status, self.headers)
 
 
@@ -170,10 +196,15 @@ def named(path: str, params: Mapping[str, str] | None = None) -> str:
         path: The field.
         params: See `from_rpc`.
     """
-    for known, name in (_PARAMS | dict(params or {})).items():
+    names = _PARAMS | dict(params or {})
+    for known, name in sorted(names.items(), key=_length, reverse=True):
         if path == known or path.startswith((f"{known}[", f"{known}.")):
             return _within(name + path.removeprefix(known)) if name in _NESTED else name
     return path.rpartition(".")[2].partition("[")[0]
+
+
+def _length(entry: tuple[str, str]) -> int:
+    return len(entry[0])
 
 
 def _within(path: str) -> str:

@@ -8,12 +8,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from octavo.common.background import joined
-from octavo.router.http.answers import Answer, Generate, event
 from octavo.router.http.body import ClientLeftError, while_connected
+from octavo.router.http.calls import Calls, Generate
 from octavo.router.http.errors import ApiError
-
-PING = b": ping\n\n"
-"""An SSE comment, which clients ignore."""
 
 
 class EventStream(Response):
@@ -29,7 +26,7 @@ class EventStream(Response):
     def __init__(
         self,
         request: Request,
-        answer: Answer,
+        answer: Calls,
         generate: Generate,
         headers: Mapping[str, str],
         ping_interval: float,
@@ -55,16 +52,22 @@ class EventStream(Response):
             await while_connected(self._request, self._stream(body))
         except ApiError as error:
             if not body.started:
-                await error.response()(scope, receive, send)
+                await error.response(scope)(scope, receive, send)
                 return
-            await body.send(event(error.body))
+            await body.send(self._answer.failure(error))
         except ClientLeftError:
             return
         await send({"type": "http.response.body"})
 
     async def _stream(self, body: "_Body") -> None:
-        async with joined(body.ping(self._ping_interval), names=("http-ping",)):
+        async with joined(self._ping(body), names=("http-ping",)):
             await self._answer.stream(self._generate, body.send)
+
+    async def _ping(self, body: "_Body") -> None:
+        """Send a ping after each interval without data."""
+        while True:
+            if await body.idle(self._ping_interval):
+                await body.send(self._answer.ping)
 
 
 class _Body:
@@ -95,9 +98,7 @@ class _Body:
             await self._send({"type": "http.response.body", "body": part, "more_body": True})
             self._last = self._loop.time()
 
-    async def ping(self, interval: float) -> None:
-        """Send a ping after each `interval` seconds without data."""
-        while True:
-            await asyncio.sleep(self._last + interval - self._loop.time())
-            if self._loop.time() >= self._last + interval:
-                await self.send(PING)
+    async def idle(self, interval: float) -> bool:
+        """Wait for `interval` seconds after the last part; return whether none followed."""
+        await asyncio.sleep(self._last + interval - self._loop.time())
+        return self._loop.time() >= self._last + interval

@@ -13,6 +13,8 @@ from octavo.router.http.errors import ApiError
 
 FORWARDED = ("authorization", "traceparent", "tracestate")
 """Headers with the meaning of the gRPC metadata of the same name."""
+KEY = "x-api-key"
+"""Header with the API key in Anthropic's API; `Authorization` wins."""
 TIMEOUT = "X-Request-Timeout"
 """Header with the client's timeout in seconds; OpenAI's API has no parameter for it."""
 
@@ -33,6 +35,8 @@ def metadata(request: Request) -> Metadata:
     pairs = []
     for name in FORWARDED:
         value = request.headers.get(name)
+        if value is None and name == "authorization" and (key := request.headers.get(KEY)):
+            value = f"Bearer {key}"
         if value is None:
             continue
         if not (value.isascii() and value.isprintable()):

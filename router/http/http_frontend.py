@@ -6,7 +6,8 @@ from octavo.router.engines.pool import EnginePool
 from octavo.router.generate import Generator
 from octavo.router.http.app import Api
 from octavo.router.http.headers import RequestIds
-from octavo.router.http.server import HttpServer
+from octavo.router.http.responses.store import ResponseStore
+from octavo.router.http.server import CLOSE_SECONDS, HttpServer
 from octavo.router.http.stats import RouterStats
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.settings import RouterSettings
@@ -24,6 +25,9 @@ class HttpFrontend(HttpServer):
         pool: The engines, which hold the vocabularies.
         is_serving: Whether an engine is available.
         stats: Content of GET /status and GET /metrics.
+
+    Raises:
+        SettingsError: The file of responses cannot be used.
     """
 
     def __init__(
@@ -38,6 +42,7 @@ class HttpFrontend(HttpServer):
     ) -> None:
         self._pool = pool
         self._vocabularies: dict[Tokenizer, Vocabulary] = {}
+        self._store = ResponseStore(settings.response_store, settings.response_store_space)
         self._api = Api(
             settings,
             generator,
@@ -45,6 +50,7 @@ class HttpFrontend(HttpServer):
             vocabularies=self._vocabulary,
             is_serving=is_serving,
             stats=stats,
+            store=self._store,
         )
         super().__init__(RequestIds(self._api.app()), settings)
 
@@ -52,6 +58,11 @@ class HttpFrontend(HttpServer):
         """Accept no new connections, and refuse requests on open ones."""
         await self.stop_accepting()
         self._api.refuse()
+
+    async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
+        """Stop the server, then close the file of responses."""
+        await super().stop(seconds)
+        self._store.close()
 
     def _vocabulary(self, model: str) -> Vocabulary:
         """Return the vocabulary of a model that has answered a request."""

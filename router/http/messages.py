@@ -11,7 +11,7 @@ from octavo.router.http.errors import WRONG_TYPE
 from octavo.router.http.no_ops import Never, only
 
 
-def _parts(content: object) -> object:
+def parts(content: object) -> object:
     """Return a message's content as a list of parts."""
     if content is None:
         return []
@@ -60,7 +60,7 @@ class ChatMessage(OpenBody):
     """A chat message; a response's message may be sent back unchanged."""
 
     role: str
-    content: Annotated[list[TextPart], BeforeValidator(_parts), Field(default_factory=list)]
+    content: Annotated[list[TextPart], BeforeValidator(parts), Field(default_factory=list)]
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None

@@ -29,6 +29,6 @@ class HttpPeerLimit:
                 try:
                     stack.enter_context(self._limit.counted(scope["client"][0]))
                 except RpcError as error:
-                    await from_rpc(error).response()(scope, receive, send)
+                    await from_rpc(error).response(scope)(scope, receive, send)
                     return
             await self._app(scope, receive, send)

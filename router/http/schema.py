@@ -79,8 +79,19 @@ HTTP_NAMES = [name for name, parameter in PARAMETERS.items() if parameter.http]
 CHAT_NAMES = [name for name in HTTP_NAMES if PARAMETERS[name].message == "chat"]
 """Parameters of a chat's layout, only in /v1/chat/completions and /tokenize."""
 PARAMETER_NAMES = [name for name in HTTP_NAMES if name not in CHAT_NAMES]
+OPENAI_NAMES = {
+    *("n", "stop", "max_tokens", "include_stop", "logit_bias", "logprobs"),
+    *("beam_width", "length_penalty", "early_stopping"),
+}
+"""Parameters of the completions APIs alone, or that other APIs name otherwise."""
+SINGLE_OUTPUT_NAMES = [
+    *(name for name in PARAMETER_NAMES if name not in OPENAI_NAMES),
+    *("chat_template_kwargs", "allow_special_tokens"),
+]
+"""Parameters of APIs whose answers are one output."""
 MAX_REQUEST_ID = 100
 """Maximum characters of `request_id`, which becomes part of the response's id."""
+RequestId: TypeAlias = Annotated[str, Field(pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID)]
 
 
 def _declared(names: Iterable[str]) -> dict[str, Any]:
@@ -90,6 +101,7 @@ def _declared(names: Iterable[str]) -> dict[str, Any]:
 
 if TYPE_CHECKING:
     Declared = OpenBody
+    DeclaredSingleOutput = OpenBody
     DeclaredChatOptions = OpenBody
     DeclaredChat = OpenBody
     DeclaredCompletion = OpenBody
@@ -97,6 +109,12 @@ else:
     # One member per parameter in HTTP; those that need more are declared below.
     Declared = create_model(
         "Declared", __base__=OpenBody, **_declared(PARAMETER_NAMES), **no_ops.members(no_ops.BOTH)
+    )
+    DeclaredSingleOutput = create_model(
+        "DeclaredSingleOutput",
+        __base__=OpenBody,
+        **_declared(SINGLE_OUTPUT_NAMES),
+        **no_ops.members(no_ops.BOTH),
     )
     DeclaredChatOptions = create_model(
         "DeclaredChatOptions",
@@ -149,7 +167,7 @@ class Parameters(FormArguments, SpecialTokens, Declared):
 
     # vLLM's names.
     include_stop_str_in_output: bool | None = None
-    request_id: Annotated[str, Field(pattern=r"^[!-~]+$", max_length=MAX_REQUEST_ID)] | None = None
+    request_id: RequestId | None = None
     thinking_token_budget: int | None = None
 
     # Labels without effect.
@@ -246,6 +264,30 @@ class Parameters(FormArguments, SpecialTokens, Declared):
         budget = "thinking_token_budget"
         other = {} if self.thinking_token_budget is None else {"stop.max_reasoning_tokens": budget}
         return {**self.form_params(), **other}
+
+
+class SingleOutput(DeclaredSingleOutput):
+    """Octavo's parameters in APIs whose answers are one output of a chat.
+
+    Limits above what is possible are lowered: these APIs' clients do not know a model's context,
+    and send the same large ones to all.
+    """
+
+    model: str = ""
+    stream: bool | None = None
+    metadata: dict[str, Any] | None = None
+    request_id: RequestId | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    fit_limits: bool | None = None
+
+    def options(self) -> GenerateOptions:
+        """Return the arguments as options of the client's `generate`."""
+        parameters = {name: getattr(self, name) for name in SINGLE_OUTPUT_NAMES}
+        return {
+            **cast("GenerateOptions", parameters),
+            "fit_limits": self.fit_limits is not False,
+            "final_only": not self.stream or None,
+        }
 
 
 Effort: TypeAlias = Literal["none", "minimal", "low", "medium", "high", "xhigh"]

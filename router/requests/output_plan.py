@@ -155,6 +155,7 @@ class OutputFormats:
         tools = offered_tools(chat)
         context = OutputContext(model, tail, chat.continue_final_message, tools)
         reasoning = self.reasoning(model)
+        bounded = bounded and not (message.stop.fit_limits and reasoning is None)
         if bounded and reasoning is None:
             raise _unbounded(
                 "the model does not mark reasoning, or the router has no parser for it"
@@ -164,7 +165,7 @@ class OutputFormats:
         whole = _OutputGrammar(
             chat, context, form, reasoning, lark, constraint=constraint, tools=schemas.tools
         )
-        grammar = whole.make(limit if bounded else None)
+        grammar = whole.make(limit if bounded else None, fit=message.stop.fit_limits)
         if grammar is not None:
             constraint = _made(OutputConstraint(grammar=grammar), limits)
             form = form and form.constrained
@@ -223,11 +224,12 @@ class _OutputGrammar:
         self._lark = lark
         self.held: frozenset[str] = frozenset()
 
-    def make(self, limit: int | None) -> str | None:
+    def make(self, limit: int | None, *, fit: bool = False) -> str | None:
         """Return the grammar; None if the client's own constraint, if any, suffices.
 
         Args:
             limit: Maximum tokens of reasoning; None: unlimited.
+            fit: Whether to leave out a limit that cannot be enforced.
         """
         lark, lead = self._lark, ""
         body = self._calls()
@@ -237,6 +239,8 @@ class _OutputGrammar:
             try:
                 lead = self._reasoning.lead(lark, self._context, limit)
             except ValueError as error:
+                if limit is not None and fit:
+                    return self.make(None)
                 if limit is not None:
                     raise _unbounded(str(error)) from None
                 field = "constraint" if body is None else "chat.tools"

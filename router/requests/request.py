@@ -111,6 +111,7 @@ class Request:
         submit.stop.ClearField("strings")
         submit.stop.ClearField("include_in_output")
         submit.stop.ClearField("max_reasoning_tokens")
+        submit.stop.ClearField("fit_limits")
         if message.HasField("beam"):
             submit.beam.CopyFrom(message.beam)
         else:

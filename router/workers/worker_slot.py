@@ -26,7 +26,7 @@ class WorkerSlot:
     restarted: bool = False
 
 
-def settings_of_worker(settings: RouterSettings, port: int) -> RouterSettings:
+def settings_of_worker(settings: RouterSettings, port: int, directory: Path) -> RouterSettings:
     """Return the settings of each worker.
 
     Limits are divided among workers and rounded up; 0 stays 0. The parent serves metrics and
@@ -35,6 +35,9 @@ def settings_of_worker(settings: RouterSettings, port: int) -> RouterSettings:
     Args:
         settings: The router's settings.
         port: Port that the parent has reserved.
+        directory: The parent's directory, where workers share what others keep in memory.
     """
     shares = {name: -(-getattr(settings, name) // settings.workers) for name in DIVIDED}
-    return settings.model_copy(update={**shares, "port": port, "metrics_port": 0, "admin_port": 0})
+    own = {"port": port, "metrics_port": 0, "admin_port": 0}
+    store = settings.response_store or directory / "responses.sqlite"
+    return settings.model_copy(update={**shares, **own, "response_store": store})

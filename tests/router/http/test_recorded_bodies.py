@@ -1,7 +1,8 @@
 """Request bodies recorded from client packages.
 
-Each package had a conversation with a call, its result and another question, whole and streamed,
-and requested a schema if it supports that.
+Agents' bodies are the first of a turn, with most tools and texts cut. Each other package had a
+conversation with a call, its result and another question, whole and streamed, and requested a
+schema if it supports that.
 """
 
 import json
@@ -9,14 +10,23 @@ from pathlib import Path
 
 import pytest
 
-BODIES = json.loads(Path(__file__).with_name("recorded_bodies.json").read_text())
+FILES = {
+    "recorded_bodies.json": "/v1/chat/completions",
+    "recorded_messages.json": "/v1/messages",
+    "recorded_responses.json": "/v1/responses",
+}
+BODIES = [
+    pytest.param(path, bodies, id=package)
+    for file, path in FILES.items()
+    for package, bodies in json.loads(Path(__file__).with_name(file).read_text()).items()
+]
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
-@pytest.mark.parametrize("package", BODIES)
-async def test_no_body_is_refused(frontend, scripted, post, package):
+@pytest.mark.parametrize(("path", "bodies"), BODIES)
+async def test_no_body_is_refused(frontend, scripted, post, path, bodies):
     engine = scripted(CALL, eos=True, max_model_len=8192, features={"constraints": True})
     async with frontend(engine, tool_parser="hermes") as (app, _):
-        for body in BODIES[package]:
-            answer = await post(f"{app.url}/v1/chat/completions", json.dumps(body).encode())
+        for body in bodies:
+            answer = await post(f"{app.url}{path}", json.dumps(body).encode())
             assert answer.status == 200, (body, answer.body)

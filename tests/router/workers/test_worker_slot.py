@@ -9,13 +9,14 @@ from octavo.router.tenants.tenant import read_tenants
 from octavo.router.workers.worker_slot import settings_of_worker
 
 
-def test_limits_of_the_router_are_divided_and_rounded_up():
+def test_limits_of_the_router_are_divided_and_rounded_up(tmp_path):
     settings = RouterSettings(
         workers=4, port=0, max_queue_size=10, max_queue_tokens=0, max_connections=3, admin_port=9
     )
-    own = settings_of_worker(settings, 5000)
+    own = settings_of_worker(settings, 5000, tmp_path)
     assert (own.max_queue_size, own.max_queue_tokens, own.max_connections) == (3, 0, 1)
     assert (own.port, own.metrics_port, own.admin_port) == (5000, 0, 0)
+    assert own.response_store == tmp_path / "responses.sqlite"
     assert own.max_streams == settings.max_streams, "each connection has its own"
 
 

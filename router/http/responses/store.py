@@ -1,0 +1,130 @@
+"""Keeps responses, so that later requests can continue them."""
+
+import asyncio
+import json
+import sqlite3
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from octavo.common.settings import SettingsError
+
+GIB = 1 << 30
+LOCK_SECONDS = 10.0
+"""Maximum seconds to wait for another process that writes to the file."""
+_TABLES = """
+    CREATE TABLE IF NOT EXISTS responses (
+        number INTEGER PRIMARY KEY AUTOINCREMENT,
+        tenant TEXT NOT NULL,
+        id TEXT NOT NULL,
+        body TEXT NOT NULL,
+        input TEXT NOT NULL,
+        bytes INTEGER NOT NULL,
+        UNIQUE (tenant, id)
+    );
+    CREATE INDEX IF NOT EXISTS sizes ON responses (number, bytes);
+"""
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A stored response.
+
+    Attributes:
+        body: The response's JSON.
+        input: All items of its input, those of earlier responses included.
+    """
+
+    body: dict[str, Any]
+    input: list[dict[str, Any]]
+
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The conversation so far."""
+        return [*self.input, *self.body["output"]]
+
+
+class ResponseStore:
+    """The responses of all tenants, in memory or in an SQLite file; the oldest are dropped.
+
+    Args:
+        path: The file; None: memory.
+        gib: Maximum GiB of responses and their inputs.
+
+    Raises:
+        SettingsError: The file cannot be used.
+    """
+
+    def __init__(self, path: Path | None, gib: float) -> None:
+        self._max_bytes = int(gib * GIB)
+        self._thread = ThreadPoolExecutor(1, "responses")
+        try:
+            if path is not None:
+                path.touch(mode=0o600)  # others may not read tenants' texts
+            self._database = sqlite3.connect(
+                path or ":memory:",
+                timeout=LOCK_SECONDS,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.executescript(_TABLES)
+        except (OSError, sqlite3.Error) as error:
+            raise SettingsError(f"--response-store {path} cannot be used: {error}") from None
+
+    async def put(self, tenant: str, response: Stored) -> None:
+        """Keep a response."""
+        body, items = json.dumps(response.body), json.dumps(response.input)
+        size = len(body) + len(items)
+
+        def write() -> None:
+            row = (tenant, response.body["id"], body, items, size)
+            with self._database:
+                self._database.execute("BEGIN IMMEDIATE")
+                self._database.execute(
+                    "INSERT OR REPLACE INTO responses (tenant, id, body, input, bytes)"
+                    " VALUES (?, ?, ?, ?, ?)",
+                    row,
+                )
+                ((total,),) = self._database.execute("SELECT sum(bytes) FROM responses")
+                while total > self._max_bytes:
+                    ((dropped,),) = self._database.execute(
+                        "DELETE FROM responses WHERE number ="
+                        " (SELECT min(number) FROM responses) RETURNING bytes"
+                    ).fetchall()
+                    total -= dropped
+
+        await self._run(write)
+
+    async def get(self, tenant: str, response_id: str) -> Stored | None:
+        """Return a tenant's response; None if it is not there."""
+
+        def read() -> Stored | None:
+            row = self._database.execute(
+                "SELECT body, input FROM responses WHERE tenant = ? AND id = ?",
+                (tenant, response_id),
+            ).fetchone()
+            return None if row is None else Stored(json.loads(row[0]), json.loads(row[1]))
+
+        return await self._run(read)
+
+    async def delete(self, tenant: str, response_id: str) -> bool:
+        """Forget a tenant's response; return whether it was there."""
+
+        def remove() -> bool:
+            query = "DELETE FROM responses WHERE tenant = ? AND id = ?"
+            return self._database.execute(query, (tenant, response_id)).rowcount > 0
+
+        return await self._run(remove)
+
+    def close(self) -> None:
+        """Close the file."""
+        self._thread.shutdown()
+        self._database.close()
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
