@@ -170,6 +170,13 @@ class EngineMetrics:
         self.batch_tokens.observe(batch.num_tokens)
         self.batch_sequences.set(batch.num_sequences)
 
+    def observe_texts(self, tokens: int, texts: int, seconds: float) -> None:
+        """Count a step that embedded texts."""
+        self.prompt_tokens.inc(tokens)
+        self.step_seconds.observe(seconds)
+        self.batch_tokens.observe(tokens)
+        self.batch_sequences.set(texts)
+
     def show_rank_times(self, times: Times) -> None:
         """Make the gauge of times read rank 0's times when scraped."""
         self.rank_seconds.labels("broadcast").set_function(lambda: times.broadcast)

@@ -20,15 +20,16 @@ from octavo.common.rpc import create_server, set_serving, until_terminated
 from octavo.common.shutdown import StoppedWhileStartingError
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
-from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.parallel.place import RankError, RankPlace
 from octavo.engine.parallel.processes import RankProcesses, started_ranks
-from octavo.engine.rpc.heartbeat import watch
+from octavo.engine.rpc.heartbeat import Core, watch
+from octavo.engine.rpc.served_embedder import ServedEmbedder
 from octavo.engine.rpc.served_engine import ServedEngine
 from octavo.engine.rpc.service_registry import ServiceRegistry
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
+from octavo.engine.startup.build_embedder import EmbedderParts, build_embedder
 from octavo.engine.startup.capacity import StartupError
 from octavo.kernels import cpu
 
@@ -39,6 +40,8 @@ MOVE_SECONDS = 10.0
 """Maximum time in which other engines copy the blocks of requests that a drain left."""
 QUIET_SECONDS = 1.0
 """Time without a copy after which none is expected."""
+
+AnyParts = Parts | EmbedderParts
 
 
 async def serve(
@@ -102,12 +105,12 @@ async def serve(
             parts = await _unless_stopped(building, stopping, stopped_by)
             if ranks is not None:
                 ranks.ready()
-            engine = ServedEngine(settings, parts, metrics, tracing)
+            engine = _serving(settings, parts, metrics, tracing)
             services.start(engine)
             _exclude_from_collection()
             beats = watch(
                 engine.core,
-                engine.heartbeat,
+                engine.sessions.heartbeat,
                 device=parts.device,
                 step_timeout=settings.step_timeout,
             )
@@ -133,7 +136,7 @@ async def serve(
                         ranks.begin_to_stop()
                     await thread.call(parts.leader.stop)
             finally:  # sessions always send the core's last events
-                engine.close()
+                engine.sessions.close()
                 await server.stop(grace=1.0)
     finally:
         await server.stop(grace=None)  # otherwise it would outlive an error
@@ -159,15 +162,23 @@ def _started_ranks(
         raise StartupError(str(error)) from error
 
 
-def _build(settings: EngineSettings, place: RankPlace | None) -> Parts:
+def _build(settings: EngineSettings, place: RankPlace | None) -> AnyParts:
     """Load the model, and pin the compute threads to their cores."""
-    parts = build(settings, place)
+    parts = build_embedder(settings) or build(settings, place)
     if parts.leader is not None:
         parts.leader.watch()
     places = parts.threads.places
     if parts.device == "cpu" and cpu.pin_threads(places):
         log.info("threads pinned", cpus=[format_list(place) for place in places])
     return parts
+
+
+def _serving(
+    settings: EngineSettings, parts: AnyParts, metrics: EngineMetrics, tracing: Tracing
+) -> ServedEngine | ServedEmbedder:
+    if isinstance(parts, EmbedderParts):
+        return ServedEmbedder(settings, parts, metrics)
+    return ServedEngine(settings, parts, metrics, tracing)
 
 
 def _exclude_from_collection() -> None:
@@ -180,8 +191,10 @@ def _exclude_from_collection() -> None:
 
 
 async def _unless_stopped(
-    loading: asyncio.Future[Parts], stopping: asyncio.Event, stopped_by: list[signal.Signals]
-) -> Parts:
+    loading: asyncio.Future[AnyParts],
+    stopping: asyncio.Event,
+    stopped_by: list[signal.Signals],
+) -> AnyParts:
     """Wait for the model.
 
     Raises:
@@ -197,7 +210,7 @@ async def _unless_stopped(
 
 
 @asynccontextmanager
-async def _running(core: EngineCore, thread: OneThread) -> AsyncIterator[asyncio.Future[None]]:
+async def _running(core: Core, thread: OneThread) -> AsyncIterator[asyncio.Future[None]]:
     """Run the core within a block; at its end, stop the core and wait for it."""
     run = thread.call(core.run)
     try:
@@ -241,10 +254,10 @@ async def _until_stopped(
             task.result()
 
 
-async def _drain_and_move(engine: ServedEngine, timeout: float) -> None:
+async def _drain_and_move(engine: ServedEngine | ServedEmbedder, timeout: float) -> None:
     """Drain; fail the requests that are left, and wait while other engines copy their blocks."""
     await _drain(engine.core, timeout)
-    if engine.core.idle:
+    if engine.core.idle or isinstance(engine, ServedEmbedder):
         return
     engine.core.fail_all()
     quiet_since = began = time.monotonic()
@@ -254,7 +267,7 @@ async def _drain_and_move(engine: ServedEngine, timeout: float) -> None:
         await asyncio.sleep(DRAIN_POLL_SECONDS)
 
 
-async def _drain(core: EngineCore, timeout: float) -> None:
+async def _drain(core: Core, timeout: float) -> None:
     """Refuse new requests and wait until the running ones are done."""
     log.info("draining", running=core.load.running, timeout=timeout)
     core.drain()

@@ -8,6 +8,7 @@ from pydantic import BeforeValidator, Field, field_validator, model_validator
 from octavo.common.adapter_names import ADAPTER_NAME, ADAPTER_NAMES
 from octavo.common.connections import ConnectionSettings
 from octavo.common.listening import TlsSettings
+from octavo.common.models.embedding import Pooling
 from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
@@ -100,6 +101,22 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="off: run the model's own Python code, operator by operator. That is slower,"
         " and a means to look for faults.",
     )
+    pooling: Pooling | None = Field(
+        None,
+        description="How an embedding model pools the hidden states of a text, and that the model"
+        " is one. Default: as the checkpoint's modules.json says; without one, the model generates"
+        " text.",
+    )
+    normalize: bool | None = Field(
+        None,
+        description="Whether embeddings have length 1. Default: as the checkpoint's modules.json"
+        " says, or not.",
+    )
+    matryoshka: bool = Field(
+        False,
+        description="Accept any number of leading dimensions of embeddings, for models that were"
+        " trained for it but whose config.json does not say so.",
+    )
     cuda_graphs: bool = Field(
         True,
         description="On a GPU, record steps as CUDA graphs at the start and replay them: decodes,"
@@ -178,7 +195,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     max_num_batched_tokens: int | None = Field(
         None,
         ge=1,
-        description="Maximum tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU.",
+        description="Maximum tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU, 2048"
+        " where texts are embedded.",
     )
     speculation: SpeculationMode = Field(
         "off",

@@ -6,6 +6,7 @@ runs these.
 """
 
 import math
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -197,6 +198,44 @@ def latent_attention(
         chunk=chunk,
         soft_cap=soft_cap,
     )
+
+
+def ragged_attention(  # noqa: PLR0917 - an operator's arguments are positional
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    starts: Tensor,
+    scale: float,
+    reach: int,
+    causal: bool,
+) -> Tensor:
+    """Compute attention within each text of a batch without padding.
+
+    Args:
+        query: `[num_tokens, num_heads, key_dim]`.
+        key: `[num_tokens, num_kv_heads, key_dim]`.
+        value: `[num_tokens, num_kv_heads, value_dim]`.
+        starts: `[num_texts + 1]` int32, contiguous: the first row of each text, and the end.
+        scale: Factor of the dot products.
+        reach: Maximum distance of a seen key; negative: all keys of the text are seen.
+        causal: Whether a query sees no keys after its own.
+
+    Returns:
+        `[num_tokens, num_heads, value_dim]`, contiguous, of the query's dtype.
+    """
+    group = query.shape[1] // key.shape[1]
+    out = query.new_zeros(*query.shape[:2], value.shape[2])
+    for first, last in pairwise(starts.tolist()):
+        q, k, v = (x[first:last].float().transpose(0, 1) for x in (query, key, value))
+        k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        positions = torch.arange(last - first, device=query.device)
+        distance = positions - positions[:, None]
+        seen = distance <= (0 if causal else len(positions))
+        if reach >= 0:
+            seen &= distance.abs() <= reach
+        logits = (scale * q @ k.transpose(1, 2)).masked_fill(~seen, -math.inf)
+        out[first:last] = (logits.softmax(-1) @ v).transpose(0, 1).to(query.dtype)
+    return out
 
 
 def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int) -> Tensor:

@@ -8,6 +8,7 @@ follow the conventions too. Each request is observed once, at its end.
 import grpc
 from prometheus_client import CollectorRegistry, Histogram
 
+from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.state import RequestState
 from octavo.v1 import generation_pb2
 
@@ -26,8 +27,10 @@ _OUTPUT_TOKEN_SECONDS = (
 _TOKENS = tuple(float(4**i) for i in range(14))
 
 
-def operation_name(message: generation_pb2.GenerateRequest) -> str:
+def operation_name(message: generation_pb2.GenerateRequest | generation_pb2.EmbedRequest) -> str:
     """Return a request's `gen_ai.operation.name`."""
+    if isinstance(message, generation_pb2.EmbedRequest):
+        return "embeddings"
     return "chat" if message.HasField("chat") else "text_completion"
 
 
@@ -72,10 +75,10 @@ class GenAiMetrics:
     def ended(
         self,
         model: str,
-        message: generation_pb2.GenerateRequest,
+        message: generation_pb2.GenerateRequest | generation_pb2.EmbedRequest,
         code: grpc.StatusCode,
         seconds: float,
-        state: RequestState | None,
+        state: RequestState | EmbeddingState | None,
     ) -> None:
         """Observe a request at its end.
 
@@ -91,10 +94,12 @@ class GenAiMetrics:
         self._duration.labels(*labels, "" if ok else code.name).observe(seconds)
         if not ok or state is None:
             return
+        self._tokens.labels(*labels, "input").observe(len(state.request.prompt))
+        if isinstance(state, EmbeddingState):
+            return
         if state.ttft is not None:
             self._first_token.labels(*labels).observe(state.ttft)
         for output in state.outputs:
             if output.seconds_per_token is not None:
                 self._output_token.labels(*labels).observe(output.seconds_per_token)
-        self._tokens.labels(*labels, "input").observe(len(state.request.prompt))
         self._tokens.labels(*labels, "output").observe(state.output_tokens)

@@ -6,7 +6,9 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from typing import TypeVar
 
 import grpc
@@ -24,6 +26,13 @@ from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
 from octavo.router.requests import validation
 from octavo.router.requests.defaults import fill_in
+from octavo.router.requests.embedding import (
+    EmbeddingRequest,
+    EmbeddingState,
+    check_embed_request,
+    check_text_length,
+    prompt_of,
+)
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
 from octavo.router.requests.held_schemas import held_schemas
 from octavo.router.requests.output_plan import OutputFormats, OutputPlan
@@ -49,6 +58,31 @@ TAIL_TOKENS = 256
 T = TypeVar("T")
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 """Sends one response to the client; returns when the client can take the next."""
+Attempt = Callable[[Engine, dict[str, str], str], Awaitable[None]]
+Metadata = Iterable[tuple[str, str | bytes]]
+
+
+@dataclass(slots=True)
+class _Call:
+    """A call in progress.
+
+    Attributes:
+        request_id: Id in responses, logs and traces.
+        model: Resolved model name.
+        arrival: Monotonic time of arrival, in seconds.
+        deadline: Monotonic time of the client's deadline; None: no deadline.
+        usage: Counts the tenant's tokens.
+        span: The request's span.
+        state: The request, once it is valid.
+    """
+
+    request_id: str
+    model: str
+    arrival: float
+    deadline: float | None
+    usage: RequestUsage
+    span: RequestSpan
+    state: RequestState | EmbeddingState | None = None
 
 
 class Generator:
@@ -79,7 +113,7 @@ class Generator:
         self._tokenizers = tokenizers
         self._tracing = tracing
         self._calls = 0
-        self._requests: set[RequestState] = set()
+        self._requests: set[RequestState | EmbeddingState] = set()
         self._draining = False
         self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
         self._checker = SchemaChecker()
@@ -105,7 +139,7 @@ class Generator:
         *,
         tenant: Tenant,
         timeout: float | None = None,
-        metadata: Iterable[tuple[str, str | bytes]] = (),
+        metadata: Metadata = (),
         accept_queued: bool = False,
     ) -> None:
         """Validate and tokenize a request, admit it, stream its outputs; migrate it if necessary.
@@ -121,12 +155,69 @@ class Generator:
         Raises:
             rpc.RpcError: The request was refused or failed.
         """
+        async with self._call(message, "Generate", tenant, timeout, metadata) as call:
+            state = call.state = await self._prepare(message, call)
+            call.usage.reserve(self._tokens_to_reserve(state))
+            call.span.describe(state.request)
+            on_queued = partial(_accept_queued, state, write) if accept_queued else None
+            await self._serve(state, partial(self._stream, state, write), call.span, on_queued)
+
+    async def embed(
+        self,
+        message: generation_pb2.EmbedRequest,
+        *,
+        tenant: Tenant,
+        timeout: float | None = None,
+        metadata: Metadata = (),
+    ) -> generation_pb2.EmbedResponse:
+        """Validate and tokenize texts, admit them and return their embeddings.
+
+        Args:
+            message: The client's request.
+            tenant: The authenticated caller.
+            timeout: Seconds until the client's deadline; None: no deadline.
+            metadata: The call's metadata, which may hold a trace context.
+
+        Raises:
+            rpc.RpcError: The request was refused or failed.
+        """
+        async with self._call(message, "Embed", tenant, timeout, metadata) as call:
+            request, dimensions = await self._prepare_embedding(message, call)
+            state = call.state = EmbeddingState(request)
+            call.usage.reserve(len(request.prompt))
+            call.span.describe(request)
+            await self._serve(state, partial(self._embed, state), call.span)
+            assert state.embeddings is not None, "it is done"
+            call.usage.prompt(len(request.prompt))
+            self.metrics.of(call.model).prompt_tokens.inc(len(request.prompt))
+            return generation_pb2.EmbedResponse(
+                request_id=request.request_id,
+                model=request.model,
+                embeddings=state.embeddings,
+                dimensions=dimensions,
+                token_counts=request.lengths,
+            )
+
+    @asynccontextmanager
+    async def _call(
+        self,
+        message: generation_pb2.GenerateRequest | generation_pb2.EmbedRequest,
+        method: str,
+        tenant: Tenant,
+        timeout: float | None,
+        metadata: Metadata,
+    ) -> "AsyncIterator[_Call]":
+        """Count, log and trace a call, which the block serves.
+
+        Raises:
+            rpc.RpcError: The call was refused or failed.
+        """
         arrival = time.monotonic()
         deadline = None if timeout is None else arrival + timeout
         account = self._account(tenant)
-        span = RequestSpan(self._tracing, metadata, arrival)
+        span = RequestSpan(self._tracing, metadata, arrival, method)
         request_id, model = uuid.uuid4().hex, ""
-        state: RequestState | None = None
+        call: _Call | None = None
         outcome, reason = grpc.StatusCode.INTERNAL, None
         self._calls += 1
         self._idle.clear()
@@ -137,18 +228,9 @@ class Generator:
             with bound_contextvars(request_id=request_id), account.request() as usage:
                 model = self._resolve(message.model, tenant)
                 check_priority(tenant, message.priority)
+                call = _Call(request_id, model, arrival, deadline, usage, span)
                 async with _until(deadline):
-                    state = await self._prepare(
-                        message,
-                        usage,
-                        request_id=request_id,
-                        model=model,
-                        arrival=arrival,
-                        deadline=deadline,
-                    )
-                    usage.reserve(self._tokens_to_reserve(state))
-                    span.describe(state.request)
-                    await self._serve(state, write, span, accept_queued=accept_queued)
+                    yield call
             outcome = grpc.StatusCode.OK
         except rpc.RpcError as error:
             outcome, reason = error.code, error.message
@@ -164,6 +246,7 @@ class Generator:
             self._calls -= 1
             if not self._calls:
                 self._idle.set()
+            state = None if call is None else call.state
             duration = time.monotonic() - arrival
             span.end(state, outcome, reason)
             account.ended(outcome)
@@ -271,16 +354,14 @@ class Generator:
         return self._pool.resolve(name, tenant.may_use)
 
     async def _prepare(
-        self,
-        message: generation_pb2.GenerateRequest,
-        usage: RequestUsage,
-        *,
-        request_id: str,
-        model: str,
-        arrival: float,
-        deadline: float | None,
+        self, message: generation_pb2.GenerateRequest, call: "_Call"
     ) -> RequestState:
         """Validate and tokenize."""
+        model, usage = call.model, call.usage
+        if self._pool.embedding(model) is not None:
+            raise rpc.invalid(
+                "model", f"model {model!r} embeds texts and generates none: use Embed"
+            )
         limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
         sampling, max_tokens = self._pool.defaults(model)
         fill_in(message, sampling)
@@ -300,7 +381,7 @@ class Generator:
         adapter = self._pool.adapter(model)
         seeded = message.sampling.HasField("seed")
         request = Request(
-            request_id=request_id,
+            request_id=call.request_id,
             model=model,
             tenant=usage.tenant,
             message=message,
@@ -309,8 +390,8 @@ class Generator:
             adapter="" if adapter is None else adapter.name,
             adapter_digest="" if adapter is None else adapter.digest,
             max_tokens=validation.output_length(message, len(token_ids), limits, max_tokens),
-            arrival=arrival,
-            deadline=deadline,
+            arrival=call.arrival,
+            deadline=call.deadline,
             seed=message.sampling.seed if seeded else secrets.randbits(64),
             plan=plan,
         )
@@ -322,6 +403,43 @@ class Generator:
             message_interval=lambda: self._interval,
             max_unread_tokens=self._settings.max_unread_tokens,
         )
+
+    async def _prepare_embedding(
+        self, message: generation_pb2.EmbedRequest, call: "_Call"
+    ) -> tuple[EmbeddingRequest, int]:
+        """Validate and tokenize; return the request and the dimensions of its embeddings."""
+        model, tenant = call.model, call.usage.tenant
+        info, limits = self._pool.embedding(model), self._pool.limits(model)
+        if info is None:
+            raise rpc.invalid("model", f"model {model!r} generates text and does not embed it")
+        check_embed_request(message, limits, info)
+        if message.texts:
+            prompt = prompt_of(message, info)
+            token_ids = await self._tokenizers.encode_texts(
+                self._pool.tokenizer(model),
+                [prompt + text for text in message.texts],
+                tenant,
+                limits.max_model_len,
+                truncate=message.truncate,
+            )
+        else:
+            most = limits.max_model_len if message.truncate else None
+            token_ids = [list(tokens.token_ids[:most]) for tokens in message.tokens]
+        field = "texts" if message.texts else "tokens"
+        lengths = [len(each) for each in token_ids]
+        for number, length in enumerate(lengths):
+            check_text_length(f"{field}[{number}]", length, limits)
+        request = EmbeddingRequest(
+            request_id=call.request_id,
+            model=model,
+            tenant=tenant,
+            message=message,
+            prompt=list(chain.from_iterable(token_ids)),
+            lengths=lengths,
+            arrival=call.arrival,
+            deadline=call.deadline,
+        )
+        return request, message.dimensions or info.dimensions
 
     async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
         """Return the parts of its schemas that are not enforced; the request need not be valid."""
@@ -360,11 +478,21 @@ class Generator:
         return self._admission.expected_tokens(state)
 
     async def _serve(
-        self, state: RequestState, write: Write, span: RequestSpan, *, accept_queued: bool
+        self,
+        state: RequestState | EmbeddingState,
+        attempt: Attempt,
+        span: RequestSpan,
+        on_queued: Callable[[int], Awaitable[None]] | None = None,
     ) -> None:
-        """Wait for an engine and stream its tokens; migrate if the engine is lost."""
+        """Wait for an engine and make an attempt there; migrate if the engine is lost.
+
+        Args:
+            state: The request.
+            attempt: Makes an attempt at an engine, with the trace context and the source of blocks.
+            span: The request's span.
+            on_queued: See `Admission.admit`.
+        """
         request = state.request
-        on_queued = partial(_accept_queued, state, write) if accept_queued else None
         last: Engine | None = None
         self._requests.add(state)
         try:
@@ -378,7 +506,7 @@ class Generator:
                 try:
                     with span.attempt(engine.address) as trace_context:
                         source = self._pool.block_source(claim, engine, last)
-                        await self._stream(state, engine, write, trace_context, source)
+                        await attempt(engine, trace_context, source)
                 except EngineLostError as error:
                     if not self._may_migrate(state, engine, error):
                         raise
@@ -391,7 +519,9 @@ class Generator:
         finally:
             self._requests.discard(state)
 
-    def _may_migrate(self, state: RequestState, engine: Engine, error: EngineLostError) -> bool:
+    def _may_migrate(
+        self, state: RequestState | EmbeddingState, engine: Engine, error: EngineLostError
+    ) -> bool:
         """Return whether a request may migrate to another engine; only once after a failed step."""
         if state.migrations == self._settings.max_migrations:
             return False
@@ -401,11 +531,17 @@ class Generator:
             state.failed_on = engine
         return True
 
+    async def _embed(self, state: EmbeddingState, engine: Engine, *_: object) -> None:
+        """Have an engine embed a request's texts."""
+        deadline = state.request.deadline
+        left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
+        await engine.embed(state, left)
+
     async def _stream(
         self,
         state: RequestState,
-        engine: Engine,
         write: Write,
+        engine: Engine,
         trace_context: dict[str, str],
         block_source: str,
     ) -> None:
@@ -473,7 +609,7 @@ async def _until(deadline: float | None) -> AsyncIterator[None]:
         ) from None
 
 
-def _progress(state: RequestState | None) -> dict[str, str | float | None]:
+def _progress(state: RequestState | EmbeddingState | None) -> dict[str, str | float | None]:
     """Return log fields for a request's progress; none if it was refused."""
     if state is None:
         return {}

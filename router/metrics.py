@@ -79,10 +79,13 @@ class RouterMetrics:
         info = Info("octavo_router", "The router's version.", registry=registry)
         info.info({"version": version("octavo")})
         self.requests = counter(
-            "requests", "Generate calls that ended, by gRPC status.", "model", "code"
+            "requests", "Generate and Embed calls that ended, by gRPC status.", "model", "code"
         )
         self.tenant_requests = counter(
-            "tenant_requests", "Generate calls of each tenant, by gRPC status.", "tenant", "code"
+            "tenant_requests",
+            "Generate and Embed calls of each tenant, by gRPC status.",
+            "tenant",
+            "code",
         )
         self.tenant_tokens = counter(
             "tenant_tokens",
@@ -110,7 +113,7 @@ class RouterMetrics:
         )
         self._queue_time = histogram("queue_time", "Time that requests waited for an engine.")
         self._duration = histogram("request_duration", "Time from a request's arrival to its end.")
-        gauge("requests_in_flight", "Generate calls in progress.").set_function(in_flight)
+        gauge("requests_in_flight", "Generate and Embed calls in progress.").set_function(in_flight)
         gauge("requests_queued", "Requests waiting for an engine.").set_function(queued)
         self._models: dict[str, ModelMetrics] = {}
 

@@ -30,6 +30,17 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             accept_queued=True,
         )
 
+    async def Embed(
+        self, request: generation_pb2.EmbedRequest, context: rpc.Context
+    ) -> generation_pb2.EmbedResponse:
+        """Embed texts."""
+        return await self._generator.embed(
+            request,
+            tenant=caller(),
+            timeout=context.time_remaining(),
+            metadata=context.invocation_metadata() or (),
+        )
+
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: rpc.Context
     ) -> generation_pb2.TokenizeResponse:

@@ -9,6 +9,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode, set_span_in_contex
 
 from octavo.common.tracing import CONTEXT_FIELDS, Tracing, epoch_clock, extract, inject
 from octavo.router.gen_ai_metrics import PROVIDER, operation_name
+from octavo.router.requests.embedding import EmbeddingRequest, EmbeddingState
 from octavo.router.requests.errors import EngineLostError
 from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
@@ -17,7 +18,7 @@ from octavo.v1.sampling_pb2 import FinishReason
 if TYPE_CHECKING:
     from opentelemetry.util.types import AttributeValue
 
-SERVICE, METHOD = "octavo.v1.GenerationService", "Generate"
+SERVICE = "octavo.v1.GenerationService"
 AT_FAULT = {
     grpc.StatusCode.UNKNOWN,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -38,10 +39,15 @@ class RequestSpan:
         tracing: The router's tracer.
         metadata: The call's metadata, which may hold the parent's trace context.
         arrival: Monotonic time of the request's arrival, in seconds.
+        method: Name of the RPC.
     """
 
     def __init__(
-        self, tracing: Tracing, metadata: Iterable[tuple[str, str | bytes]], arrival: float
+        self,
+        tracing: Tracing,
+        metadata: Iterable[tuple[str, str | bytes]],
+        arrival: float,
+        method: str,
     ) -> None:
         self._tracer = tracing.tracer
         self._on = tracing.on
@@ -51,28 +57,34 @@ class RequestSpan:
                 if key in CONTEXT_FIELDS and isinstance(value, str):
                     carrier.setdefault(key, value)
         self._span = self._tracer.start_span(
-            METHOD,
+            method,
             extract(carrier),
             kind=SpanKind.SERVER,
             start_time=epoch_clock()(arrival) if self._on else None,
-            attributes={"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": METHOD},
+            attributes={"rpc.system": "grpc", "rpc.service": SERVICE, "rpc.method": method},
         )
         self._context = set_span_in_context(self._span)
 
-    def describe(self, request: Request) -> None:
+    def describe(self, request: Request | EmbeddingRequest) -> None:
         """Add the attributes of a valid request."""
         if not self._span.is_recording():
             return
+        self._span.set_attributes(
+            {
+                "gen_ai.operation.name": operation_name(request.message),
+                "gen_ai.provider.name": PROVIDER,
+                "gen_ai.request.model": request.model,
+                "gen_ai.response.id": request.request_id,
+                "gen_ai.response.model": request.model,
+            }
+        )
+        if isinstance(request, EmbeddingRequest):
+            return
         sampling = request.message.sampling
         attributes: dict[str, AttributeValue] = {
-            "gen_ai.operation.name": operation_name(request.message),
-            "gen_ai.provider.name": PROVIDER,
-            "gen_ai.request.model": request.model,
             "gen_ai.request.stream": not request.whole,
             "gen_ai.request.max_tokens": request.max_tokens,
             "gen_ai.request.choice.count": request.num_outputs,
-            "gen_ai.response.id": request.request_id,
-            "gen_ai.response.model": request.model,
         }
         for name in ("temperature", "top_p"):
             if sampling.HasField(name):
@@ -110,14 +122,20 @@ class RequestSpan:
         finally:
             span.end()
 
-    def end(self, state: RequestState | None, code: grpc.StatusCode, message: str | None) -> None:
+    def end(
+        self,
+        state: RequestState | EmbeddingState | None,
+        code: grpc.StatusCode,
+        message: str | None,
+    ) -> None:
         """End the request's span with its status; `state` is None for an invalid request."""
         if self._span.is_recording():
             self._span.set_attribute("rpc.grpc.status_code", code.value[0])
             if state is not None:
+                outputs = state.outputs if isinstance(state, RequestState) else ()
                 reasons = [
                     FinishReason.Name(output.reason).removeprefix("FINISH_REASON_").lower()
-                    for output in state.outputs
+                    for output in outputs
                     if output.ended
                 ]
                 self._span.set_attributes(

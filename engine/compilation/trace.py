@@ -14,13 +14,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from octavo.engine.attention.operator import DryRun, attending
-from octavo.engine.models.forward import EagerForward
 
 RUNS = (5, 3), (7, 3), (7, 4), (11, 6)
 """Tokens and rows of the runs: the second changes the tokens, the third the rows, and the fourth
@@ -32,6 +31,7 @@ other operators for many tokens, and whether a size has a bound."""
 UNREAD_BYTES = 1 << 37
 """Bytes of address space that the last run reserves: more than any of its tensors."""
 INPUTS = "token_ids", "positions", "logit_rows"
+"""The last one is any column of `rows` numbers; where texts are embedded, their first tokens."""
 VALUES = "values"
 """Key in a node's `meta` for its tensors in all runs."""
 FOLDED_BYTES = 1 << 20
@@ -225,7 +225,7 @@ class _Unread:
 
 
 @torch.no_grad()
-def trace(forward: EagerForward, vocab_size: int) -> Trace:
+def trace(forward: nn.Module, vocab_size: int) -> Trace:
     """Trace a step on a CPU.
 
     Args:
@@ -263,7 +263,7 @@ def trace(forward: EagerForward, vocab_size: int) -> Trace:
 
 
 def _run(
-    forward: EagerForward, inputs: tuple[Tensor, ...], known: Sequence[_Call] = ()
+    forward: nn.Module, inputs: tuple[Tensor, ...], known: Sequence[_Call] = ()
 ) -> tuple[Tensor, list[_Call]]:
     """Run a step; return its result and its calls."""
     with _compiling(), attending(DryRun()), _Recorder(known) as recorder:

@@ -293,6 +293,10 @@ def _pack(
     from octavo.engine.attention.packed_latents import pack_latents  # noqa: PLC0415
     from octavo.engine.models.experts.packed_experts import pack_experts  # noqa: PLC0415
     from octavo.engine.models.linear.packed_linear import pack_linears  # noqa: PLC0415
+    from octavo.engine.models.quantization.calibration import (  # noqa: PLC0415
+        calibration_tokens,
+        run_alone,
+    )
     from octavo.engine.models.quantization.formats.packing import (  # noqa: PLC0415
         pack_checkpoint,
     )
@@ -300,7 +304,8 @@ def _pack(
     tolerance = 0.0
     replace_conv1d(model)
     if scheme is not None:
-        scheme.quantize(model, shape, path)
+        tokens = calibration_tokens(path, shape)
+        scheme.quantize(model, partial(run_alone, model, shape, tokens))
         tolerance = scheme.tolerance
     if checkpoint is not None:
         tolerance = pack_checkpoint(model, checkpoint)

@@ -8,9 +8,12 @@ from collections.abc import Callable
 import structlog
 
 from octavo.engine.core import HEARTBEAT_SECONDS, EngineCore
+from octavo.engine.embedding.core import EmbeddingCore
 from octavo.v1.engine_pb2 import Load
 
 log = structlog.get_logger(__name__)
+
+Core = EngineCore | EmbeddingCore
 
 CPU_STEP_TIMEOUT, GPU_STEP_TIMEOUT = 300.0, 120.0
 SILENT_SECONDS = 1.5 * HEARTBEAT_SECONDS
@@ -20,7 +23,7 @@ LONG_SECONDS = 30.0
 
 
 async def watch(
-    core: EngineCore, send: Callable[[Load], None], *, device: str, step_timeout: float | None
+    core: Core, send: Callable[[Load], None], *, device: str, step_timeout: float | None
 ) -> None:
     """Send the load once a second while the core is silent, until cancelled.
 

@@ -1,31 +1,29 @@
-"""A loaded engine: its core, and the sessions of routers and gateways."""
+"""A loaded engine that generates text: its core, and the sessions of routers and gateways."""
 
 import asyncio
 import uuid
-from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import version
-from itertools import count
 from typing import Any
 
 import grpc
 import structlog
 
+from octavo.common.kv_cache.layer_group_messages import to_message
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Event, PrefixChange
 from octavo.engine.kv_transfer.grpc_peers import GrpcPeers
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.adapter_service import AdapterService
 from octavo.engine.rpc.block_sender import BlockSender
-from octavo.engine.rpc.event_sink import EventSink
 from octavo.engine.rpc.session import Session
+from octavo.engine.rpc.sessions import Sessions
 from octavo.engine.rpc.thread_bridge import thread_bridge
 from octavo.engine.rpc.tracing import RequestTracer
+from octavo.engine.rpc.validation import to_request
 from octavo.engine.rpc.vllm.metrics import VllmMetrics
 from octavo.engine.scheduling.sequence import SequenceGroup
 from octavo.engine.settings import EngineSettings
@@ -43,6 +41,7 @@ class ServedEngine:
     Attributes:
         settings: The engine's settings.
         parts: The engine's parts.
+        sessions: The sessions of routers and gateways.
         adapters: Loads and unloads adapters.
         instance_id: Id of this start of the engine.
         blocks: Sends blocks to other engines.
@@ -54,12 +53,9 @@ class ServedEngine:
     ) -> None:
         self.settings = settings
         self.parts = parts
-        self.adapters = AdapterService(parts.adapters, self._announce_adapters)
-        self._sessions: dict[int, EventSink] = {}
-        self._ids = count()
-        metrics.sessions.set_function(
-            lambda: sum(isinstance(sink, Session) for sink in self._sessions.values())
-        )
+        self.sessions = Sessions()
+        self.adapters = AdapterService(parts.adapters, self.sessions.announce_adapters)
+        metrics.sessions.set_function(lambda: self.sessions.of_routers)
         self.instance_id = uuid.uuid4().hex
         metrics.info.info(
             {
@@ -83,7 +79,7 @@ class ServedEngine:
             parts.scheduler,
             parts.executor,
             metrics,
-            thread_bridge(loop, self._add_events, self._fail_sessions),
+            thread_bridge(loop, self.sessions.add_events, self.sessions.fail),
             max_waiting=settings.max_waiting,
             max_failed_steps=settings.max_failed_steps,
             async_scheduling=settings.async_scheduling and parts.executor.asynchronous,
@@ -107,6 +103,56 @@ class ServedEngine:
             )
             metrics.exported.register(self._vllm_metrics)
 
+    def new_session(self) -> Session:
+        """Return a session of a router, not attached yet."""
+        translate = partial(
+            to_request,
+            limits=self.parts.limits,
+            eos_token_ids=self.parts.eos_token_ids,
+            find_adapter=self.adapters.find,
+        )
+        return Session(self.core, translate)
+
+    def info(self) -> engine_pb2.GetEngineInfoResponse:
+        """Return the engine's description and load."""
+        parts, limits, settings = self.parts, self.parts.limits, self.settings
+        (budget,) = limits.budgets
+        return engine_pb2.GetEngineInfoResponse(
+            model=settings.model_name,
+            instance_id=self.instance_id,
+            tokenizer=settings.source,
+            vocab_size=limits.vocab_size,
+            max_model_len=limits.max_model_len,
+            max_num_seqs=parts.max_num_seqs,
+            max_num_batched_tokens=parts.max_num_batched_tokens,
+            max_outputs=limits.max_outputs,
+            block_size=budget.block_size,
+            block_bytes=parts.block_bytes,
+            eos_token_ids=parts.eos_token_ids,
+            features=engine_pb2.Features(
+                prefix_caching=settings.enable_prefix_caching,
+                beam_search=limits.beam_search,
+                constraints=limits.constraints,
+                adapters=parts.adapters is not None,
+            ),
+            version=version("octavo"),
+            device=parts.device,
+            dtype=parts.dtype,
+            kernels=parts.kernels,
+            load=self.core.load,
+            warnings=parts.warnings,
+            default_sampling=parts.defaults.sampling,
+            default_max_tokens=parts.defaults.max_tokens,
+            threads=parts.threads.count,
+            cpus=format_list(parts.threads.cpus),
+            numa_nodes=parts.threads.nodes,
+            layer_groups=map(to_message, budget.groups),
+            ranks=parts.ranks,
+            adapters=self.adapters.message().adapters,
+            aliases=settings.model_names[1:],
+            block_layout=parts.block_layout,
+        )
+
     def _request_ended(self, group: SequenceGroup, outcome: str) -> None:
         """Log and trace the end of a request; called in the core's thread."""
         log.info(
@@ -119,50 +165,6 @@ class ServedEngine:
             self._tracer.ended(group, outcome)
         if self._vllm_metrics is not None:
             self._vllm_metrics.ended(group)
-
-    def attach(self, sink: EventSink) -> int:
-        """Start a session that gets events by `sink`; return its number."""
-        number = next(self._ids)
-        self._sessions[number] = sink
-        return number
-
-    def detach(self, number: int) -> None:
-        """Pass a session no more events."""
-        del self._sessions[number]
-
-    def _announce_adapters(self, adapters: engine_pb2.Adapters) -> None:
-        for session in self._sessions.values():
-            session.set_adapters(adapters)
-
-    def close(self) -> None:
-        """End all sessions once they have sent the core's last events."""
-        for session in self._sessions.values():
-            session.close()
-
-    def heartbeat(self, load: engine_pb2.Load) -> None:
-        """Send the load to all sessions while a step runs."""
-        self._add_events([], load)
-
-    def _fail_sessions(self) -> None:
-        for session in self._sessions.values():
-            session.fail()
-
-    def _add_prefixes(self, change: PrefixChange) -> None:
-        for number, session in self._sessions.items():
-            if change.session in {None, number}:
-                with _isolated(session):
-                    session.add_prefixes(change)
-
-    def _add_events(self, events: list[Event | PrefixChange], load: engine_pb2.Load) -> None:
-        by_session: defaultdict[int, list[Event]] = defaultdict(list)
-        for event in events:
-            if isinstance(event, PrefixChange):
-                self._add_prefixes(event)
-            else:
-                by_session[event.session].append(event)
-        for number, session in self._sessions.items():
-            with _isolated(session):
-                session.add(by_session[number], load)
 
 
 def _compiler(
@@ -177,13 +179,3 @@ def _compiler(
         cache_bytes=int(settings.constraint_cache * GIB),
         observe=metrics.constraint_seconds.observe,
     )
-
-
-@contextmanager
-def _isolated(session: EventSink) -> Iterator[None]:
-    """End a session that cannot process its events; the others continue."""
-    try:
-        yield
-    except Exception:
-        log.exception("events lost on their way to a session")
-        session.fail()

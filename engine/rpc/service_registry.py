@@ -6,6 +6,7 @@ from functools import partial
 import grpc
 
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.rpc.served_embedder import ServedEmbedder
 from octavo.engine.rpc.served_engine import ServedEngine
 from octavo.engine.rpc.service import EngineService
 from octavo.engine.rpc.vllm import SERVICE as VLLM_SERVICE
@@ -33,8 +34,8 @@ class ServiceRegistry:
         if self._vllm is not None:
             self.by_name = {**self.by_name, VLLM_SERVICE: self._vllm.add_to}
 
-    def start(self, engine: ServedEngine) -> None:
+    def start(self, engine: ServedEngine | ServedEmbedder) -> None:
         """Begin to serve: the model is loaded."""
         self._octavo.loaded = engine
-        if self._vllm is not None:
+        if self._vllm is not None and isinstance(engine, ServedEngine):
             self._vllm.attach(engine)

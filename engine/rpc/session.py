@@ -8,7 +8,6 @@ import grpc
 from octavo.common.background import start
 from octavo.common.kv_cache.prefix_hash import short_key
 from octavo.common.rpc import RpcError
-from octavo.engine.core import EngineCore
 from octavo.engine.events import (
     Event,
     Failure,
@@ -17,6 +16,7 @@ from octavo.engine.events import (
     PrefixChange,
     Started,
 )
+from octavo.engine.rpc.heartbeat import Core
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
@@ -32,7 +32,7 @@ class Session:
     requests' tokens and the prefix cache's keys.
     """
 
-    def __init__(self, core: EngineCore, translate: Translate) -> None:
+    def __init__(self, core: Core, translate: Translate) -> None:
         self._core = core
         self._translate = translate
         self._pending = engine_pb2.SessionResponse()

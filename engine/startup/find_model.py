@@ -40,7 +40,7 @@ def find_model(settings: EngineSettings) -> ModelFiles:
     """
     with mapping_large():
         path = Path(resolve(settings.source, packed=keeps_blocks(settings)))
-    check_checkpoint(path)
+    check_checkpoint(path, embeds=settings.pooling is not None)
     _warn_of_rope(settings, path)
     return ModelFiles(path, _has_tokenizer(path))
 

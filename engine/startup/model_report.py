@@ -9,6 +9,8 @@ from pathlib import Path
 
 from octavo.common.kv_cache.layer_groups import BlockBudget, blocks_held
 from octavo.common.models.checkpoint import check_checkpoint, check_config
+from octavo.common.models.embedding import MODULES
+from octavo.common.models.errors import UnsupportedModelError
 from octavo.common.models.safetensors_files import weight_files
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
@@ -114,10 +116,15 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         OSError: A file cannot be opened.
     """
     directory = Path(resolve_config(settings.source, packed=keeps_blocks(settings)))
+    embeds = settings.pooling is not None
     if weight_files(directory):
-        check_checkpoint(directory)
+        check_checkpoint(directory, embeds=embeds)
     else:
-        check_config(directory)
+        check_config(directory, embeds=embeds)
+    if embeds or (directory / MODULES).is_file():
+        raise UnsupportedModelError(
+            f"{directory} embeds texts, and its needs are known only once it is loaded: start it"
+        )
     empty = load_checked(settings, directory)
     layout = plan_layout(empty.shape, settings.block_size, empty.dtype, empty.cache_dtype)
     block_bytes = layout.block_elements * empty.cache_dtype.itemsize

@@ -196,7 +196,8 @@ class Worker {
 
   // Computes an item. `next` is this thread's next item, or null.
   void run(const Item& item, const Item* next) {
-    const int context = p_.batch.seq_lens[item.seq] - p_.batch.query_count(item.seq);
+    const int seq_len = p_.batch.seq_lens[item.seq];
+    const int context = seq_len - p_.batch.query_count(item.seq);
     const bool has_parts = item.key_end > end_of_part(item.key_begin);
     load_queries(item);
     clear(scratch_.sums, item.rows);
@@ -214,7 +215,7 @@ class Worker {
       for (int row = 0; row < item.rows; row++) {
         const int position = context + token_of(item, row);
         softmax(row, head_of(item, row), position - begin, p_.sight.first_key(position) - begin,
-                vectors);
+                p_.sight.last_key(position, seq_len) - begin, vectors);
       }
       multiply_values(item.rows);
       std::swap(tile_, coming_);
@@ -486,8 +487,9 @@ class Worker {
   }
 
   // Converts a row of logits to weights, relative to the greatest logit so far. `position` is the
-  // query's, `first` that of the first key it sees, both counted from the tile's first key.
-  void softmax(int row, int head, int position, int first, int vectors) {
+  // query's, `first` and `last` those of the first and last key it sees, all counted from the tile's
+  // first key.
+  void softmax(int row, int head, int position, int first, int last, int vectors) {
     Ints lane;
     for (int i = 0; i < kLanes; i++) lane[i] = i;
     float* logits = scratch_.logits + row * kTile;
@@ -504,7 +506,7 @@ class Worker {
       else
         x[i] = x[i] * (scale_ * kLog2E);
       if (p_.alibi_slopes) x[i] += slope * __builtin_convertvector(key - position, Floats);
-      Ints seen = (key <= position) & (key >= first);
+      Ints seen = (key <= last) & (key >= first);
       x[i] = seen ? x[i] : broadcast(-INFINITY);
       greatest = max(greatest, x[i]);
     }

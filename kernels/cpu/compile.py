@@ -18,7 +18,7 @@ SOURCES = [
         *("latent_attention", "paged_attention", "linear", "experts", "linear_blocks"),
         *("draw_tokens", "score_tokens", "write_kv", "argmax", "copy_blocks", "low_rank"),
         *("rms_norm", "mask_logits", "stored_blocks", "round_weights", "ssd", "gated_delta"),
-        *("causal_conv", "selective_scan", "program", "sum_over_ranks"),
+        *("causal_conv", "selective_scan", "ragged_attention", "program", "sum_over_ranks"),
         *("step", "pin_threads", "amx", "isa"),
     )
 ]

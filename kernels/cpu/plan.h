@@ -27,14 +27,19 @@ struct Batch {
   int query_count(int seq) const { return query_starts[seq + 1] - query_starts[seq]; }
 };
 
-// The keys that a query sees, up to its own: all, those of a window, or those of its chunk.
+// The keys that a query sees, up to its own: all, those of a window, or those of its chunk; and the
+// keys after its own, of which decoders see none.
 struct Sight {
   int sliding_window;  // number of keys, or 0
   int chunk;           // keys per chunk, or 0
+  int ahead = 0;       // number of keys after its own
 
   int first_key(int position) const {
     if (sliding_window) return std::max(0, position - sliding_window + 1);
     return chunk ? position - position % chunk : 0;
+  }
+  int last_key(int position, int seq_len) const {
+    return ahead < seq_len - position ? position + ahead : seq_len - 1;
   }
 };
 
@@ -81,7 +86,7 @@ inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sig
       const int first = context + item.row_begin / group;
       const int last = context + (item.row_begin + item.rows - 1) / group;
       item.key_begin = begin_at(sight.first_key(std::max(0, first)));
-      item.key_end = std::max(item.key_begin, last + 1);
+      item.key_end = std::max(item.key_begin, sight.last_key(last, batch.seq_lens[seq]) + 1);
       plan.work += int64_t(item.rows) * (item.key_end - item.key_begin) * num_kv_heads;
       for (item.kv_head = 0; item.kv_head < num_kv_heads; item.kv_head++)
         plan.items.push_back(item);

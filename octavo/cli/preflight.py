@@ -64,7 +64,7 @@ def check_model(settings: EngineSettings) -> Path:
         gguf.check(file)
         return file
     directory = Path(resolve_checkpoint(settings.source))
-    check_checkpoint(directory)
+    check_checkpoint(directory, embeds=settings.pooling is not None)
     return directory
 
 

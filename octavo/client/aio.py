@@ -14,7 +14,7 @@ from octavo.client.core import BaseClient, BaseStream
 from octavo.client.errors import CancelledError, Error, from_rpc_error
 from octavo.client.prompts import Prompt
 from octavo.client.structured import T, constrained, instance
-from octavo.client.types import Completion, Delta, Event, Model
+from octavo.client.types import Completion, Delta, Embeddings, Event, Model
 from octavo.common.sampling_parameters import ChatOptions, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
 
@@ -132,6 +132,46 @@ class AsyncClient(BaseClient[AsyncStream]):
         """
         stream = self.generate(prompt, timeout=timeout, **constrained(options, schema))
         return instance(await stream.complete(), schema)
+
+    async def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        *,
+        model: str | None = None,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+        priority: int = 0,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Embeddings:
+        """Return the embeddings of one text or several, at most 2,048.
+
+        Args:
+            texts: The texts, as strings or token ids.
+            model: Name of the model; needed if several are served.
+            dimensions: Number of leading dimensions to return, if the model was trained for that.
+                Default: all.
+            prompt_name: Name of the model's prompt that is put before each text; "" for none.
+                Default: the model's default.
+            truncate: Whether to cut texts that are too long, which else are refused.
+            priority: Requests of higher priority run first, -100 to 100.
+            request_id: The request's id. Default: a random one.
+            timeout: Maximum seconds to wait.
+
+        Raises:
+            Error: The call failed.
+        """
+        request = requests.embed_request(
+            texts,
+            model=model,
+            dimensions=dimensions,
+            prompt_name=prompt_name,
+            truncate=truncate,
+            priority=priority,
+            request_id=request_id,
+        )
+        return responses.embedded(await self._call(self._stub.Embed, request, timeout))
 
     async def tokenize(
         self,

@@ -69,6 +69,38 @@ def detokenize_request(
     return request
 
 
+def embed_request(
+    texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    *,
+    model: str | None = None,
+    dimensions: int | None = None,
+    prompt_name: str | None = None,
+    truncate: bool = False,
+    priority: int = 0,
+    request_id: str = "",
+) -> pb.EmbedRequest:
+    """Build an EmbedRequest from one text or several, as strings or token ids.
+
+    Raises:
+        InvalidArgumentError: A value does not fit its field's type.
+    """
+    request = pb.EmbedRequest(request_id=request_id, model=model or "", truncate=truncate)
+    one = isinstance(texts, str) or (texts and isinstance(texts[0], int))
+    several: Sequence[Any] = [texts] if one else texts
+    if several and isinstance(several[0], str):
+        _set(request, "texts", several)
+    else:
+        for number, token_ids in enumerate(several):
+            with checked(f"tokens[{number}].token_ids"):
+                request.tokens.add().token_ids.extend(token_ids)
+    for name, value in (("dimensions", dimensions), ("prompt_name", prompt_name)):
+        if value is not None:
+            _set(request, name, value)
+    with checked("priority"):
+        request.priority = priority
+    return request
+
+
 def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - the table has types
     """Set an option that is not None."""
     if value is None:

@@ -1,5 +1,7 @@
 """Conversion of responses to client types, for sync and asyncio."""
 
+import sys
+from array import array
 from collections.abc import Iterable
 from dataclasses import fields
 
@@ -7,6 +9,7 @@ from octavo.client.types import (
     Accepted,
     Completion,
     Delta,
+    Embeddings,
     Event,
     Finished,
     FinishReason,
@@ -64,6 +67,24 @@ def event(response: pb.GenerateResponse) -> Event | None:
 def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
     """Decode a ListModelsResponse."""
     return tuple(map(_model, response.models))
+
+
+def embeddings(response: pb.EmbedResponse) -> "tuple[array[float], ...]":
+    """Decode the embeddings of an EmbedResponse, 32-bit floats each."""
+    size = response.dimensions * 4
+    made = []
+    for start in range(0, len(response.embeddings), size):
+        floats = array("f", response.embeddings[start : start + size])
+        if sys.byteorder == "big":
+            floats.byteswap()
+        made.append(floats)
+    return tuple(made)
+
+
+def embedded(response: pb.EmbedResponse) -> Embeddings:
+    """Decode an EmbedResponse."""
+    counts = tuple(response.token_counts)
+    return Embeddings(response.request_id, response.model, embeddings(response), counts)
 
 
 def default_sampling(card: pb.ModelCard) -> dict[str, float]:
@@ -142,6 +163,7 @@ def _model(card: pb.ModelCard) -> Model:
     values["warnings"] = tuple(card.warnings)
     values["kernels"] = tuple(card.kernels)
     values["aliases"] = tuple(card.aliases)
+    values["prompt_names"] = tuple(card.prompt_names)
     values["default_sampling"] = default_sampling(card)
     if not card.HasField("default_max_tokens"):
         values["default_max_tokens"] = None

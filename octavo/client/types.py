@@ -1,6 +1,7 @@
 """Values that a client returns."""
 
 import json
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -220,6 +221,24 @@ class Completion:
 
 
 @dataclass(frozen=True, slots=True)
+class Embeddings:
+    """The result of `embed`.
+
+    Attributes:
+        request_id: The request's id.
+        model: The model that embedded the texts.
+        embeddings: The texts' embeddings in order, each an array of 32-bit floats, which
+            `numpy.asarray` takes as it is.
+        token_counts: Tokens of each text.
+    """
+
+    request_id: str
+    model: str
+    embeddings: tuple["array[float]", ...] = field(hash=False)
+    token_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A served model, its limits and its load. See protos' ModelCard.
 
@@ -228,6 +247,9 @@ class Model:
         ranks: Total processes of the engines; 0 if unknown.
         base_model: Base model of a LoRA adapter; empty for other models.
         aliases: Other names of the model in requests.
+        embedding_dimensions: Dimensions of its embeddings; 0: it generates text.
+        prompt_names: Names of the prompts that `embed` may put before texts.
+        similarity: How its embeddings are compared, such as "cosine"; empty: unknown.
     """
 
     name: str
@@ -254,6 +276,9 @@ class Model:
     drafted_tokens: int = 0
     accepted_tokens: int = 0
     aliases: tuple[str, ...] = ()
+    embedding_dimensions: int = 0
+    prompt_names: tuple[str, ...] = ()
+    similarity: str = ""
 
     @property
     def used_blocks(self) -> int:

@@ -27,6 +27,7 @@ MAX_CHOICES = 1024
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 128
 MAX_PARTS = 1024
+MAX_TEXTS = 2048
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,13 @@ from typing import Generic, Protocol, TypeVar
 
 from octavo.common import rpc
 from octavo.router.admission import refusals
-from octavo.router.admission.claims import Claim, Claims
+from octavo.router.admission.claims import AnyState, Claim, Claims
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
 from octavo.router.admission.refusals import QueueLimits
 from octavo.router.admission.reserved_slots import Burst, reserved_slots
 from octavo.router.balancing.policy import Candidate, Policy
-from octavo.router.requests.state import RequestState
 
 
 class Replica(Candidate, Protocol):
@@ -86,12 +85,12 @@ class Admission(Generic[E]):
         """Return the number of requests that wait for engines of `model`."""
         return len(self._queues[model].waiters) if model in self._queues else 0
 
-    def expected_tokens(self, state: RequestState) -> int:
+    def expected_tokens(self, state: AnyState) -> int:
         """Return a conservative estimate of a request's tokens, prompt and outputs."""
         return self._claim(state).tokens
 
     async def admit(
-        self, state: RequestState, on_queued: Callable[[int], Awaitable[None]] | None = None
+        self, state: AnyState, on_queued: Callable[[int], Awaitable[None]] | None = None
     ) -> Claim[E]:
         """Wait for an engine; return a claim, which counts as load until `release`.
 
@@ -221,7 +220,7 @@ class Admission(Generic[E]):
 
     # Waiting.
 
-    def _claim(self, state: RequestState) -> Claim[E]:
+    def _claim(self, state: AnyState) -> Claim[E]:
         return Claim(state, self._queues[state.request.model].lengths, next(self._numbers))
 
     async def _wait(

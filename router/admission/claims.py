@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.router.admission.output_lengths import OutputLengths
+from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.state import RequestState
 from octavo.v1 import engine_pb2
 
@@ -16,6 +17,7 @@ OUTPUT_WEIGHT = 2.0
 one by one. The weight is that of the virtual token counter (Sheng et al., OSDI 2024)."""
 
 E = TypeVar("E")
+AnyState = RequestState | EmbeddingState
 
 
 class Claim(Generic[E]):
@@ -57,7 +59,7 @@ class Claim(Generic[E]):
         "timer",
     )
 
-    def __init__(self, state: RequestState, lengths: OutputLengths, number: int = 0) -> None:
+    def __init__(self, state: AnyState, lengths: OutputLengths, number: int = 0) -> None:
         self.state = state
         self.request = state.request
         self.sequences = state.sequences

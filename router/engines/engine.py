@@ -5,6 +5,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -17,6 +18,7 @@ from octavo.common.limits import MAX_REQUEST_ID
 from octavo.router.admission.claims import Claims
 from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.balancing.prefixes import Prefixes
+from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
 from octavo.router.requests.state import RequestState
 from octavo.router.text.tokenization import Tokenizer
@@ -91,6 +93,7 @@ class Engine:
         # Unbounded, but holds only a few commands per admitted request.
         self._outbox: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
         self._requests: dict[str, RequestState] = {}
+        self._embeddings: set[Any] = set()  # calls in progress
         # Request id, state and output index, by the output's number on the stream.
         self._outputs: dict[int, tuple[str, RequestState, int]] = {}
         self._first_numbers: dict[str, int] = {}
@@ -206,6 +209,33 @@ class Engine:
         else:
             self.abort(session_id)
 
+    async def embed(self, state: EmbeddingState, timeout: float | None) -> None:
+        """Have the engine embed a request's texts.
+
+        Raises:
+            EngineLostError: The connection is lost, the engine drains, or a step failed.
+            rpc.RpcError: The engine refuses the request, or it was failed meanwhile.
+        """
+        if self._broken is not None:
+            raise self._lost()
+        call: Any = self.stub.Embed(state.request.submit(), timeout=timeout)
+        self._embeddings.add(call)
+        try:
+            await state.take(self.address, call)
+        except grpc.aio.AioRpcError as error:
+            if error.code() is grpc.StatusCode.UNAVAILABLE:
+                raise self._lost() from error
+            if error.code() is grpc.StatusCode.INTERNAL:
+                self._on_fault(self)
+                raise EngineFaultError(error.details() or "") from error
+            raise rpc.RpcError.from_call(error) from error
+        except asyncio.CancelledError:
+            if self._broken is None:
+                raise
+            raise self._lost() from None  # `run` cancelled the call, not this task
+        finally:
+            self._embeddings.discard(call)
+
     async def run(self) -> str:
         """Read and write until the stream breaks or is silent; then fail all requests.
 
@@ -221,6 +251,8 @@ class Engine:
         finally:
             self._broken = self._broken or "the router closed the connection"
             self._call.cancel()
+            for call in self._embeddings:
+                call.cancel()
             for session_id in list(self._requests):
                 if (state := self._forget(session_id)) is not None:
                     state.fail(self._lost())

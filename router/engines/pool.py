@@ -253,10 +253,16 @@ class EnginePool:
             constraints=all(info.features.constraints for info in infos),
         )
 
+    def embedding(self, model: str) -> engine_pb2.EmbeddingInfo | None:
+        """Return how a resolved model embeds; None if it generates text."""
+        info = min(self._known(model), key=lambda engine: engine.address).info
+        return info.embedding if info.HasField("embedding") else None
+
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
         """Return a model's card for clients; `queued` requests wait in the router."""
         engines = self.up(model)
         limits, (sampling, max_tokens) = self.limits(model), self.defaults(model)
+        embedding = self.embedding(model) or engine_pb2.EmbeddingInfo()
         loads, infos = [engine.load for engine in engines], [engine.info for engine in engines]
         return generation_pb2.ModelCard(
             name=model,
@@ -283,6 +289,9 @@ class EnginePool:
             drafted_tokens=sum(load.drafted_tokens for load in loads),
             accepted_tokens=sum(load.accepted_tokens for load in loads),
             aliases=self.names_of(model)[1:],
+            embedding_dimensions=embedding.dimensions,
+            prompt_names=sorted(embedding.prompts),
+            similarity=embedding.similarity,
         )
 
     def _aliases(self) -> dict[str, str]:

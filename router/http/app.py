@@ -30,6 +30,7 @@ from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.calls import Calls, GeneratingBody
 from octavo.router.http.chat import ChatFormat
 from octavo.router.http.completions import CompletionFormat
+from octavo.router.http.embeddings import PARAMS, EmbeddingsRequest
 from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.event_stream import EventStream
 from octavo.router.http.page import page
@@ -127,6 +128,7 @@ class Api:
             Route("/v1/messages", _answered(self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", _answered(self._count_tokens), methods=["POST"]),
             *self._response_routes(),
+            Route("/v1/embeddings", _answered(self._embeddings), methods=["POST"]),
             Route("/v1/models", _answered(self._models)),
             Route("/v1/models/{model:path}", _answered(self._model)),
             Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
@@ -226,6 +228,21 @@ class Api:
             return EventStream(request, answer, generate, extra, interval)
         whole = await while_connected(request, answer.whole(generate))
         return JSONResponse(whole, headers={headers.REQUEST_ID: answer.id, **extra})
+
+    async def _embeddings(self, request: Request) -> Response:
+        tenant, body = await self._parse(request, EmbeddingsRequest)
+        timeout, metadata = headers.timeout(request), headers.metadata(request)
+        try:
+            message = body.message(request.state.request_id)
+            embed = self._generator.embed(
+                message, tenant=tenant, timeout=timeout, metadata=metadata
+            )
+            answer = await while_connected(request, embed)
+        except rpc.RpcError as error:
+            raise from_rpc(error, PARAMS) from error
+        except InvalidArgumentError as error:
+            raise from_client(error, PARAMS) from error
+        return JSONResponse(body.answer(answer), headers=_ignored(body))
 
     async def _tokenize(self, request: Request) -> Response:
         tenant, body = await self._parse(request, tokens.TokenizeRequest)

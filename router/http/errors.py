@@ -74,7 +74,7 @@ _PATH = re.compile(
     r"\b(?:beam|chat|constraint|output|sampling|stop|tokens)\.[a-z_]+"
     r"(?:(?:\[\d+\])?\.[a-z_]+(?:\[\d+\])?)*"
 )
-_NESTED = ("messages", "tools")
+_NESTED = ("input", "messages", "tools")
 """Arguments whose errors include the path inside them."""
 _PARTS = (
     (re.compile(r"^(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(?!id\b)"), r"\1.function."),

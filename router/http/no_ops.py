@@ -92,6 +92,15 @@ COMPLETION: Harmless = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
+EMBEDDINGS: Harmless = {
+    "add_special_tokens": (True,),
+    "dtype": ("float32",),
+    "embed_dtype": ("float32",),
+    "endianness": ("little", "native"),
+    "messages": (),
+    "normalize": (),
+    "truncation_side": ("right",),
+}
 
 
 def members(arguments: Harmless) -> dict[str, Any]:

@@ -43,7 +43,7 @@ def _strings(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-def _prompts(value: object) -> list[str] | list[list[int]]:
+def prompts(value: object) -> list[str] | list[list[int]]:
     """Return a list of prompts; `prompt` has four forms."""
     if isinstance(value, str):
         return [value]
@@ -379,7 +379,7 @@ class ChatRequest(Parameters, ChatLayoutOptions, DeclaredChat):
 class CompletionRequest(Parameters, DeclaredCompletion):
     """The body of POST /v1/completions."""
 
-    prompt: Annotated[list[str] | list[list[int]], PlainValidator(_prompts)]
+    prompt: Annotated[list[str] | list[list[int]], PlainValidator(prompts)]
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None

@@ -120,6 +120,30 @@ class Tokenizer:
         )
         return self._between_special_tokens(ids) if adds else ids
 
+    def encode_texts(
+        self, texts: Sequence[str], max_tokens: int, *, truncate: bool
+    ) -> list[list[int]]:
+        """Return the tokens of each text, with the special tokens that the tokenizer adds.
+
+        Args:
+            texts: The texts.
+            max_tokens: Maximum tokens of a text.
+            truncate: Whether to cut longer texts at their end; else they are returned whole.
+        """
+        if self._backend is None:
+            encoded = [self.encode(text) for text in texts]
+        else:
+            encoded = [one.ids for one in self._backend.encode_batch_fast(texts)]
+        if not truncate:
+            return encoded
+        room = max_tokens - len(self._between_special_tokens([]))
+        return [
+            ids
+            if len(ids) <= max_tokens
+            else self._between_special_tokens(self.encode(text, add_special_tokens=False)[:room])
+            for text, ids in zip(texts, encoded, strict=True)
+        ]
+
     def _between_special_tokens(self, token_ids: list[int]) -> list[int]:
         """Return a text's tokens, and the special tokens that the tokenizer adds to any text."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
@@ -264,6 +288,22 @@ class Tokenizers:
             tenant,
             size,
             lambda: tokenizer.encode_prompt(request, max_tokens, allow_special_tokens=allowed),
+        )
+
+    async def encode_texts(
+        self,
+        tokenizer: Tokenizer,
+        texts: Sequence[str],
+        tenant: Tenant,
+        max_tokens: int,
+        *,
+        truncate: bool,
+    ) -> list[list[int]]:
+        """Return the tokens of each text; see `Tokenizer.encode_texts` and `Turns.take`."""
+        return await self._run(
+            tenant,
+            sum(map(len, texts)),
+            lambda: tokenizer.encode_texts(texts, max_tokens, truncate=truncate),
         )
 
     def _allows_special_tokens(self, chat: generation_pb2.ChatPrompt, tenant: Tenant) -> bool:

@@ -13,6 +13,10 @@ from octavo.common.models.json_files import CONFIG, read_json
 
 _AUTO_CLASS = "AutoModelForCausalLM"
 
+ENCODER = "is an encoder"
+EMBEDS = ", or embed texts with it: set --pooling"
+"""What else an encoder can do."""
+
 _KINDS = (
     (
         auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
@@ -21,8 +25,8 @@ _KINDS = (
     ),
     (auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES, "is an encoder-decoder model"),
     (auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES, "is a speech model"),
-    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, "is an encoder"),
-    (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, "is an encoder"),
+    (auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, ENCODER),
+    (auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES, ENCODER),
 )
 """Transformers' tables of models that are not decoder-only language models, with their kinds."""
 
@@ -53,7 +57,7 @@ def check_model_class(path: str) -> None:
         what = next((what for table, what in _KINDS if kind in table), "is no language model")
         raise UnsupportedModelError(
             f"{path} {what} ({kind}), which Octavo does not serve: use a decoder-only language"
-            " model"
+            f" model{EMBEDS if what == ENCODER else ''}"
         )
     if _is_encoder_decoder(path):
         raise UnsupportedModelError(

@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from typing import ClassVar
 
@@ -9,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.deferred import held
 from octavo.engine.models.experts.expert_layer import ExpertLayer, find_experts
 from octavo.engine.models.experts.packed_experts import PackedExperts
@@ -89,13 +89,12 @@ class Scheme(ABC):
         """
         return None
 
-    def quantize(self, model: PreTrainedModel, shape: ModelShape, path: str) -> None:
+    def quantize(self, model: PreTrainedModel, run: Callable[[], object]) -> None:
         """Replace a model's linear layers and experts, on a CPU.
 
         Args:
             model: The model; changed in place.
-            shape: The model's dimensions.
-            path: The model's directory.
+            run: Runs it on the calibration text.
         """
         experts = find_experts(model)
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
@@ -107,7 +106,7 @@ class Scheme(ABC):
             for group in groups
             if self.reads_inputs(group[0].layer, is_head=group[0].layer is head)
         }
-        inputs = calibrate(model, shape, path, read, [layer.path for layer in experts])
+        inputs = calibrate(model, run, read, [layer.path for layer in experts])
         while groups:
             group = groups.pop()  # frees each once replaced
             first = group[0]

@@ -1,6 +1,6 @@
 """Runs a model on a short text, to measure the range of its layers' inputs, keys and values."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,8 +83,7 @@ class Calibration:
 @torch.inference_mode()
 def calibrate(
     model: PreTrainedModel,
-    shape: ModelShape,
-    path: str,
+    run: Callable[[], object],
     linears: Collection[str],
     experts: Collection[str],
 ) -> Calibration:
@@ -92,20 +91,18 @@ def calibrate(
 
     Args:
         model: A model on a CPU.
-        shape: The model's dimensions.
-        path: The model's directory.
+        run: Runs it on the text.
         linears: The names of linear layers.
         experts: The names of expert layers.
     """
     calibration = Calibration({}, {})
     if not linears and not experts:
         return calibration
-    tokens = calibration_tokens(path, shape)
     hooks = [
         *_record_linears(model, linears, calibration.linears),
         *_record_experts(model, experts, calibration.experts),
     ]
-    run_alone(model, shape, tokens)
+    run()
     for hook in hooks:
         hook.remove()
     return calibration

@@ -76,7 +76,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         """Begin to serve: the model is loaded."""
         engine.parts.scheduler.cache.prefixes.contents = {}
         streams = GenerateStreams(engine.core)
-        self._loaded = _Loaded(engine, engine.attach(streams), streams)
+        self._loaded = _Loaded(engine, engine.sessions.attach(streams), streams)
 
     def _engine(self) -> _Loaded:
         """Return the loaded engine.
@@ -255,13 +255,13 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
                 field="start_sequence_number",
             )
         subscription = KvSubscription()
-        session = engine.attach(subscription)
+        session = engine.sessions.attach(subscription)
         try:
             engine.core.open_session(session)
             async for batch in subscription.batches():
                 yield batch
         finally:
-            engine.detach(session)
+            engine.sessions.detach(session)
 
 
 def _token_id(value: object) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from octavo.common.models.embedding import MODULES
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.json_files import CONFIG, read_json
@@ -43,23 +44,31 @@ USE_INSTEAD = (
 )
 
 
-def check_checkpoint(directory: Path) -> None:
+def check_checkpoint(directory: Path, *, embeds: bool = False) -> None:
     """Reject a model's directory that cannot be served.
+
+    Args:
+        directory: The directory.
+        embeds: Whether the model embeds texts whatever its class.
 
     Raises:
         UnsupportedModelError: Octavo cannot serve such models; the message suggests an alternative.
         ModelError: A file is missing, incomplete or unreadable.
         OSError: A file cannot be opened.
     """
-    check_config(directory)
+    check_config(directory, embeds=embeds)
     types = tensor_types(directory)
     TensorLocations.read(directory)
     if find_statement(directory) is None:
         _check_types(directory, types)
 
 
-def check_config(directory: Path) -> None:
+def check_config(directory: Path, *, embeds: bool = False) -> None:
     """Reject a model's directory by its JSON files; its weights may be missing.
+
+    Args:
+        directory: The directory.
+        embeds: See `check_checkpoint`.
 
     Raises:
         UnsupportedModelError: Octavo cannot serve the model.
@@ -71,6 +80,8 @@ def check_config(directory: Path) -> None:
         read_json(directory / GENERATION_CONFIG)  # transformers ignores an unreadable one
     for check in _CHECKS:
         check(directory, config)
+    if not (embeds or (directory / MODULES).is_file()):
+        _check_task(directory, config)
 
 
 def why_no_model(directory: Path) -> str:
@@ -142,7 +153,7 @@ def _check_task(directory: Path, config: Config) -> None:
     if names and all(tasks.values()):
         raise UnsupportedModelError(
             f"{directory} is a {names[0]}, which {tasks[names[0]]} and generates no text: use a"
-            " model whose architecture ends with ForCausalLM"
+            " model whose architecture ends with ForCausalLM; or if it embeds texts, set --pooling"
         )
 
 
@@ -154,7 +165,6 @@ def _task(architecture: str) -> str | None:
 _CHECKS: tuple[Callable[[Path, Config], None], ...] = (
     _check_adapter,
     _check_quantization,
-    _check_task,
 )
 
 

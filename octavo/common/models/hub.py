@@ -81,7 +81,7 @@ def _fetch_checked(name: str, info: "ModelInfo", patterns: Iterable[str]) -> Pat
     if not (directory / CONFIG).is_file():
         why = no_weights(_names(info))
         raise ModelError(f"the model {name!r} of the hub has no {CONFIG} and {why}")
-    check_config(directory)
+    check_config(directory, embeds=True)  # its settings are not known here
     return directory
 
 

@@ -50,8 +50,11 @@ async def test_what_does_not_exist_is_404(frontend, scripted, hello):
         assert (caught.value.param, caught.value.code) == ("model", "model_not_found")
         with pytest.raises(openai.NotFoundError, match="'huge' is not served"):
             await client.models.retrieve("huge")
-        with pytest.raises(openai.NotFoundError, match="/v1/embeddings"):
+        with pytest.raises(openai.NotFoundError, match="/v1/moderations"):
+            await client.moderations.create(input="x")
+        with pytest.raises(openai.BadRequestError, match="'tiny' generates text") as caught:
             await client.embeddings.create(model="tiny", input="x")
+        assert caught.value.param == "model"
 
 
 async def test_without_an_engine_it_is_503(frontend, hello):

@@ -1,0 +1,86 @@
+// Attention of whole texts, as encoders need it: a batch without padding, of which no key or value
+// is kept.
+//
+// Keys and values are first packed into blocks, as the tiles of paged attention read them. The blocks
+// of one layer are in a core's cache, and all layers use the same memory.
+
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "attention.h"
+
+namespace {
+
+constexpr int kBlock = kTile;
+constexpr int kAllKeys = std::numeric_limits<int>::max();
+
+// The blocks of a batch's texts: each text begins with a block of its own.
+struct Blocks {
+  std::vector<int32_t> lengths, tables;
+  std::vector<int64_t> slots;
+  int32_t count = 0, width = 0;
+
+  Blocks(const int32_t* starts, int32_t texts) {
+    for (int32_t text = 0; text < texts; text++) {
+      lengths.push_back(starts[text + 1] - starts[text]);
+      width = std::max(width, (lengths.back() + kBlock - 1) / kBlock);
+    }
+    tables.reserve(int64_t(texts) * width);
+    for (const int32_t length : lengths) {
+      for (int i = 0; i < width; i++) tables.push_back(count + i);
+      for (int i = 0; i < length; i++) slots.push_back(int64_t(count) * kBlock + i);
+      count += (length + kBlock - 1) / kBlock;
+    }
+  }
+};
+
+// Returns this thread's memory for blocks; it is kept for the next layer.
+char* memory_for(int64_t bytes) {
+  thread_local Memory kept;
+  thread_local int64_t size = 0;
+  if (size < bytes) {
+    kept = allocate(bytes);
+    size = bytes;
+  }
+  return static_cast<char*>(kept.get());
+}
+
+// `starts` holds each text's first row and the end. A token attends to those of its text that are at
+// most `reach` tokens away; if `causal`, only to those before it and itself. A negative `reach` is
+// none.
+void ragged_attention(const Result& result, const View& query, const View& key, const View& value,
+                      const View& starts, double scale, int64_t reach, bool causal) {
+  const Stopwatch stopwatch(spent.attention);
+  const int32_t texts = starts.sizes[0] - 1;
+  const int32_t* const first = starts.as<const int32_t>();
+  require(texts > 0 && first[0] == 0 && first[texts] == key.sizes[0] &&
+              query.sizes[0] == key.sizes[0] && value.sizes[0] == key.sizes[0],
+          "texts must hold each token once");
+  for (int32_t text = 0; text < texts; text++)
+    require(first[text] <= first[text + 1], "texts must follow each other");
+  const Blocks blocks(first, texts);
+  const int kv_heads = key.sizes[1], key_dim = key.sizes[2], value_dim = value.sizes[2];
+  require(key_dim % kMinBlock == 0 && value_dim % kMinBlock == 0 && key_dim <= kMaxKeyDim &&
+              value_dim <= kMaxKeyDim,
+          "heads must have a multiple of 8 elements, at most 576");
+  const int64_t head = int64_t(kv_heads) * kBlock, bytes = bytes_of(query.dtype);
+  const int64_t of_keys = blocks.count * head * key_dim * bytes;
+  char* const memory = memory_for(of_keys + blocks.count * head * value_dim * bytes);
+  const Cache cache{memory,       memory + of_keys, head * key_dim, head * value_dim,
+                    blocks.count, kv_heads,         key_dim,        value_dim,
+                    kBlock,       dtype_number(query.dtype)};
+  const Batch batch{first,       blocks.lengths.data(), blocks.tables.data(),
+                    blocks.width, blocks.width,          texts,
+                    blocks.slots.data(), int64_t(blocks.slots.size())};
+  const Layer layer(cache, batch);
+  layer.check_query(query);
+  layer.write(key, &value);
+  const int near = reach < 0 ? kAllKeys : int(reach);
+  const Sight sight{reach < 0 ? 0 : near + 1, 0, causal ? 0 : near};
+  attend_to_blocks(cache, batch, query, make_out(result, query, value_dim), value_dim,
+                   {float(scale), sight, 0, nullptr, nullptr});
+}
+OCTAVO_OPERATOR(ragged_attention)
+
+}  // namespace

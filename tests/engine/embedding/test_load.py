@@ -1,0 +1,174 @@
+"""Tiny random models of each family embed as transformers computes; others are refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch.nn.functional import normalize
+from transformers import (
+    AutoModel,
+    BertConfig,
+    CamembertConfig,
+    DistilBertConfig,
+    Gemma3TextConfig,
+    ModernBertConfig,
+    MPNetConfig,
+    NomicBertConfig,
+    Qwen3Config,
+    RobertaConfig,
+    XLMRobertaConfig,
+)
+
+from octavo.common.models.embedding import EmbeddingPlan
+from octavo.common.models.errors import UnsupportedModelError
+from octavo.engine.embedding.load import load_encoder
+from octavo.engine.settings import EngineSettings
+
+BASE = {
+    "vocab_size": 300,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 200,
+    "pad_token_id": 1,
+}
+CONFIGS = {
+    "bert": BertConfig(**BASE),
+    "roberta": RobertaConfig(**BASE),
+    "xlm-roberta": XLMRobertaConfig(**BASE),
+    "camembert": CamembertConfig(**BASE),
+    "distilbert": DistilBertConfig(
+        vocab_size=300, dim=64, hidden_dim=96, n_layers=3, n_heads=4, max_position_embeddings=200
+    ),
+    "modernbert": ModernBertConfig(
+        **BASE, local_attention=16, bos_token_id=0, eos_token_id=2, cls_token_id=0, sep_token_id=2
+    ),
+    "nomic_bert": NomicBertConfig(**BASE),
+    "qwen3": Qwen3Config(**BASE, num_key_value_heads=2, head_dim=16),
+    "gemma3, in both directions": Gemma3TextConfig(
+        **BASE,
+        num_key_value_heads=2,
+        head_dim=16,
+        sliding_window=16,
+        query_pre_attn_scalar=16,
+        use_bidirectional_attention=True,
+    ),
+}
+POOLINGS = {"qwen3": "last", "modernbert": "cls", "distilbert": "max"}
+
+
+def save(config, path, std=0.15):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    for name, weight in model.named_parameters():
+        if "norm" not in name.lower():
+            torch.nn.init.normal_(weight, std=std)
+    model.save_pretrained(path)
+    return model.eval()
+
+
+def load(path, pooling="mean", **settings):
+    settings = EngineSettings(model=str(path), **settings)
+    return load_encoder(settings, path, EmbeddingPlan(pooling, normalize=True)).encoder
+
+
+def random_texts(*lengths):
+    generator = np.random.default_rng(5)
+    return [generator.integers(3, 300, length).astype(np.uint32) for length in lengths]
+
+
+@torch.inference_mode()
+def by_transformers(model, text, pooling):
+    ids = torch.from_numpy(text.astype(np.int64))[None]
+    hidden = model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state[0]
+    pooled = {
+        "mean": hidden.mean(0),
+        "cls": hidden[0],
+        "last": hidden[-1],
+        "max": hidden.amax(0),
+    }[pooling]
+    return normalize(pooled, dim=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_family_embeds_as_transformers_does(name, tmp_path):
+    pooling = POOLINGS.get(name, "mean")
+    model = save(CONFIGS[name], tmp_path)
+    encoder = load(tmp_path, pooling)
+    texts = random_texts(7, 1, 90, 33)
+    computed = encoder.finish(encoder.embed(texts), encoder.dimensions)
+    expected = torch.stack([by_transformers(model, text, pooling) for text in texts])
+    torch.testing.assert_close(computed, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
+def test_fewer_bits_change_little(settings, tmp_path):
+    model = save(CONFIGS["bert"], tmp_path, std=0.05)
+    encoder = load(tmp_path, **settings)
+    texts = random_texts(7, 60, 33)
+    computed = encoder.finish(encoder.embed(texts), encoder.dimensions)
+    expected = torch.stack([by_transformers(model, text, "mean") for text in texts])
+    assert (computed * expected).sum(1).min() > 0.999
+
+
+def test_dense_layers_follow_the_pooling(tmp_path):
+    model = save(CONFIGS["bert"], tmp_path)
+    layer = torch.nn.Linear(64, 24)
+    (tmp_path / "2_Dense").mkdir()
+    weights = {f"linear.{name}": weight.detach() for name, weight in layer.named_parameters()}
+    save_file(weights, tmp_path / "2_Dense/model.safetensors")
+    config = {"in_features": 64, "out_features": 24, "bias": True}
+    config["activation_function"] = "torch.nn.modules.activation.Tanh"
+    (tmp_path / "2_Dense/config.json").write_text(json.dumps(config))
+    plan = EmbeddingPlan("mean", normalize=False, dense=(tmp_path / "2_Dense",))
+    encoder = load_encoder(EngineSettings(model=str(tmp_path)), tmp_path, plan).encoder
+    assert encoder.dimensions == 24
+    (text,) = random_texts(9)
+    with torch.inference_mode():
+        ids = torch.from_numpy(text.astype(np.int64))[None]
+        expected = torch.tanh(layer(model(input_ids=ids).last_hidden_state[0].mean(0)))
+    torch.testing.assert_close(encoder.embed([text])[0], expected, atol=1e-5, rtol=0)
+    config["activation_function"] = "torch.nn.modules.activation.Softplus"
+    (tmp_path / "2_Dense/config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError, match=r"has the activation .*Softplus"):
+        load_encoder(EngineSettings(model=str(tmp_path)), tmp_path, plan)
+
+
+def test_positions_behind_padding_are_not_counted_as_tokens(tmp_path):
+    save(CONFIGS["roberta"], tmp_path)
+    assert load(tmp_path).max_tokens == 198
+    assert load(tmp_path, max_model_len=50).max_tokens == 50
+    with pytest.raises(UnsupportedModelError, match="--max-model-len is 199, and its texts have"):
+        load(tmp_path, max_model_len=199)
+
+
+def test_leading_dimensions_are_normalized_again(tmp_path):
+    save(CONFIGS["bert"], tmp_path)
+    encoder = load(tmp_path)
+    embeddings = encoder.embed(random_texts(20, 9))
+    expected = normalize(embeddings[:, :16], dim=1)
+    torch.testing.assert_close(encoder.finish(embeddings, 16), expected)
+
+
+def test_a_model_whose_attention_octavo_does_not_compute_is_refused(tmp_path):
+    save(MPNetConfig(**BASE), tmp_path)
+    with pytest.raises(UnsupportedModelError, match=r"does not call .* attention interface"):
+        load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("settings", "flag"),
+    [
+        ({"tensor_parallel_size": 2}, "--tensor-parallel-size"),
+        ({"enable_lora": True}, "--enable-lora"),
+        ({"speculation": "ngram"}, "--speculation"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_apply_are_refused(settings, flag, tmp_path):
+    save(CONFIGS["bert"], tmp_path)
+    with pytest.raises(UnsupportedModelError, match=flag):
+        load(tmp_path, **settings)

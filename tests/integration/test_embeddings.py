@@ -1,0 +1,275 @@
+"""Embeddings of a real server over gRPC and HTTP: those of transformers, or a precise error."""
+
+import asyncio
+import json
+
+import grpc
+import numpy as np
+import openai
+import pytest
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
+
+import octavo
+from octavo.common.ports import free_port
+from octavo.v1 import engine_pb2, engine_pb2_grpc
+from tests.integration.harness import Server, wait_until
+
+WORDS = [
+    "a",
+    "cat",
+    "dog",
+    "rome",
+    "italy",
+    "is",
+    "in",
+    "the",
+    "where",
+    "fish",
+    "query",
+    ":",
+    "mat",
+    "sat",
+    "on",
+    "big",
+    "small",
+    "red",
+]
+TEXTS = ["rome is in italy", "where is rome", "the big red dog sat on the mat " * 6]
+QUERY = "query : "
+MOST = 60
+
+
+@pytest.fixture(scope="session")
+def bert(tmp_path_factory):
+    """Save a tiny BERT with the files of sentence-transformers."""
+    path = tmp_path_factory.mktemp("bert")
+    vocabulary = {token: i for i, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
+    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer()
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+    ).save_pretrained(path)
+    config = BertConfig(
+        vocab_size=len(vocabulary),
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        max_position_embeddings=128,
+        matryoshka_dimensions=[16],
+    )
+    torch.manual_seed(0)
+    model = AutoModel.from_config(config, dtype=torch.float32)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    model.save_pretrained(path)
+    kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+    modules = [{"path": at, "type": f"models.{kind}"} for at, kind in kinds.items()]
+    (path / "1_Pooling").mkdir()
+    for name, content in {
+        "modules": modules,
+        "1_Pooling/config": {"pooling_mode_mean_tokens": True},
+        "sentence_bert_config": {"max_seq_length": MOST},
+        "config_sentence_transformers": {
+            "prompts": {"query": QUERY},
+            "similarity_fn_name": "cosine",
+        },
+    }.items():
+        (path / f"{name}.json").write_text(json.dumps(content))
+    return path
+
+
+@pytest.fixture(scope="session")
+def embedder(bert, launch_shared) -> Server:
+    port = free_port()
+    server = launch_shared(
+        "serve", "--model", str(bert), "--served-model-name", "bert", "--http-port", str(port)
+    )
+    server.http = f"http://127.0.0.1:{port}"
+    return server.wait_ready()
+
+
+@pytest.fixture
+def client(embedder):
+    with octavo.Client(embedder.address) as client:
+        yield client
+
+
+@pytest.fixture
+def http(embedder):
+    with openai.OpenAI(base_url=f"{embedder.http}/v1", api_key="none", max_retries=0) as client:
+        yield client
+
+
+@pytest.fixture(scope="session")
+def expected(bert):
+    """Return a function of a text and its number of dimensions, by transformers."""
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(bert)
+    model = AutoModel.from_pretrained(bert).eval()
+
+    @torch.inference_mode()
+    def embed(text, dimensions=64):
+        encoded = tokenizer(text, truncation=True, max_length=MOST, return_tensors="pt")
+        mean = model(**encoded).last_hidden_state[0].mean(0)[:dimensions]
+        return (mean / mean.norm()).numpy()
+
+    return embed
+
+
+def test_embeddings_are_those_of_transformers(client, expected):
+    result = client.embed(TEXTS, request_id="mine")
+    assert (result.request_id, result.model) == ("mine", "bert")
+    assert result.token_counts == (6, 5, 50)
+    for text, embedding in zip(TEXTS, result.embeddings, strict=True):
+        np.testing.assert_allclose(embedding, expected(text), atol=1e-5)
+
+
+def test_a_prompt_dimensions_and_tokens(client, expected):
+    (query,) = client.embed("where is rome", prompt_name="query").embeddings
+    np.testing.assert_allclose(query, expected(QUERY + "where is rome"), atol=1e-5)
+    (short,) = client.embed("where is rome", dimensions=16).embeddings
+    np.testing.assert_allclose(short, expected("where is rome", 16), atol=1e-5)
+    tokens = client.tokenize("where is rome")
+    (by_tokens,) = client.embed(tokens).embeddings
+    np.testing.assert_allclose(by_tokens, expected("where is rome"), atol=1e-5)
+
+
+def test_a_long_text_is_refused_or_cut(client, expected):
+    long = "a cat sat " * 40
+    with pytest.raises(octavo.InvalidArgumentError, match=r"texts\[1\] must have 1 to 60 tokens"):
+        client.embed(["a", long])
+    result = client.embed(["a", long], truncate=True)
+    assert result.token_counts == (3, MOST)
+    np.testing.assert_allclose(result.embeddings[1], expected(long), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("texts", "options", "why"),
+    [
+        ([], {}, "texts or tokens must have at least one entry"),
+        (["a", ""], {}, r"texts\[1\] must have at least one character"),
+        ([[]], {}, r"tokens\[0\] must have at least one token"),
+        ([[2], [999]], {}, r"tokens\[1\].token_ids\[0\] must be in \[0, 21\]; got 999"),
+        (["a"] * 2049, {}, "texts may have at most 2048 entries"),
+        ("a", {"dimensions": 32}, "dimensions must be 16 or 64, which .*; got 32"),
+        ("a", {"dimensions": 0}, "dimensions must be 16 or 64, which .*; got 0"),
+        ("a", {"prompt_name": "none"}, "prompt_name must be one of .* 'none', of: query"),
+        ([2, 3], {"prompt_name": "query"}, "prompt_name is for texts"),
+        ("a", {"priority": 101}, r"priority must be in \[-100, 100\]"),
+    ],
+)
+def test_bad_input_is_refused(client, texts, options, why):
+    with pytest.raises(octavo.InvalidArgumentError, match=why):
+        client.embed(texts, **options)
+
+
+def test_models_say_what_they_do(client, served):
+    (model,) = client.list_models()
+    assert (model.embedding_dimensions, model.similarity) == (64, "cosine")
+    assert model.prompt_names == ("query",)
+    with pytest.raises(octavo.InvalidArgumentError, match="'bert' embeds texts and generates none"):
+        client.generate("a cat").text()
+    with octavo.Client(served.address) as other:
+        assert other.list_models()[0].embedding_dimensions == 0
+        with pytest.raises(octavo.InvalidArgumentError, match="'demo' generates text"):
+            other.embed("a cat")
+
+
+def test_openais_client_gets_the_same(http, client):
+    direct = np.array(client.embed(TEXTS).embeddings)
+    by_default = http.embeddings.create(model="bert", input=TEXTS)
+    assert by_default.usage.prompt_tokens == by_default.usage.total_tokens == 61
+    floats = http.embeddings.create(model="bert", input=TEXTS, encoding_format="float")
+    for answer in (by_default, floats):
+        assert [each.index for each in answer.data] == [0, 1, 2]
+        np.testing.assert_array_equal(
+            np.array([each.embedding for each in answer.data], np.float32), direct
+        )
+    tokens = http.embeddings.create(model="bert", input=[[2, 5, 3]], dimensions=16)
+    assert len(tokens.data[0].embedding) == 16
+
+
+async def test_the_asyncio_client_embeds_many_at_once(embedder, expected):
+    async with octavo.AsyncClient(embedder.address) as client:
+        results = await asyncio.gather(*(client.embed([text] * 30) for text in TEXTS))
+    for text, result in zip(TEXTS, results, strict=True):
+        for embedding in result.embeddings:
+            np.testing.assert_allclose(embedding, expected(text), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("body", "param", "why"),
+    [
+        ({"input": ""}, "input[0]", "input[0] must have at least one character"),
+        ({"input": []}, "input", "input must be a string, a list of strings, a list of token ids"),
+        ({"input": "a " * 99}, "input[0]", "input[0] must have 1 to 60 tokens; it has 101"),
+        ({"input": "a", "dimensions": 5}, "dimensions", "dimensions must be 16 or 64"),
+        ({"input": "a", "extra_body": {"normalize": False}}, "normalize", "is not supported"),
+    ],
+)
+def test_bad_input_over_http_is_refused(http, body, param, why):
+    with pytest.raises(openai.BadRequestError) as caught:
+        http.embeddings.create(model="bert", **body)
+    assert why in caught.value.message
+    assert caught.value.param == param
+
+
+def test_a_chat_is_refused_by_name(http):
+    with pytest.raises(openai.BadRequestError, match="embeds texts and generates none"):
+        http.chat.completions.create(model="bert", messages=[{"role": "user", "content": "a"}])
+
+
+def test_a_call_past_its_deadline_ends_everywhere(client, embedder):
+    with pytest.raises(octavo.DeadlineExceededError):
+        client.embed(TEXTS * 600, timeout=0.02)
+    metric = "octavo_engine_groups"
+    port = embedder.metrics_port + 1
+    wait_until(lambda: not embedder.metric(metric, port=port, state="running"))
+    assert len(client.embed("a").embeddings) == 1
+
+
+def test_requests_migrate_from_an_engine_that_dies(bert, launch, expected):
+    flags = ("--model", str(bert), "--served-model-name", "bert")
+    engines = [launch("engine", *flags).wait_ready() for _ in range(2)]
+    addresses = [flag for engine in engines for flag in ("--engine", engine.address)]
+    router = launch("router", *addresses).wait_ready()
+    with octavo.Client(router.address) as client:
+        wait_until(lambda: client.list_models()[0].engines == 2)
+        engines[0].kill()
+        for _ in range(4):
+            (embedding,) = client.embed(TEXTS[0]).embeddings
+            np.testing.assert_allclose(embedding, expected(TEXTS[0]), atol=1e-5)
+
+
+def test_an_engine_refuses_what_no_router_sends(bert, launch):
+    engine = launch("engine", "--model", str(bert)).wait_ready()
+    with grpc.insecure_channel(engine.address) as channel:
+        stub = engine_pb2_grpc.EngineServiceStub(channel)
+        for fields, why in (
+            ({"token_ids": [2, 3], "lengths": [1]}, "with 2 tokens together; they are of 1"),
+            ({"token_ids": [2] * 61, "lengths": [61]}, "lengths must be in [1, 60]"),
+            ({"token_ids": [2], "lengths": [1, 0]}, "lengths must be in [1, 60]"),
+            ({"token_ids": [99], "lengths": [1]}, "token_ids[0] must be in [0, 21]"),
+            ({"token_ids": [2], "lengths": [1], "dimensions": 65}, "dimensions must be in [1, 64]"),
+        ):
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Embed(engine_pb2.EngineServiceEmbedRequest(**fields))
+            assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+            assert why in caught.value.details()
+        submit = engine_pb2.Submit(request_id="r", prompt_token_ids=[2])
+        commands = iter([engine_pb2.SessionRequest(submit=submit)])
+        for response in stub.Session(commands):
+            if response.failures:
+                assert response.failures[0].code == grpc.StatusCode.UNIMPLEMENTED.value[0]
+                assert "does not generate" in response.failures[0].message
+                break
