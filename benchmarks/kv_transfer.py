@@ -2,6 +2,7 @@
 
     python -m benchmarks.kv_transfer [--dtype float32] [--lengths 500 2000 7500] [--repeats 3]
     python -m benchmarks.kv_transfer --cuts 40
+    python -m benchmarks.kv_transfer --streams 6 [--long 2] [--seconds 30] [--dtype bfloat16]
 
 Two engines of the demo model have a core each (taskset). A request has begun on one when the router
 removes that engine, and goes on at the other. Printed is the time from the removal to the next
@@ -9,6 +10,11 @@ token: with copies, without (no swap space), and with copies over a wire that is
 computing. Outputs must be those of a run without removals.
 
 With --cuts, the wire between the engines is cut at a random byte of each copy instead.
+
+With --streams, so many clients send short prompts in turn and read long answers, beside clients
+that send prompts of 2,000 tokens: to two engines of role both, then to one of each role. Printed
+are the gaps between the streams' tokens, the time to the long prompts' first tokens, and the tokens
+per second. Outputs must be the same.
 """
 
 import argparse
@@ -20,7 +26,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Self
 
@@ -164,14 +170,18 @@ def start_engine(core: int, port: int, metrics_port: int, *flags: str) -> subpro
 
 
 @asynccontextmanager
-async def pair(dtype: str, *flags: str) -> AsyncIterator[Pair]:
+async def pair(
+    dtype: str, *flags: str, roles: tuple[str, str] = ("both", "both")
+) -> AsyncIterator[Pair]:
     """Start two engines, a core each, and their router."""
     async with AsyncExitStack() as stack:
         wires, metrics_ports = [], []
-        for core in range(2):
+        for core, role in enumerate(roles):
             port, metrics_port = free_port(), free_port()
             metrics_ports.append(metrics_port)
-            process = start_engine(core, port, metrics_port, "--dtype", dtype, *flags)
+            process = start_engine(
+                core, port, metrics_port, "--dtype", dtype, "--role", role, *flags
+            )
             stack.callback(process.wait)
             stack.callback(process.terminate)
             wires.append(await stack.enter_async_context(Wire(port)))
@@ -253,6 +263,88 @@ async def cut_copies(dtype: str, cuts: int) -> bool:
         return same == cuts
 
 
+@dataclass
+class Mix:
+    """What clients of streams and of long prompts saw, from `since` on."""
+
+    since: float
+    gaps: list[float] = field(default_factory=list)
+    long_first: list[float] = field(default_factory=list)
+    stream_tokens: int = 0
+    long_tokens: int = 0
+    outputs: dict[int, list[int]] = field(default_factory=dict)
+
+    async def send(self, two: Pair, number: int, *, long: bool) -> None:
+        """Send one request; `number` chooses its prompt."""
+        draw = random.Random(number)
+        prompt = [draw.randrange(1000, 40000) for _ in range(2000 if long else 20)]
+        began = last = time.perf_counter()
+        tokens: list[int] = []
+        length = 32 if long else 200
+        stream = two.client.generate(
+            prompt, max_tokens=length, temperature=0, ignore_eos=True, token_ids=True
+        )
+        async for event in stream.events():
+            if not isinstance(event, Delta):
+                continue
+            now = time.perf_counter()
+            if now >= self.since:
+                if not long and tokens:
+                    self.gaps += [(now - last) / len(event.token_ids)] * len(event.token_ids)
+                if long and not tokens:
+                    self.long_first.append(now - began)
+                    self.long_tokens += len(prompt)
+                if long:
+                    self.long_tokens += len(event.token_ids)
+                else:
+                    self.stream_tokens += len(event.token_ids)
+            tokens += event.token_ids
+            last = now
+        self.outputs[number] = tokens
+
+
+async def mix(two: Pair, streams: int, long: int, seconds: float) -> Mix:
+    """Have clients send request after request; return what they saw after a third of the time."""
+    began = time.perf_counter()
+    seen = Mix(began + seconds / 3)
+
+    async def client(first: int, *, long: bool) -> None:
+        for number in itertools.count(first):
+            if time.perf_counter() > began + seconds:
+                return
+            await seen.send(two, number, long=long)
+
+    clients = [client(1000 * (1 + i), long=False) for i in range(streams)]
+    clients += [client(1000 * (101 + i), long=True) for i in range(long)]
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await asyncio.gather(*clients)
+    return seen
+
+
+async def compare_roles(dtype: str, streams: int, long: int, seconds: float) -> bool:
+    """Print what clients see with two roles and with one; return whether outputs are the same."""
+    outputs: dict[int, list[int]] = {}
+    right = True
+    for roles in (("both", "both"), ("prefill", "decode")):
+        async with pair(dtype, "--swap-space", "1", roles=roles) as two:
+            seen = await mix(two, streams, long, seconds)
+        span = seconds * 2 / 3
+        gaps = statistics.quantiles(seen.gaps, n=100)
+        shared = outputs.keys() & seen.outputs.keys()
+        right &= all(outputs[number] == seen.outputs[number] for number in shared)
+        outputs = seen.outputs
+        print(
+            f"{'+'.join(roles):15} gaps p50 {gaps[49] * 1e3:.1f} p99 {gaps[98] * 1e3:.1f} ms; "
+            f"first token of long prompts {statistics.median(seen.long_first):.2f} s; "
+            f"{seen.stream_tokens / span:.0f} stream tokens/s, {seen.long_tokens / span:.0f} of "
+            f"long requests; {len(shared)} outputs compared",
+            flush=True,
+        )
+    print("identical" if right else "DIFFERENT")
+    return right
+
+
 def main() -> None:
     """Parse the arguments and measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -260,8 +352,13 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 2000, 7500])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cuts", type=int, default=0)
+    parser.add_argument("--streams", type=int, default=0)
+    parser.add_argument("--long", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=30)
     options = parser.parse_args()
-    if options.cuts:
+    if options.streams:
+        work = compare_roles(options.dtype, options.streams, options.long, options.seconds)
+    elif options.cuts:
         work = cut_copies(options.dtype, options.cuts)
     else:
         work = compare(options.dtype, options.lengths, options.repeats)

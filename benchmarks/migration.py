@@ -1,10 +1,11 @@
 """Kill, hang and cut off engines under load; compare outputs with those of a run without faults.
 
-    python -m benchmarks.migration [--streams 100] [--seconds 60] [--every 5] [--engines 3]
+    python -m benchmarks.migration [--streams 100] [--seconds 60] [--every 5]
+        [--roles both both both] [--prompt-tokens 100]
 
 Streams send request after request: greedy, seeded, penalised, constrained by a schema, several
-outputs of different lengths, beam search, in float32. The first run has no faults and gives the
-expected outputs. Then one engine after another gets each kind of fault:
+outputs of different lengths, beam search, in float32. The first run has one engine, no faults, and
+gives the expected outputs. Then one engine after another gets each kind of fault:
 
     kill    SIGKILL, and the engine is started again
     drain   SIGTERM without time to finish, and the engine is started again
@@ -22,7 +23,7 @@ import random
 import signal
 import sys
 import tempfile
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -162,9 +163,9 @@ class Cluster:
 
 
 @asynccontextmanager
-async def cluster(model: str, engines: int) -> AsyncIterator[Cluster]:
-    """Start a router and its engines."""
-    nodes = [engine(model, max_num_seqs=64) for _ in range(engines)]
+async def cluster(model: str, roles: Sequence[str]) -> AsyncIterator[Cluster]:
+    """Start a router, and an engine of each role; they copy blocks through the proxies."""
+    nodes = [engine(model, max_num_seqs=64, swap_space=0.1, role=role) for role in roles]
     async with AsyncExitStack() as stack:
         wires = [await stack.enter_async_context(Wire(node.port)) for node in nodes]
         front = router([wire.address for wire in wires], migration_timeout=60, **MIGRATION)
@@ -202,7 +203,7 @@ Trouble = Callable[[Cluster, int, float], Coroutine[None, None, None]]
 TROUBLES: dict[str, Trouble] = {"kill": kill, "drain": drain, "hang": hang, "cut": cut}
 
 
-def make_asks(count: int, tokens: int) -> list[Ask]:
+def make_asks(count: int, tokens: int, prompt_tokens: int = 100) -> list[Ask]:
     """Return requests of every kind in turn, with up to `tokens` output tokens."""
     draw = random.Random(0)
     asks = []
@@ -210,7 +211,7 @@ def make_asks(count: int, tokens: int) -> list[Ask]:
         own: GenerateOptions = {"max_tokens": tokens // 4 if kind == "beams" else tokens}
         if "temperature" in options:
             own["seed"] = i
-        prompt = [draw.randrange(EOS) for _ in range(draw.randrange(8, 100))]
+        prompt = [draw.randrange(EOS) for _ in range(draw.randrange(8, prompt_tokens))]
         asks.append(Ask(kind, prompt, {**options, **own, "token_ids": True}))
     return asks
 
@@ -297,14 +298,18 @@ async def run(
     return outcome
 
 
-async def measure(streams: int, seconds: float, every: float, engines: int) -> bool:
+async def measure(
+    streams: int, seconds: float, every: float, roles: list[str], prompt_tokens: int
+) -> bool:
     """Run every kind of fault and print the outcome; return True if nothing failed."""
     well = True
     with tempfile.TemporaryDirectory() as directory:
         model = make_model(Path(directory))
-        async with cluster(model, engines) as served, AsyncClient(served.router.address) as client:
-            asks = await settle(client, make_asks(2 * streams, tokens=200))
-            print(f"{len(asks)} requests, {streams} streams, {engines} engines")
+        asks = make_asks(2 * streams, 200, prompt_tokens)
+        async with cluster(model, ["both"]) as alone, AsyncClient(alone.router.address) as client:
+            asks = await settle(client, asks)
+        async with cluster(model, roles) as served:
+            print(f"{len(asks)} requests, {streams} streams, engines: {', '.join(roles)}")
             for name, trouble in TROUBLES.items():
                 times = round(seconds / every)
                 outcome = await run(
@@ -314,7 +319,7 @@ async def measure(streams: int, seconds: float, every: float, engines: int) -> b
                 for what in outcome.problems()[:5]:
                     print(f"       {what}")
                 well &= not outcome.problems()
-                await all_up(served.router, engines)
+                await all_up(served.router, len(roles))
     return well
 
 
@@ -324,7 +329,8 @@ def main() -> None:
     parser.add_argument("--streams", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--every", type=float, default=5)
-    parser.add_argument("--engines", type=int, default=3)
+    parser.add_argument("--roles", nargs="+", default=["both", "both", "both"])
+    parser.add_argument("--prompt-tokens", type=int, default=100)
     sys.exit(not asyncio.run(measure(**vars(parser.parse_args()))))
 
 

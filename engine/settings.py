@@ -241,6 +241,12 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Seconds after which a step counts as hung and the engine exits with an"
         " error; 0 disables the limit. Default: 300 on a CPU, 120 on a GPU.",
     )
+    role: Literal["both", "prefill", "decode"] = Field(
+        "both",
+        description="What routers send the engine. prefill: prompts; requests go on at an engine of"
+        " another role after their first token. decode: these, and requests with a short prompt."
+        " both: whole requests. Where no other engine can serve the rest, any role serves all.",
+    )
     peer_ca: Path | None = Field(
         None,
         description="PEM file of the certificate authorities that sign other engines' certificates,"

@@ -8,7 +8,7 @@ from octavo.router.engines.adapters import PoolAdapters
 from octavo.router.engines.link import EngineLink
 from octavo.router.engines.pool import EnginePool
 from octavo.router.settings import is_address
-from octavo.v1 import admin_pb2, admin_pb2_grpc
+from octavo.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
 
 log = structlog.get_logger(__name__)
 
@@ -101,4 +101,5 @@ def _status(link: EngineLink) -> admin_pb2.EngineStatus:
         threads=engine.info.threads if engine else 0,
         cpus=engine.info.cpus if engine else "",
         numa_nodes=engine.info.numa_nodes if engine else (),
+        role=engine.info.role if engine else engine_pb2.ENGINE_ROLE_UNSPECIFIED,
     )

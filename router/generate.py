@@ -17,9 +17,10 @@ from prometheus_client import CollectorRegistry
 from structlog.contextvars import bound_contextvars
 
 from octavo.common import rpc
+from octavo.common.background import start
 from octavo.common.limits import check_token_ids
 from octavo.common.tracing import Tracing
-from octavo.router.admission import Admission
+from octavo.router.admission import Admission, Claim
 from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.router.gen_ai_metrics import GenAiMetrics
@@ -58,7 +59,8 @@ TAIL_TOKENS = 256
 T = TypeVar("T")
 Write = Callable[[generation_pb2.GenerateResponse], Awaitable[None]]
 """Sends one response to the client; returns when the client can take the next."""
-Attempt = Callable[[Engine, dict[str, str], str], Awaitable[None]]
+Prefetches = list[asyncio.Task[None]]
+Attempt = Callable[[Claim[Engine], dict[str, str], str, Prefetches], Awaitable[None]]
 Metadata = Iterable[tuple[str, str | bytes]]
 
 
@@ -160,7 +162,9 @@ class Generator:
             call.usage.reserve(self._tokens_to_reserve(state))
             call.span.describe(state.request)
             on_queued = partial(_accept_queued, state, write) if accept_queued else None
-            await self._serve(state, partial(self._stream, state, write), call.span, on_queued)
+            await self._serve(
+                state, partial(self._stream, state, write=write), call.span, on_queued
+            )
 
     async def embed(
         self,
@@ -494,11 +498,15 @@ class Generator:
         """
         request = state.request
         last: Engine | None = None
+        next_: Claim[Engine] | None = None
+        prefetches: Prefetches = []
         self._requests.add(state)
         try:
             while not state.done:
-                with span.queue():
-                    claim = await self._admission.admit(state, on_queued)
+                claim, next_ = next_, None
+                if claim is None:
+                    with span.queue():
+                        claim = await self._admission.admit(state, on_queued)
                 if state.queue_time is None:
                     state.queue_time = time.monotonic() - request.arrival
                     self.metrics.of(request.model).queue_time.observe(state.queue_time)
@@ -506,7 +514,11 @@ class Generator:
                 try:
                     with span.attempt(engine.address) as trace_context:
                         source = self._pool.block_source(claim, engine, last)
-                        await attempt(engine, trace_context, source)
+                        await attempt(claim, trace_context, source, prefetches)
+                    if not state.done:
+                        state.handed_over = True
+                        next_ = self._admission.hand_over(claim)
+                        self.metrics.handovers.labels(request.model).inc()
                 except EngineLostError as error:
                     if not self._may_migrate(state, engine, error):
                         raise
@@ -518,6 +530,8 @@ class Generator:
                     self._admission.release(claim)
         finally:
             self._requests.discard(state)
+            for prefetch in prefetches:
+                prefetch.cancel()
 
     def _may_migrate(
         self, state: RequestState | EmbeddingState, engine: Engine, error: EngineLostError
@@ -531,21 +545,28 @@ class Generator:
             state.failed_on = engine
         return True
 
-    async def _embed(self, state: EmbeddingState, engine: Engine, *_: object) -> None:
+    async def _embed(self, state: EmbeddingState, claim: Claim[Engine], *_: object) -> None:
         """Have an engine embed a request's texts."""
         deadline = state.request.deadline
         left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
-        await engine.embed(state, left)
+        await claim.engine.embed(state, left)
 
     async def _stream(
         self,
         state: RequestState,
-        write: Write,
-        engine: Engine,
+        claim: Claim[Engine],
         trace_context: dict[str, str],
         block_source: str,
+        prefetches: Prefetches,
+        *,
+        write: Write,
     ) -> None:
-        """Run a request's attempt on an engine: stream its responses until they end."""
+        """Run a request's attempt on an engine: stream its responses until they end.
+
+        A prefill engine's attempt ends after the first token, once another engine has room. Before,
+        that engine is told to copy the prompt's blocks, by one of `prefetches`.
+        """
+        engine = claim.engine
         checked = state.request.checks is not None
         submit = state.begin_attempt(engine.address, trace_context)
         submit.kv_source = block_source
@@ -559,6 +580,14 @@ class Generator:
                         if checked and response.HasField("finished"):
                             await self._check(state, response.finished)
                         await write_in_time(response)
+                    if not engine.prefills or not state.accepted:
+                        continue
+                    successor = self._admission.successor(claim)
+                    if successor is not None and state.begun:
+                        return
+                    if successor is not None and not prefetches:
+                        work = successor.prefetch(state.request, engine.address)
+                        prefetches.append(start(work, f"prefetch:{state.request.request_id}"))
         except TimeoutError:
             raise rpc.RpcError(
                 grpc.StatusCode.CANCELLED,

@@ -94,6 +94,9 @@ class RouterMetrics:
             "kind",
         )
         self.migrations = counter("migrations", "Migrations of requests between engines.", "model")
+        self.handovers = counter(
+            "handovers", "Requests that went on at another engine after a prefill engine.", "model"
+        )
         self.engines_up = gauge("engines_up", "Engines connected.", "model")
         self._prompt_tokens = counter("prompt_tokens", "Tokens of admitted prompts.", "model")
         self._cached_tokens = counter(
@@ -132,6 +135,7 @@ class RouterMetrics:
     def of(self, model: str) -> ModelMetrics:
         """Return the metrics of one model."""
         if model not in self._models:
+            self.handovers.labels(model)
             self.migrations.labels(model)  # start at 0: else rate() misses the first
             self._models[model] = ModelMetrics(
                 prompt_tokens=self._prompt_tokens.labels(model),

@@ -12,7 +12,7 @@ from octavo.engine.core.step import StepError, Steps
 from octavo.engine.events import Publish, measure_load
 from octavo.engine.execution.executor import Executor
 from octavo.engine.kv_disk.disk_tier import DiskTier
-from octavo.engine.kv_disk.read_ahead import Peers, ReadAhead
+from octavo.engine.kv_disk.read_ahead import Peers, Prefetch, ReadAhead
 from octavo.engine.kv_disk.reads import Bytes
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Samples
@@ -27,9 +27,10 @@ HEARTBEAT_SECONDS = 1.0
 class EngineCore:
     """The loop, in its own thread, which owns the scheduler, the cache and the executor.
 
-    Other threads call `submit`, `abort`, `open_session`, `close_session`, `copy_blocks`, `drain`,
-    `fail_all` and `stop`. Such a call is queued, and runs between steps in the core's thread;
-    events publish its results. So the engine's state needs no lock.
+    Other threads call `submit`, `abort`, `open_session`, `close_session`, `copy_blocks`,
+    `prefetch`, `cancel_prefetch`, `drain`, `fail_all` and `stop`. Such a call is queued, and runs
+    between steps in the core's thread; events publish its results. So the engine's state needs no
+    lock.
 
     Attributes:
         load: The last published load; read from any thread.
@@ -128,6 +129,16 @@ class EngineCore:
             then(read_ahead.copy(keys))
 
         self._call(copy)
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Copy blocks that another engine is computing; see `ReadAhead.prefetch`."""
+        assert self._read_ahead is not None, "the caller refuses it"
+        self._call(self._read_ahead.prefetch, prefetch)
+
+    def cancel_prefetch(self, prefetch: Prefetch) -> None:
+        """Copy no more, unless a request waits for it."""
+        assert self._read_ahead is not None, "the caller refuses it"
+        self._call(self._read_ahead.cancel_prefetch, prefetch)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""

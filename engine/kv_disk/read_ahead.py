@@ -3,7 +3,9 @@
 It writes them to disk, and copies them for other engines, beside the steps.
 """
 
+import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -30,6 +32,23 @@ class Peers(Protocol):
 
     def source(self, address: str) -> Source:
         """Return the engine at an address as a source of blocks."""
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """A prompt whose blocks another engine is computing.
+
+    Attributes:
+        token_ids: The prompt.
+        salt: The salt of its blocks' keys.
+        kv_source: The engine's address.
+        then: Called when it has ended, in the core's thread.
+    """
+
+    token_ids: tuple[int, ...]
+    salt: str
+    kv_source: str
+    then: Callable[[], object] = lambda: None
 
 
 class ReadAhead:
@@ -65,6 +84,8 @@ class ReadAhead:
         self.peers = peers
         self._call = call
         self._sent = 0
+        self._waiting: dict[Read, list[tuple[SequenceGroup, Iterator[_Choice]]]] = {}
+        self._prefetches: dict[Read, Prefetch] = {}
         self.reads: dict[SequenceGroup, Read] = {}
         self._cache = scheduler.cache
         if tier is not None:
@@ -94,7 +115,8 @@ class ReadAhead:
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group for admission, at once or when its prefix has been read."""
         computed = group.request.sampling.prompt_logprobs is not None  # all of the prompt
-        self._read_next(group, iter(()) if computed else self._choices(group))
+        if computed or not self._join(group):
+            self._read_next(group, iter(()) if computed else self._choices(group))
 
     def _choices(self, group: SequenceGroup) -> Iterator[_Choice]:
         """Yield what a group's prefix can be read from."""
@@ -110,40 +132,86 @@ class ReadAhead:
             keys, tokens = self._cache.prefixes.missing(token_ids, salt, is_stored)
             seconds, room = self._prefill_seconds(tokens), self._cache.moves.num_places
             if 0 < len(keys) <= room and reads.worthwhile(source, len(keys), seconds):
-                group.state = GroupState.READING
-                take = partial(self._call, self._take, group, choices)
-                self.reads[group] = reads.start(source, keys, seconds, take)
+                self._wait(group, self._start(reads, source, keys, seconds), choices)
                 return
         group.state = GroupState.WAITING
         self._scheduler.submit(group)
 
-    def _take(
-        self,
-        group: SequenceGroup,
-        choices: Iterator[_Choice],
-        read: Read,
-        blocks: list[StoredBlock],
-        ended: bool,
-    ) -> None:
-        """Put blocks into swap space; at a read's end go on with its group, unless that ended."""
+    def _join(self, group: SequenceGroup) -> bool:
+        """Let a group wait for a prefetch that copies its next block, if there is one."""
+        source = group.request.kv_source
+        reads = [read for read, each in self._prefetches.items() if each.kv_source == source]
+        if not reads or self.peers is None:
+            return False
+        token_ids, salt = group.live[0].token_ids, group.request.prefix_salt
+        keys, tokens = self._cache.prefixes.missing(token_ids, salt, lambda _: True)
+        read = next((read for read in reads if keys[:1] and keys[0] in read.keys), None)
+        if read is None:
+            return False
+        self.peers.reads.hurry(read, self._prefill_seconds(tokens))
+        self._wait(group, read, self._choices(group))
+        return True
+
+    def _wait(self, group: SequenceGroup, read: Read, choices: Iterator[_Choice]) -> None:
+        group.state = GroupState.READING
+        self.reads[group] = read
+        self._waiting[read].append((group, choices))
+
+    def _start(self, reads: Reads, source: Source, keys: list[bytes], seconds: float) -> Read:
+        read = reads.start(source, keys, seconds, partial(self._call, self._take))
+        self._waiting[read] = []
+        return read
+
+    def _take(self, read: Read, blocks: list[StoredBlock], ended: bool) -> None:
+        """Put blocks into swap space; at a read's end go on with the groups that wait for it."""
         # Blocks are evicted in the order of placing, and a prefix must lose its end first.
         for key, contents in reversed(blocks):
             if (block := self._cache.moves.place(key)) is not None:
                 self._tensors.swapper.fill(block, contents)
         read.placed()
-        if not ended or self.reads.pop(group, None) is None:
+        if not ended:
             return
         for key in reversed(read.keys):
             if self._cache.swap.find(key) is not None:
                 self._cache.moves.place(key)  # it becomes the last to be evicted
-        prompt, salt = group.live[0].token_ids, group.request.prefix_salt
-        self._cache.prefixes.keep_contents(prompt, salt)
-        self._read_next(group, choices)
+        if (prefetch := self._prefetches.pop(read, None)) is not None:
+            self._cache.prefixes.keep_contents(prefetch.token_ids, prefetch.salt)
+            prefetch.then()
+        for group, choices in self._waiting.pop(read, ()):
+            if self.reads.pop(group, None) is not None:  # it has not ended meanwhile
+                prompt, salt = group.live[0].token_ids, group.request.prefix_salt
+                self._cache.prefixes.keep_contents(prompt, salt)
+                self._read_next(group, choices)
 
     def cancel(self, group: SequenceGroup) -> None:
         """Forget a group that has ended."""
-        if (read := self.reads.pop(group, None)) is not None:
+        if (read := self.reads.pop(group, None)) is None:
+            return
+        self._waiting[read] = [each for each in self._waiting[read] if each[0] is not group]
+        self._end_unwanted(read)
+
+    def _end_unwanted(self, read: Read) -> None:
+        if read not in self._prefetches and not self._waiting[read]:
+            del self._waiting[read]
             read.end(cancelled=True)
+
+    def prefetch(self, prefetch: Prefetch) -> None:
+        """Begin to copy a prompt's blocks as another engine computes them."""
+        assert self.peers is not None, "the caller refuses it"
+        tokens, peer = [*prefetch.token_ids, 0], self.peers.source(prefetch.kv_source)
+        keys, count = self._cache.prefixes.missing(tokens, prefetch.salt, lambda _: True)
+        worthwhile = self.peers.reads.worthwhile(peer, len(keys), self._prefill_seconds(count))
+        if worthwhile and 0 < len(keys) <= self._cache.moves.num_places:
+            self._prefetches[self._start(self.peers.reads, peer, keys, math.inf)] = prefetch
+        else:
+            prefetch.then()
+
+    def cancel_prefetch(self, prefetch: Prefetch) -> None:
+        """Copy no more blocks, unless a group waits for them."""
+        read = next((read for read, each in self._prefetches.items() if each is prefetch), None)
+        if read is not None:
+            del self._prefetches[read]
+            self._end_unwanted(read)
 
     def save(self) -> None:
         """Copy newly published blocks for the writer, before a step may overwrite them."""

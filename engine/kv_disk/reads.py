@@ -85,7 +85,8 @@ class Read:
 
     Attributes:
         keys: Keys of the blocks.
-        prefill_seconds: Time that computing them takes.
+        prefill_seconds: Time that computing them takes; infinite where nothing waits for them.
+        follows: Whether the source is still computing the blocks.
         begun: Monotonic time of its first block's read; None while no thread is free.
         ended: Whether it has ended.
         late: Whether it ended because computing was faster.
@@ -96,9 +97,10 @@ class Read:
     def __init__(self, keys: Sequence[bytes], prefill_seconds: float, on_blocks: OnBlocks) -> None:
         self.keys = keys
         self.prefill_seconds = prefill_seconds
+        self.follows = prefill_seconds == math.inf
         self._on_blocks = on_blocks
         self._blocks: list[StoredBlock] = []
-        self._num_read = 0
+        self._num_read = self._num_before = 0
         self._room = threading.Semaphore(MAX_BATCHES)
         self._lock = threading.Lock()
         self._queued = time.monotonic()
@@ -113,8 +115,16 @@ class Read:
         """Monotonic time at which it ends, unless it makes progress."""
         if self.begun is None:
             return self._queued + self.prefill_seconds
-        saved = self.prefill_seconds * self._num_read / len(self.keys)
+        done, all_ = self._num_read - self._num_before, len(self.keys) - self._num_before
+        saved = self.prefill_seconds * done / all_ if done else 0.0
         return self.begun + saved + max(MAX_DELAY * self.prefill_seconds, MIN_DELAY_SECONDS)
+
+    def hurry(self, prefill_seconds: float) -> None:
+        """Begin to compare the rest with the time that computing it takes."""
+        self._queued = time.monotonic()
+        if self.begun is not None:
+            self.begun, self._num_before = self._queued, self._num_read
+        self.prefill_seconds = prefill_seconds
 
     def add(self, block: StoredBlock) -> None:
         """Add a block, unless the read has ended; wait while too many are not placed yet."""
@@ -192,7 +202,8 @@ class Reads:
         Args:
             source: What they are read from.
             keys: Their keys.
-            prefill_seconds: Time that computing them takes.
+            prefill_seconds: Time that computing them takes; infinite for blocks that the source is
+                still computing.
             on_blocks: Called from other threads, with each batch and at the end.
         """
         read = Read(keys, prefill_seconds, on_blocks)
@@ -201,6 +212,12 @@ class Reads:
             self._begun.notify()
         self._reads.put((source, read))
         return read
+
+    def hurry(self, read: Read, prefill_seconds: float) -> None:
+        """End a read if computing is faster from now on."""
+        with self._begun:
+            read.hurry(prefill_seconds)
+            self._begun.notify()
 
     def close(self) -> None:
         """Stop the threads."""
@@ -256,7 +273,9 @@ class Reads:
                     blocks += 1
         finally:
             self.counters["read"] += blocks
-            if blocks:
+            if read.follows:
+                pass  # as fast as the blocks are computed
+            elif blocks:
                 source.rate.observe(blocks, time.perf_counter() - began)
             elif read.late:  # no faster than computing
                 source.rate.observe(len(read.keys), read.prefill_seconds)

@@ -58,7 +58,9 @@ class GrpcPeer:
 
         A connection for each read uses the current certificates, and knows no earlier failure.
         """
-        request = engine_pb2.ReadBlocksRequest(block_layout=self._block_layout, keys=read.keys)
+        request = engine_pb2.ReadBlocksRequest(
+            block_layout=self._block_layout, keys=read.keys, wait=read.follows
+        )
         try:
             with self._open() as channel:
                 stub = engine_pb2_grpc.EngineServiceStub(channel)

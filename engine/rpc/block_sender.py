@@ -1,6 +1,7 @@
 """Sends prefix blocks to other engines."""
 
 import asyncio
+import time
 import zlib
 from collections.abc import AsyncGenerator, Callable, Sequence
 
@@ -19,6 +20,11 @@ PIECE_BYTES = 1 << 20
 """Maximum bytes of a message."""
 MAX_KEYS, MAX_KEY_BYTES = 1 << 16, 64
 RETRY_SECONDS = 1.0
+WAIT_SECONDS = 10.0
+"""Maximum time to wait for a block that is being computed."""
+POLL_SECONDS = 0.005
+"""Time between looks for it. Calls wait for the end of a step, so one is nearly always queued."""
+SHARES_NONE = "this engine shares no blocks: that needs prefix caching, swap space and one rank"
 
 
 class BlockSender:
@@ -43,7 +49,7 @@ class BlockSender:
     async def send(
         self, request: engine_pb2.ReadBlocksRequest
     ) -> AsyncGenerator[engine_pb2.ReadBlocksResponse, None]:
-        """Yield the pieces of the leading blocks that memory has.
+        """Yield the pieces of the leading blocks that memory has, or will have soon.
 
         Raises:
             RpcError: The call is invalid, of another layout, or one too many.
@@ -51,16 +57,20 @@ class BlockSender:
         self._check(request)
         self.reading += 1
         try:
-            keys, sent = request.keys, 0
+            keys, sent, last = request.keys, 0, time.monotonic()
             while sent < len(keys):
                 async with self._copies:
                     blocks = await self._copy(keys[sent : sent + self._num_copied])
                     for block in blocks:
                         for piece in await asyncio.to_thread(_pieces, block):
                             yield piece
-                if not blocks:
-                    return
                 sent += len(blocks)
+                if blocks:
+                    last = time.monotonic()
+                elif request.wait and time.monotonic() < last + WAIT_SECONDS:
+                    await asyncio.sleep(POLL_SECONDS)
+                else:
+                    return
         finally:
             self.reading -= 1
 
@@ -70,10 +80,7 @@ class BlockSender:
                 "keys", f"keys must be 1 to {MAX_KEYS} keys of at most {MAX_KEY_BYTES} bytes"
             )
         if not self._block_layout:
-            raise rpc.precondition(
-                "block_layout",
-                "this engine shares no blocks: that needs prefix caching, swap space and one rank",
-            )
+            raise rpc.precondition("block_layout", SHARES_NONE)
         if request.block_layout != self._block_layout:
             raise rpc.precondition(
                 "block_layout",

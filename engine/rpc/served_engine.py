@@ -151,6 +151,7 @@ class ServedEngine:
             adapters=self.adapters.message().adapters,
             aliases=settings.model_names[1:],
             block_layout=parts.block_layout,
+            role=engine_pb2.EngineRole.Value(f"ENGINE_ROLE_{settings.role.upper()}"),
         )
 
     def _request_ended(self, group: SequenceGroup, outcome: str) -> None:

@@ -1,15 +1,19 @@
 """EngineService: the RPCs of an engine for routers."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Any
 
 import grpc
 import structlog
 
 from octavo.common import rpc
+from octavo.engine.rpc.block_sender import SHARES_NONE
 from octavo.engine.rpc.served_embedder import ServedEmbedder
 from octavo.engine.rpc.served_engine import ServedEngine
+from octavo.engine.rpc.validation import to_prefetch
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 
 log = structlog.get_logger(__name__)
@@ -103,3 +107,21 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         async with aclosing(self._generating().blocks.send(request)) as pieces:
             async for piece in pieces:
                 yield piece
+
+    async def PrefetchBlocks(
+        self, request: engine_pb2.PrefetchBlocksRequest, context: Context
+    ) -> engine_pb2.PrefetchBlocksResponse:
+        """Copy blocks that another engine is computing."""
+        engine = self._generating()
+        limits, find_adapter = engine.parts.limits, engine.adapters.find
+        prefetch = to_prefetch(request, limits=limits, find_adapter=find_adapter)
+        if not engine.parts.block_layout:
+            raise rpc.precondition("kv_source", SHARES_NONE)
+        loop, ended = asyncio.get_running_loop(), asyncio.Event()
+        prefetch.then = partial(loop.call_soon_threadsafe, ended.set)
+        engine.core.prefetch(prefetch)
+        try:
+            await ended.wait()
+        finally:
+            engine.core.cancel_prefetch(prefetch)
+        return engine_pb2.PrefetchBlocksResponse()

@@ -8,6 +8,7 @@ from dataclasses import fields
 from google.protobuf.duration_pb2 import Duration
 
 from octavo.common import rpc
+from octavo.common.kv_cache.prefix_hash import prefix_salt
 from octavo.common.limits import (
     Limits,
     check_parameters,
@@ -17,6 +18,7 @@ from octavo.common.limits import (
 from octavo.common.sampling_parameters import SamplingParams, set_values
 from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
+from octavo.engine.kv_disk.read_ahead import Prefetch
 from octavo.engine.scheduling.request import BeamSearch, Request, RequestAdapter, Resumption
 from octavo.v1 import engine_pb2, sampling_pb2
 
@@ -48,9 +50,7 @@ def to_request(
     Raises:
         RpcError: This engine can never serve the request.
     """
-    adapter = find_adapter(submit.adapter) if submit.adapter else None
-    if submit.adapter and adapter is None:
-        raise rpc.not_found("model", f"model {submit.adapter[:128]!r} is not served here any more")
+    adapter = _adapter(submit.adapter, find_adapter)
     check_parameters(submit, limits)
     prompt = tuple(submit.prompt_token_ids)
     check_token_ids("prompt_token_ids", prompt, limits.vocab_size)
@@ -98,6 +98,39 @@ def to_request(
         first_number=submit.first_number,
         kv_source=submit.kv_source,
     )
+
+
+def to_prefetch(
+    message: engine_pb2.PrefetchBlocksRequest,
+    *,
+    limits: Limits,
+    find_adapter: FindAdapter = lambda _: None,
+) -> Prefetch:
+    """Check and convert a PrefetchBlocksRequest.
+
+    Raises:
+        RpcError: This engine can never have such a prompt.
+    """
+    adapter = _adapter(message.adapter, find_adapter)
+    count = len(message.prompt_token_ids)
+    if not 1 <= count <= limits.max_model_len:
+        raise rpc.invalid(
+            "prompt_token_ids",
+            f"prompt_token_ids must be 1 to {limits.max_model_len} tokens; got {count}",
+        )
+    check_token_ids("prompt_token_ids", message.prompt_token_ids, limits.vocab_size)
+    if not 1 <= len(message.kv_source) <= MAX_ADDRESS:
+        raise rpc.invalid("kv_source", f"kv_source must have 1 to {MAX_ADDRESS} characters")
+    salt = prefix_salt(message.cache_salt, "" if adapter is None else adapter.digest)
+    return Prefetch(tuple(message.prompt_token_ids), salt, message.kv_source)
+
+
+def _adapter(name: str, find_adapter: FindAdapter) -> RequestAdapter | None:
+    """Return the adapter of a name; None for an empty one."""
+    adapter = find_adapter(name) if name else None
+    if name and adapter is None:
+        raise rpc.not_found("model", f"model {name[:128]!r} is not served here any more")
+    return adapter
 
 
 def _resume(

@@ -16,6 +16,7 @@ from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
 from octavo.router.admission.refusals import QueueLimits
 from octavo.router.admission.reserved_slots import Burst, reserved_slots
+from octavo.router.admission.stages import for_stage, successors
 from octavo.router.balancing.policy import Candidate, Policy
 
 
@@ -24,6 +25,14 @@ class Replica(Candidate, Protocol):
 
     claims: Claims
     """Requests that this router sent to the engine."""
+
+    @property
+    def block_layout(self) -> str:
+        """Name of its blocks' layout, which engines share to copy them; empty if it copies none."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its role is to compute prompts."""
 
 
 E = TypeVar("E", bound=Replica)
@@ -114,6 +123,25 @@ class Admission(Generic[E]):
         self._grant(queue, claim, engine)
         return claim
 
+    def successor(self, claim: Claim[E]) -> E | None:
+        """Return the engine at which a prefill engine's request can go on now; None if none."""
+        try:
+            engines = self._candidates(claim.model)
+        except rpc.RpcError:
+            return None
+        roomy = [e for e in successors(claim.engine, engines) if _fits(e, claim)]
+        return self._policy(roomy, claim)
+
+    def hand_over(self, claim: Claim[E]) -> Claim[E] | None:
+        """Return the claim at a successor, without a turn in the queue; None if none has room."""
+        if (engine := self.successor(claim)) is None:
+            return None
+        queue, next_ = self._queues[claim.model], self._claim(claim.state)
+        queue.waiters.join(next_.tenant)
+        self._grant(queue, next_, engine)
+        next_.since = claim.since
+        return next_
+
     def release(self, claim: Claim[E]) -> None:
         """Remove a request from its engine, record its statistics, and dispatch others."""
         request, queue = claim.request, self._queues[claim.model]
@@ -200,6 +228,7 @@ class Admission(Generic[E]):
 
     def _choose(self, queue: ModelQueue[E], engines: Sequence[E], claim: Claim[E]) -> E | None:
         """Return an engine with room for a request, or None."""
+        engines = for_stage(engines, claim)
         others = [engine for engine in engines if engine is not claim.state.failed_on]
         roomy = [engine for engine in others or engines if _fits(engine, claim)]
         tenant, now = claim.request.tenant, self._clock()

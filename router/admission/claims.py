@@ -32,8 +32,8 @@ class Claim(Generic[E]):
         state: The request.
         request: The request.
         sequences: Number of unfinished outputs when the attempt began.
-        migrated: Whether the request lost an engine. If so, neither a full queue, nor the wait, nor
-            the deadline's forecast refuses it.
+        migrated: Whether the request had an engine before. If so, neither a full queue, nor the
+            wait, nor the deadline's forecast refuses it.
         order: Sort key among the tenant's requests, lowest first.
         expected: Conservative estimate of each output's further tokens, made when the attempt
             began.
@@ -63,7 +63,7 @@ class Claim(Generic[E]):
         self.state = state
         self.request = state.request
         self.sequences = state.sequences
-        self.migrated = state.migrations > 0
+        self.migrated = state.migrations > 0 or state.handed_over
         self.order = (state.request.effective_arrival, number)
         self.charged = 0.0
         self.since = 0.0

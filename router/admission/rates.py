@@ -104,7 +104,7 @@ class Pace:
         """Add a request's times."""
         state = claim.state
         steps = max(state.lengths, default=0) - 1
-        if claim.migrated or steps < 1 or state.first_time is None:
+        if state.migrations or steps < 1 or state.first_time is None:
             return
         seconds = state.last_time - state.first_time
         if seconds <= 0:  # beam search returns its outputs at once

@@ -20,6 +20,7 @@ from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
+from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
 from octavo.router.text.tokenization import Tokenizer
 from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
@@ -108,6 +109,22 @@ class Engine:
     def instance(self) -> str:
         """Id of the running engine, the same at each of its addresses."""
         return self.info.instance_id or self.address
+
+    @property
+    def block_layout(self) -> str:
+        """Name of its blocks' layout; empty if it copies none."""
+        return self.info.block_layout
+
+    @property
+    def role(self) -> str:
+        """The value of its --role."""
+        role = self.info.role or engine_pb2.ENGINE_ROLE_BOTH
+        return engine_pb2.EngineRole.Name(role).removeprefix("ENGINE_ROLE_").lower()
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its role is to compute prompts."""
+        return self.info.role == engine_pb2.ENGINE_ROLE_PREFILL
 
     @property
     def models(self) -> list[str]:
@@ -235,6 +252,19 @@ class Engine:
             raise self._lost() from None  # `run` cancelled the call, not this task
         finally:
             self._embeddings.discard(call)
+
+    async def prefetch(self, request: Request, source: str) -> None:
+        """Have the engine copy a prompt's blocks from the one that computes them."""
+        message = engine_pb2.PrefetchBlocksRequest(
+            prompt_token_ids=request.prompt,
+            cache_salt=request.salt,
+            adapter=request.adapter,
+            kv_source=source,
+        )
+        try:
+            await self.stub.PrefetchBlocks(message)
+        except grpc.aio.AioRpcError as error:  # it will copy or compute them later
+            log.warning("prompt not prefetched", engine=self.address, reason=error.details())
 
     async def run(self) -> str:
         """Read and write until the stream breaks or is silent; then fail all requests.

@@ -208,8 +208,7 @@ class EnginePool:
         """
 
         def shares(other: Engine) -> bool:
-            layout = engine.info.block_layout
-            same = bool(layout) and other.info.block_layout == layout
+            same = bool(engine.block_layout) and other.block_layout == engine.block_layout
             return same and other.instance != engine.instance
 
         if last is not None and last.instance != engine.instance:

@@ -75,6 +75,7 @@ def _engine(link: EngineLink) -> dict[str, Any]:
         "instance": engine.instance,
         "models": engine.models,
         "model": info.model,
+        "role": engine.role,
         "device": info.device,
         "dtype": info.dtype,
         "block_size": info.block_size,

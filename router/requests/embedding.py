@@ -86,6 +86,7 @@ class EmbeddingState:
 
     sequences = 1
     cached_tokens = output_tokens = 0
+    handed_over = False
     last_time = 0.0
     first_time = ttft = None
     outputs: Sequence[object] = ()

@@ -40,6 +40,7 @@ class RequestState:
         engine: Address of the last engine; empty before the first.
         queue_time: Seconds from arrival to the first engine; None before it.
         migrations: Number of migrations to another engine.
+        handed_over: Whether a prefill engine has computed its prompt.
         failed_on: Engine on which a step failed, if any.
     """
 
@@ -63,6 +64,7 @@ class RequestState:
         self.engine = ""
         self.queue_time: float | None = None
         self.migrations = 0
+        self.handed_over = False
         self.failed_on: object | None = None
         # Read once: each protobuf access creates an object, and this is used per token.
         self._final_only = message.output.final_only
@@ -91,6 +93,16 @@ class RequestState:
     def sequences(self) -> int:
         """Number of unfinished outputs."""
         return sum(not output.ended for output in self.outputs)
+
+    @property
+    def begun(self) -> bool:
+        """Whether every output has a token."""
+        return all(output.token_ids or output.ended for output in self.outputs)
+
+    @property
+    def accepted(self) -> bool:
+        """Whether an engine has begun to compute it."""
+        return self._may_accept
 
     @property
     def done(self) -> bool:
@@ -234,7 +246,8 @@ class RequestState:
             self._observe_tpot(output)
             self._changed.set()
         elif self._final_only:
-            pass
+            if first:  # a prefill engine's request goes on elsewhere
+                self._changed.set()
         elif first or now >= self._next_message:
             self._changed.set()
         elif self._timer is None:

@@ -14,19 +14,32 @@ QUICK = ("kill", "drain", "cut")
 
 
 @pytest.mark.parametrize(
-    "troubles",
-    [QUICK, pytest.param(tuple(migration.TROUBLES), marks=pytest.mark.slow)],
-    ids=["quick", "all"],
+    ("roles", "troubles"),
+    [
+        (["both", "both", "both"], QUICK),
+        (["decode", "prefill", "decode"], QUICK),
+        pytest.param(3 * ["both"], tuple(migration.TROUBLES), marks=pytest.mark.slow),
+    ],
+    ids=["quick", "roles", "all"],
 )
-async def test_outputs_are_those_of_an_undisturbed_run(troubles, tmp_path):
+async def test_outputs_are_those_of_an_undisturbed_run(roles, troubles, tmp_path):
     model = migration.make_model(tmp_path)
-    async with migration.cluster(model, 3) as cluster:
+    asks = migration.make_asks(STREAMS, 60, 100 if "both" in roles else 500)
+    alone = migration.cluster(model, ["both"])
+    async with alone as one, AsyncClient(one.router.address) as client:
+        asks = await migration.settle(client, asks)
+    assert {ask.kind for ask in asks} == migration.KINDS.keys()
+    async with migration.cluster(model, roles) as cluster:
         async with AsyncClient(cluster.router.address) as client:
-            asks = await migration.settle(client, migration.make_asks(STREAMS, tokens=60))
-        assert {ask.kind for ask in asks} == migration.KINDS.keys()
+            assert await migration.settle(client, asks) == asks
+        handovers = cluster.router.metrics().value("octavo_router_handovers_total")
+        assert (handovers > 0) is ("prefill" in roles)
         for name in troubles:
             trouble = migration.TROUBLES[name]
-            outcome = await migration.run(cluster, asks, trouble, streams=STREAMS, times=1, every=1)
+            times = 2 if "prefill" in roles else 1  # each suffers in turn
+            outcome = await migration.run(
+                cluster, asks, trouble, streams=STREAMS, times=times, every=1
+            )
             assert outcome.failures == [], name
             assert outcome.different == [], name
             assert outcome.completed >= STREAMS, name

@@ -62,7 +62,8 @@ function show(status) {
   const several = status.engines.length > 1;
   status.engines.forEach((engine, i) => {
     const card = list.children[i];
-    $(".name", card).textContent = several ? `Engine ${i + 1}: KV cache` : "KV cache";
+    const role = engine.role === "both" ? "" : ` (${engine.role})`;
+    $(".name", card).textContent = several ? `Engine ${i + 1}${role}: KV cache` : "KV cache";
     showEngine(card, engine, several ? GRID_HEIGHT / 2 : GRID_HEIGHT);
   });
 }

@@ -76,7 +76,10 @@ class Serving(Running):
     async def _serve(self):
         service, parts = EngineService(), self.parts
         self.sender = BlockSender(self.core, parts.block_layout, parts.block_bytes)
-        service.loaded = SimpleNamespace(blocks=self.sender)
+        adapters = SimpleNamespace(find=lambda _: None)
+        service.loaded = SimpleNamespace(
+            blocks=self.sender, core=self.core, parts=parts, adapters=adapters
+        )
         add = engine_pb2_grpc.add_EngineServiceServicer_to_server
         services = {SERVICE: lambda server: add(service, server)}
         self.server, _ = await create_server(services, max_message_bytes=1 << 20)
@@ -349,3 +352,120 @@ def test_copies_need_a_certificate_where_engines_do(model, authority, impostor):
     finally:
         for engine in engines:
             engine.stop()
+
+
+def prefetch(engine, source, **fields):
+    """Have an engine follow another one that computes the prompt; return the call."""
+    prompt = range(3, 3 + PROMPT)
+    fields = {"prompt_token_ids": prompt, "kv_source": source} | fields
+    return engine.stub().PrefetchBlocks.future(engine_pb2.PrefetchBlocksRequest(**fields))
+
+
+def test_blocks_are_copied_while_they_are_computed(model):
+    one, other = engines = [Serving(model, max_num_batched_tokens=32) for _ in range(2)]
+    try:
+        call = prefetch(other, one.address)
+        wait_until(lambda: one.sender.reading)
+        tokens, _ = one.generate()
+        if model_has_states(one):  # those of a prompt's end are kept, if it ends with a block
+            call.cancel()
+        else:
+            call.result(PATIENCE)
+            assert not other.core._read_ahead._waiting
+        assert other.generate(kv_source=one.address) == (tokens, CACHED)
+        wait_until(lambda: one.sender.reading == 0)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+def model_has_states(engine):
+    return engine.parts.scheduler.cache.prefixes.keeps_states
+
+
+@full_attention
+def test_a_request_waits_for_its_prefetch(model):
+    one, other = engines = [Serving(model) for _ in range(2)]
+    try:
+        call = prefetch(other, one.address)
+        wait_until(lambda: one.sender.reading)
+        other.submit("a", PROMPT, OUTPUT, kv_source=one.address)
+        wait_until(lambda: other.core._read_ahead.reads)
+        call.cancel()  # the request still wants the blocks
+        tokens, _ = one.generate()
+        assert outcome(other, "a") == (tokens, CACHED)
+        assert other.peers.reads.counters["read"] == CACHED / 16
+        wait_until(lambda: one.sender.reading == 0)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@full_attention
+def test_a_prefetch_that_brings_nothing_costs_a_request_no_more_than_a_late_read(
+    model, monkeypatch
+):
+    monkeypatch.setattr(reads, "MIN_DELAY_SECONDS", 0.3)
+    one, other = engines = [Serving(model) for _ in range(2)]
+    try:
+        call = prefetch(other, one.address)
+        wait_until(lambda: one.sender.reading)
+        got, cached = other.generate(kv_source=one.address)
+        assert (len(got), cached) == (OUTPUT, 0)
+        call.result(PATIENCE)
+        assert got == one.generate()[0]
+        wait_until(lambda: one.sender.reading == 0)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@full_attention
+def test_a_cancelled_prefetch_leaves_nothing(model):
+    with two(model) as (_, tokens, other):
+        empty = Serving(model)
+        try:
+            call = prefetch(other, empty.address)
+            wait_until(lambda: empty.sender.reading)
+            call.cancel()
+            wait_until(lambda: not empty.sender.reading)
+            wait_until(lambda: not other.core._read_ahead._waiting)
+            assert not other.core._read_ahead._prefetches
+            other.submit("a", PROMPT, OUTPUT, kv_source=empty.address)
+            other.core.abort(0, "a")
+            assert other.generate("b")[0] == tokens
+        finally:
+            empty.stop()
+
+
+@full_attention
+def test_waiting_for_a_block_ends(model, monkeypatch):
+    monkeypatch.setattr(block_sender, "WAIT_SECONDS", 0.1)
+    one, other = engines = [Serving(model) for _ in range(2)]
+    try:
+        prefetch(other, one.address).result(PATIENCE)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@full_attention
+@pytest.mark.parametrize(
+    ("fields", "code", "said"),
+    [
+        ({"prompt_token_ids": []}, grpc.StatusCode.INVALID_ARGUMENT, "1 to"),
+        ({"prompt_token_ids": [500]}, grpc.StatusCode.INVALID_ARGUMENT, "prompt_token_ids"),
+        ({"kv_source": ""}, grpc.StatusCode.INVALID_ARGUMENT, "kv_source"),
+        ({"kv_source": "x" * 257}, grpc.StatusCode.INVALID_ARGUMENT, "kv_source"),
+        ({"adapter": "none"}, grpc.StatusCode.NOT_FOUND, "'none'"),
+    ],
+)
+def test_invalid_prefetches_are_refused(model, fields, code, said):
+    engine = Serving(model)
+    try:
+        with pytest.raises(grpc.RpcError) as caught:
+            prefetch(engine, "127.0.0.1:1", **fields).result(PATIENCE)
+    finally:
+        engine.stop()
+    assert caught.value.code() is code
+    assert said in caught.value.details()

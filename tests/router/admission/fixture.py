@@ -30,6 +30,9 @@ class Replica:
     load: engine_pb2.Load = field(
         default_factory=lambda: engine_pb2.Load(total_blocks=BLOCKS, free_blocks=BLOCKS)
     )
+    prefills: bool = False
+    block_layout: str = "layout"
+    saved: int = 0
     claims: Claims = field(default_factory=lambda: Claims(budget(BLOCKS, BLOCK)))
 
     @property
@@ -38,6 +41,9 @@ class Replica:
 
     def cached_tokens(self, prompt):
         return 0
+
+    def saved_tokens(self, prompt):
+        return self.saved
 
     def expect(self, prompt):
         pass

@@ -1,0 +1,48 @@
+"""Chooses the engines that suit what is left of a request: its prompt, or the tokens behind it."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from octavo.router.admission.claims import Claim
+from octavo.router.balancing.policy import RequestNeeds
+
+MIN_PREFILL_TOKENS = 128
+"""Minimum tokens to compute of a prompt that is sent to a prefill engine: a shorter one delays the
+other engine's streams by less than sending it takes."""
+
+
+class Staged(Protocol):
+    """The interface of an engine with a role."""
+
+    @property
+    def block_layout(self) -> str:
+        """Name of its blocks' layout, which engines share to copy them; empty if it copies none."""
+
+    @property
+    def prefills(self) -> bool:
+        """Whether its role is to compute prompts."""
+
+    def saved_tokens(self, request: RequestNeeds) -> float:
+        """Return the number of a prompt's tokens whose computing the engine's prefixes save."""
+
+
+E = TypeVar("E", bound=Staged)
+
+
+def successors(engine: Staged, engines: Sequence[E]) -> list[E]:
+    """Return the engines that a prefill engine's requests go on at, after their first token."""
+    if not engine.prefills or not engine.block_layout:
+        return []
+    return [e for e in engines if not e.prefills and e.block_layout == engine.block_layout]
+
+
+def for_stage(engines: Sequence[E], claim: "Claim[E]") -> Sequence[E]:
+    """Return the engines that suit a request; all if none has the role that it needs."""
+    prefill = [engine for engine in engines if successors(engine, engines)]
+    if not prefill:
+        return engines
+    others = [engine for engine in engines if engine not in prefill]
+    if claim.state.output_tokens or claim.request.message.HasField("beam"):
+        return others
+    uncached = len(claim.prompt) - max(engine.saved_tokens(claim) for engine in others)
+    return prefill if uncached >= MIN_PREFILL_TOKENS else others
