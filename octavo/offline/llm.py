@@ -3,14 +3,17 @@
 import asyncio
 import itertools
 import threading
+from array import array
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Self, Unpack, overload
+from functools import partial
+from typing import Self, TypeVar, Unpack, overload
 
 from octavo.client import (
     AsyncClient,
     Completion,
+    Embeddings,
     GenerateOptions,
     Message,
     ResourceExhaustedError,
@@ -25,6 +28,11 @@ IN_FLIGHT = 128
 AHEAD = 4
 """Prompts that are taken from an iterator before their turn, as a multiple of the requests at once:
 results are in order, and a long output must not keep others from starting."""
+TEXTS = 64
+"""Texts in a request for embeddings."""
+
+T = TypeVar("T")
+Request = Callable[[AsyncClient], Awaitable[T]]
 
 
 class LLM:
@@ -135,6 +143,59 @@ class LLM:
             return list(self._complete(prompts, options, len(conversations)))
         return self._complete(prompts, options, None)
 
+    @overload
+    def embed(  # type: ignore[overload-overlap] # the first that fits
+        self,
+        texts: Sequence[str],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> list["array[float]"]: ...
+
+    @overload
+    def embed(
+        self,
+        texts: Iterable[str],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> Iterator["array[float]"]: ...
+
+    def embed(
+        self,
+        texts: Iterable[str],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        truncate: bool = False,
+    ) -> list["array[float]"] | Iterator["array[float]"]:
+        """Return the embedding of each text, as 32-bit floats; or of one text.
+
+        Arguments, results and errors are otherwise those of `AsyncClient.embed`.
+        """
+        if isinstance(texts, str):
+            texts = [texts]
+
+        def request(batch: list[str], client: AsyncClient) -> Awaitable[Embeddings]:
+            return client.embed(
+                batch,
+                model=self._model,
+                dimensions=dimensions,
+                prompt_name=prompt_name,
+                truncate=truncate,
+            )
+
+        def count(result: Embeddings) -> tuple[int, int, int]:
+            return len(result.embeddings), sum(result.token_counts), 0
+
+        requests = (partial(request, batch) for batch in _batches(texts))
+        total = len(texts) if isinstance(texts, Sequence) else None
+        results = self._results(requests, total, count)
+        embeddings = (each for result in results for each in result.embeddings)
+        return list(embeddings) if isinstance(texts, Sequence) else embeddings
+
     def close(self) -> None:
         """Cancel requests, and stop the server."""
         if self._loop.is_closed():
@@ -155,21 +216,45 @@ class LLM:
     def _complete(
         self, prompts: Iterable[Prompt], options: GenerateOptions, total: int | None
     ) -> Iterator[Completion]:
-        """Yield completions in order, with at most `AHEAD` times `in_flight` prompts taken."""
         if self._model is not None:
             options = {"model": self._model, **options}
-        futures: deque[Future[Completion]] = deque()
+
+        def request(prompt: Prompt, client: AsyncClient) -> Awaitable[Completion]:
+            return client.generate(prompt, **options).complete()
+
+        def count(completion: Completion) -> tuple[int, int, int]:
+            usages = [output.usage for output in completion.outputs]
+            prompt_tokens = max((usage.prompt_tokens for usage in usages), default=0)
+            return 1, prompt_tokens, sum(usage.output_tokens for usage in usages)
+
+        return self._results((partial(request, prompt) for prompt in prompts), total, count)
+
+    def _results(
+        self,
+        requests: Iterable[Request[T]],
+        total: int | None,
+        count: Callable[[T], tuple[int, int, int]],
+    ) -> Iterator[T]:
+        """Yield results in order, with at most `AHEAD` times `in_flight` requests taken.
+
+        Args:
+            requests: Functions that send a request by a client.
+            total: Number of results; None if unknown.
+            count: Gives a result's arguments of `Progress.add`.
+        """
+        futures: deque[Future[T]] = deque()
         try:
             with Progress(total, shown=self._progress) as progress:
 
-                def first() -> Completion:
-                    completion = self._result(futures.popleft())
-                    progress.add(completion)
-                    return completion
+                def first() -> T:
+                    result = self._result(futures.popleft())
+                    progress.add(*count(result))
+                    return result
 
-                for prompt in prompts:
-                    call = self._request(prompt, options)
-                    futures.append(asyncio.run_coroutine_threadsafe(call, self._loop))
+                for request in requests:
+                    futures.append(
+                        asyncio.run_coroutine_threadsafe(self._send(request), self._loop)
+                    )
                     if len(futures) >= AHEAD * self._in_flight:
                         yield first()
                 while futures:
@@ -178,18 +263,18 @@ class LLM:
             for future in futures:
                 future.cancel()
 
-    def _result(self, future: Future[Completion]) -> Completion:
+    def _result(self, future: Future[T]) -> T:
         try:
             return future.result()
         except UnavailableError as error:
             raise (self._server.explain(error) if self._server else error) from error
 
-    async def _request(self, prompt: Prompt, options: GenerateOptions) -> Completion:
+    async def _send(self, request: Request[T]) -> T:
         async with self._places:
             client = next(self._turns)
             while True:
                 try:
-                    return await client.generate(prompt, **options).complete()
+                    return await request(client)
                 except ResourceExhaustedError as error:
                     if error.retry_after is None:
                         raise
@@ -205,6 +290,12 @@ class LLM:
 
 def _conversation(prompt: Prompt) -> Prompt:
     return [Message("user", prompt)] if isinstance(prompt, str) else prompt
+
+
+def _batches(texts: Iterable[str]) -> Iterator[list[str]]:
+    iterator = iter(texts)
+    while batch := list(itertools.islice(iterator, TEXTS)):
+        yield batch
 
 
 async def _connect(hosts: Sequence[str]) -> list[AsyncClient]:

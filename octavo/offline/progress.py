@@ -7,21 +7,18 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from octavo.client import Completion
-
 
 class Progress:
     """A bar with rates on standard error; nothing if that is no terminal.
 
     Args:
-        total: Number of requests; None if unknown.
+        total: Number of results; None if unknown.
         shown: Whether to show it at all.
     """
 
     def __init__(self, total: int | None, *, shown: bool) -> None:
         console = Console(stderr=True)
         self._bar = Bar(
-            TextColumn("Generating"),
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -34,17 +31,16 @@ class Progress:
         self._began = time.monotonic()
         self._prompt_tokens = self._output_tokens = 0
 
-    def add(self, completion: Completion) -> None:
-        """Count a completed request."""
-        usages = [output.usage for output in completion.outputs]
-        self._prompt_tokens += max((usage.prompt_tokens for usage in usages), default=0)
-        self._output_tokens += sum(usage.output_tokens for usage in usages)
+    def add(self, count: int, prompt_tokens: int, output_tokens: int) -> None:
+        """Count results, and their tokens."""
+        self._prompt_tokens += prompt_tokens
+        self._output_tokens += output_tokens
         seconds = max(time.monotonic() - self._began, 1e-9)
         rates = (
             f"prompts {self._prompt_tokens / seconds:.0f}, "
             f"outputs {self._output_tokens / seconds:.0f} tokens/s"
         )
-        self._bar.update(self._task, advance=1, rates=rates)
+        self._bar.update(self._task, advance=count, rates=rates)
 
     def __enter__(self) -> Self:
         self._bar.start()

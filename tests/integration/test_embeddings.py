@@ -153,6 +153,15 @@ def test_a_long_text_is_refused_or_cut(client, expected):
     np.testing.assert_allclose(result.embeddings[1], expected(long), atol=1e-5)
 
 
+def test_many_texts_without_a_server_of_their_own(embedder, expected):
+    with octavo.LLM("bert", hosts=[embedder.address], progress=False) as llm:
+        embeddings = llm.embed(TEXTS * 50)
+        assert len(embeddings) == 150
+        np.testing.assert_allclose(embeddings[-1], expected(TEXTS[-1]), atol=1e-5)
+        one_by_one = llm.embed((text for text in TEXTS), dimensions=16)
+        np.testing.assert_allclose(next(one_by_one), expected(TEXTS[0], 16), atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("texts", "options", "why"),
     [
