@@ -246,7 +246,7 @@ def _checked(
             check_quantizable(model, path, settings.quantization)
             shape = ModelShape((), vocab_size, encoder.max_tokens, ())
             tokens = calibration_tokens(path, shape).numpy().astype(np.uint32)
-            scheme.quantize(model, partial(encoder.run, [tokens]))
+            scheme.quantize(model, partial(encoder.run, [tokens]), _narrows)
             limit = max(limit, scheme.tolerance)
         pack_linears(model)
     huge_pages.gather([*model.parameters(), *model.buffers()])
@@ -261,6 +261,16 @@ def _checked(
         served=float(f"{served:.2g}"),
     )
     return encoder
+
+
+def _narrows(layer: nn.Linear) -> bool:
+    """Return whether a layer has more inputs than outputs, and so is not quantized.
+
+    Most such layers lead back from an MLP. Their inputs have a few large elements, so that rounding
+    hurts the others: for MiniLM in int8, the mean cosine with float32 is 0.9993 without these
+    layers and 0.9979 with them.
+    """
+    return layer.in_features > layer.out_features
 
 
 def _traced(encoder: Encoder, vocab_size: int) -> Encoder:

@@ -89,16 +89,22 @@ class Scheme(ABC):
         """
         return None
 
-    def quantize(self, model: PreTrainedModel, run: Callable[[], object]) -> None:
+    def quantize(
+        self,
+        model: PreTrainedModel,
+        run: Callable[[], object],
+        keeps: Callable[[nn.Linear], bool] = lambda _: False,
+    ) -> None:
         """Replace a model's linear layers and experts, on a CPU.
 
         Args:
             model: The model; changed in place.
             run: Runs it on the calibration text.
+            keeps: Returns whether a linear layer stays as it is.
         """
         experts = find_experts(model)
         head: nn.Module = model.get_output_embeddings()  # type: ignore[no-untyped-call]
-        groups = group_linears_by_input(model)
+        groups = [group for group in group_linears_by_input(model) if not keeps(group[0].layer)]
         if not self.takes_head:
             groups = [group for group in groups if group[0].layer is not head]
         read = {
