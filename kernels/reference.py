@@ -30,20 +30,24 @@ def write_kv(
     value_scale: float = 1.0,
 ) -> None:
     """Write each token's key and value to its slot of the cache; see `ops.write_kv`."""
-    for x, cache, scale in ((key, key_cache, key_scale), (value, value_cache, value_scale)):
+    for x, cache, scale, keys in (
+        (key, key_cache, key_scale, True),
+        (value, value_cache, value_scale, False),
+    ):
         if x is not None and cache is not None:
-            rounded, block_size = round_for_cache(x, cache.dtype, scale), cache.shape[2]
+            rounded = round_for_cache(x, cache.dtype, scale, keys=keys)
+            block_size = cache.shape[2]
             for token, slot in enumerate(slot_mapping.tolist()):
                 if slot >= 0:
                     cache[slot // block_size, :, slot % block_size] = rounded[token]
 
 
-def round_for_cache(x: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+def round_for_cache(x: Tensor, dtype: torch.dtype, scale: float, *, keys: bool) -> Tensor:
     """Return keys or values as a cache of `dtype` stores them."""
     if x.dtype == dtype:
         return x
     if dtype in BITS:
-        return pack(x, dtype)
+        return pack(x, dtype, keys=keys)
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
@@ -131,11 +135,13 @@ def paged_attention(
         begin = int(first_seen[0])
         # [heads, queries, key_dim] against [heads, keys, key_dim]
         q = query[first:last].float().transpose(0, 1)
-        k = key_scale * _gather(key_cache, blocks, begin, seq_len).repeat_interleave(group, 0)
+        k = key_scale * _gather(key_cache, blocks, begin, seq_len, keys=True).repeat_interleave(
+            group, 0
+        )
         if value_cache is None:
             v = k[..., :value_dim]
         else:
-            v = value_scale * _gather(value_cache, blocks, begin, seq_len)
+            v = value_scale * _gather(value_cache, blocks, begin, seq_len, keys=False)
             v = v.repeat_interleave(group, 0)
         logits = scale * q @ k.transpose(1, 2)
         if soft_cap is not None:
@@ -238,13 +244,13 @@ def ragged_attention(  # noqa: PLR0917 - an operator's arguments are positional
     return out
 
 
-def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int) -> Tensor:
+def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int, *, keys: bool) -> Tensor:
     """Return a sequence's keys or values `[num_kv_heads, end - begin, dim]` in float32."""
     block_size = cache.shape[2]
     before = begin // block_size
     used = blocks[before : -(-end // block_size)].long()
     kept = slice(begin - before * block_size, end - before * block_size)
-    stored = unpack(cache[used]) if cache.dtype in BITS else cache[used].float()
+    stored = unpack(cache[used], keys=keys) if cache.dtype in BITS else cache[used].float()
     return stored.transpose(0, 1).flatten(1, 2)[:, kept]
 
 

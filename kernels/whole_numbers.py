@@ -6,6 +6,8 @@ may order the bytes of a block's head as it likes; `pack` has the order of the k
 PyTorch.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -30,32 +32,48 @@ def dim_of(cache: Tensor) -> int:
     return (width - BESIDE[dtype]) * 8 // BITS[dtype] if dtype in BITS else width
 
 
-def encode(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def spread(x: Tensor) -> Tensor:
+    """Multiply parts of heads by the Hadamard matrix, which is its own inverse.
+
+    This is done to keys and queries, whose products stay. Few elements of keys are large: it
+    spreads them over all of a part, which is as long as the greatest power of two that divides a
+    head.
+    """
+    part = x.shape[-1] & -x.shape[-1]
+    half = 1
+    while half < part:
+        low, high = x.reshape(*x.shape[:-1], -1, 2, half).unbind(-2)
+        x = torch.stack([low + high, low - high], -2).flatten(-3)
+        half *= 2
+    return x * (1 / math.sqrt(part))
+
+
+def encode(x: Tensor, dtype: torch.dtype, *, keys: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Round keys or values, `[..., dim]`.
 
     Returns:
         Codes `[..., dim]`, and scales and offsets `[..., 1]`, all float32. Elements that are not
         finite make the scale NaN.
     """
-    wide = x.float()
+    wide = spread(x.float()) if keys else x.float()
     least, greatest = wide.aminmax(dim=-1, keepdim=True)
     symmetric = BITS[dtype] == 8
     last = 2.0 ** (BITS[dtype] - 1) - 1
-    spread = torch.maximum(-least, greatest) / last if symmetric else (greatest - least) / 15
-    scale = _above(spread.clamp(min=2.0**-126) + (wide * 0).sum(-1, keepdim=True))
+    steps = torch.maximum(-least, greatest) / last if symmetric else (greatest - least) / 15
+    scale = _above(steps.clamp(min=2.0**-126) + (wide * 0).sum(-1, keepdim=True))
     offset = (least + greatest) * 0.5 + scale * 0.5
     offset = torch.zeros_like(scale) if symmetric else offset.bfloat16().float()
     return ((wide - offset) / scale).round().clamp(-last - 1, last), scale, offset
 
 
-def rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
+def rounded(x: Tensor, dtype: torch.dtype, *, keys: bool) -> Tensor:
     """Return keys or values `[..., dim]` as a cache of `dtype` keeps them, in float32."""
-    return unpack(pack(x, dtype))
+    return unpack(pack(x, dtype, keys=keys), keys=keys)
 
 
-def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
+def pack(x: Tensor, dtype: torch.dtype, *, keys: bool) -> Tensor:
     """Return keys or values `[..., dim]` as `[..., width]` of a cache's dtype."""
-    codes, scale, offset = encode(x, dtype)
+    codes, scale, offset = encode(x, dtype, keys=keys)
     whole = codes.nan_to_num().to(torch.int8).view(torch.uint8)
     if BITS[dtype] == 4:
         whole = whole[..., ::2] & 15 | whole[..., 1::2] << 4
@@ -63,15 +81,17 @@ def pack(x: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.cat([whole, beside.view(torch.uint8)], -1).view(dtype)
 
 
-def unpack(rows: Tensor) -> Tensor:
+def unpack(rows: Tensor, *, keys: bool) -> Tensor:
     """Return keys or values `[..., dim]` in float32 of `[..., width]`, as `pack` returns them."""
     raw, count = rows.view(torch.uint8), rows.shape[-1] - BESIDE[rows.dtype]
     scale = raw[..., count:].contiguous().view(torch.bfloat16).float()
     codes = raw[..., :count].contiguous().view(torch.int8)
     if BITS[rows.dtype] == 8:
-        return codes.float() * scale
-    halves = torch.stack([codes << 4 >> 4, codes >> 4], -1).flatten(-2)
-    return halves.float() * scale[..., :1] + scale[..., 1:]
+        wide = codes.float() * scale
+    else:
+        halves = torch.stack([codes << 4 >> 4, codes >> 4], -1).flatten(-2)
+        wide = halves.float() * scale[..., :1] + scale[..., 1:]
+    return spread(wide) if keys else wide
 
 
 def _above(x: Tensor) -> Tensor:

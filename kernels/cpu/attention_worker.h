@@ -308,12 +308,8 @@ class Worker {
   void round_query(const Stored* from, int row, void* to) const {
     float all[kMaxKeyDim + kLanes];
     const int count = cache_.key_dim;
-    std::memset(all + count, 0, kLanes * sizeof *all);
-    Stored rest[kLanes] = {};
-    const int whole = count / kLanes * kLanes;
-    for (int i = 0; i < whole; i += kLanes) store(all + i, T::load_floats(from + i));
-    std::memcpy(rest, from + whole, (count - whole) * sizeof *rest);
-    store(all + whole, T::load_floats(rest));
+    widen_head<T>(from, count, all);
+    spread(all, count);
     Floats greatest{}, sum{};
     for (int i = 0; i < count; i += kLanes) {
       const Floats x = load<Floats>(all + i);

@@ -26,7 +26,6 @@
 #include "vector.h"
 
 constexpr int kMinBlock = 8;  // all block sizes are multiples of it
-constexpr int kMaxKeyDim = 576;  // as in ops.py; values are not wider
 
 // The same as in caches.py. Strides are between blocks, in elements: in bytes for whole numbers.
 struct Cache {

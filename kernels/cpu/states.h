@@ -59,20 +59,6 @@ inline Floats softplus(Floats x) {
   return max(x, Floats{}) + 2.f * s * series;
 }
 
-// Returns the elements `kPlace` of two vectors, those of b from kLanes on.
-template <size_t... kPlace>
-Floats choose(Floats a, Floats b, std::index_sequence<kPlace...>) {
-#if defined(__has_builtin)
-#if __has_builtin(__builtin_shufflevector)
-  return __builtin_shufflevector(a, b, int(kPlace)...);
-#endif
-#endif
-  float both[2 * kLanes];
-  store(both, a);
-  store(both + kLanes, b);
-  return Floats{both[kPlace]...};
-}
-
 template <int kOdd, size_t... kIndex>
 Floats every_other(Floats a, Floats b, std::index_sequence<kIndex...>) {
   return choose(a, b, std::index_sequence<2 * kIndex + kOdd...>());

@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #if defined(__x86_64__)
 #include <immintrin.h>
@@ -203,6 +204,20 @@ struct BFloat16 {
   }
 #endif
 };
+
+// Returns the elements `kPlace` of two vectors, those of b from kLanes on.
+template <size_t... kPlace>
+Floats choose(Floats a, Floats b, std::index_sequence<kPlace...>) {
+#if defined(__has_builtin)
+#if __has_builtin(__builtin_shufflevector)
+  return __builtin_shufflevector(a, b, int(kPlace)...);
+#endif
+#endif
+  float both[2 * kLanes];
+  store(both, a);
+  store(both + kLanes, b);
+  return Floats{both[kPlace]...};
+}
 
 // Calls `work` with the type of this number in caches.py.
 template <class Work>

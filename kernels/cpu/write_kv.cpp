@@ -75,7 +75,9 @@ template <class T, class Stored = typename T::Stored>
 void write_key(const Cache& cache, int64_t slot, int64_t head, const Stored* key) {
   if (cache.bits) {
     Coded coded;
-    encode<T>(key, cache.key_dim, cache.bits, coded);
+    float all[kMaxKeyDim + kLanes];
+    widen_head<T>(key, cache.key_dim, all);
+    encode(all, cache.key_dim, cache.bits, true, coded);
     return (cache.bits == 8 ? put_key<8> : put_key<4>)(cache, slot, head, coded);
   }
   if (!cache.fp8) return put_key<T::kPack>(cache, slot, head, key);
@@ -91,7 +93,9 @@ template <class T, class Stored = typename T::Stored>
 void write_value(const Cache& cache, int64_t slot, int64_t head, const Stored* value) {
   if (cache.bits) {
     Coded coded;
-    encode<T>(value, cache.value_dim, cache.bits, coded);
+    float all[kMaxKeyDim + kLanes];
+    widen_head<T>(value, cache.value_dim, all);
+    encode(all, cache.value_dim, cache.bits, false, coded);
     return (cache.bits == 8 ? put_value<8> : put_value<4>)(cache, slot, head, coded);
   }
   if (!cache.fp8) return put_value<T::kPack>(cache, slot, head, slot % T::kPack, value);

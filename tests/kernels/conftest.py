@@ -335,7 +335,7 @@ def _check_attention(
     kept = [
         None
         if cache is None
-        else rounded(cache, case.kept_as)
+        else rounded(cache, case.kept_as, keys=cache is batch.key_cache)
         if case.in_whole_numbers
         else cache.float()
         for cache in (batch.key_cache, batch.value_cache)

@@ -106,18 +106,18 @@ float nearest(float x, float scale, Fp8 type) {
 }
 
 // Rounds each head of `x`, [tokens][heads][dim], to codes and back.
-void round_to_codes(std::vector<float>& x, int dim, int bits) {
+void round_to_codes(std::vector<float>& x, int dim, int bits, bool keys) {
   for (size_t at = 0; at + dim <= x.size(); at += dim) {
     Coded coded;
-    encode<Float32>(&x[at], dim, bits, coded);
-    const auto [least, greatest] = std::minmax_element(&x[at], &x[at + dim]);
+    std::vector<float> head(&x[at], &x[at + dim]), made(dim);
+    head.resize(dim + kLanes);
+    encode(head.data(), dim, bits, keys, coded);
     const float scale = from_bfloat16(coded.scale), offset = from_bfloat16(coded.offset);
-    expect("a scale", scale * (bits == 8 ? 254 : 15),
-           bits == 8 ? 2 * std::max(-*least, *greatest) : *greatest - *least, 0.01);
+    for (int i = 0; i < dim; i++) made[i] = scale * coded.codes[i] + offset;
+    if (keys) spread(made.data(), dim);
     for (int i = 0; i < dim; i++) {
-      const float made = scale * coded.codes[i] + offset;
-      expect("a code", made, x[at + i], scale);
-      x[at + i] = made;
+      expect("a code", made[i], x[at + i], bits == 8 ? 0.05 : 0.6);
+      x[at + i] = made[i];
     }
   }
 }
@@ -185,8 +185,8 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
     for (float& x : value) x = nearest(x, value_scale, fp8);
   }
   if (code_bits) {
-    round_to_codes(key, dim, code_bits);
-    round_to_codes(value, value_dim, code_bits);
+    round_to_codes(key, dim, code_bits, true);
+    round_to_codes(value, value_dim, code_bits, false);
   }
   for (int token = 0; token < kTokens; token++)
     for (int head = 0; head < kHeads; head++) {

@@ -287,6 +287,7 @@ def test_any_number_of_threads(harness, native, threads):
         {"sliding_window": 300, "head_dim": 40},
         {"chunk": 700, "block_size": 8, "sinks": True},
         {"cache_dtype": torch.float8_e4m3fn, "subnormals": False},
+        {"cache_dtype": torch.int8},
         {"latent": True, "head_dim": 80, "value_dim": 64},
     ],
     ids=lambda other: next(iter(other), "plain"),

@@ -38,14 +38,15 @@ def test_rounding_is_as_small_as_on_one_rank(tmp_path):
     The checkpoint is in float32, so its weights are rounded too.
     """
     (model,) = save_models(["wide"], tmp_path)
-    settings = {"exact": {}} | {
+    rounding = {
         name: {"dtype": "bfloat16", "quantization": name} for name in ("none", "int8", "int4")
-    }
+    } | {"int8 cache": {"kv_cache_dtype": "int8", "block_size": 16}}
+    settings = {"exact": {}} | rounding
     given = {
         name: {"model": model, "work": "scored", "settings": own} for name, own in settings.items()
     }
     one, two = (run_ranks(size, given, tmp_path) for size in (1, 2))
-    for name in ("none", "int8", "int4"):
+    for name in rounding:
         of_one, of_two = (
             np.sqrt(np.mean(score_errors(found[name], one["exact"]) ** 2)) for found in (one, two)
         )
