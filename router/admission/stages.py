@@ -5,6 +5,7 @@ from typing import Protocol, TypeVar
 
 from octavo.router.admission.claims import Claim
 from octavo.router.balancing.policy import RequestNeeds
+from octavo.v1.generation_pb2 import GenerateRequest
 
 MIN_PREFILL_TOKENS = 128
 """Minimum tokens to compute of a prompt that is sent to a prefill engine: a shorter one delays the
@@ -42,7 +43,9 @@ def for_stage(engines: Sequence[E], claim: "Claim[E]") -> Sequence[E]:
     if not prefill:
         return engines
     others = [engine for engine in engines if engine not in prefill]
-    if claim.state.output_tokens or claim.request.message.HasField("beam"):
+    message = claim.request.message
+    is_beam = isinstance(message, GenerateRequest) and message.HasField("beam")
+    if claim.state.output_tokens or is_beam:
         return others
     uncached = len(claim.prompt) - max(engine.saved_tokens(claim) for engine in others)
     return prefill if uncached >= MIN_PREFILL_TOKENS else others
