@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import structlog
+
 from octavo.common.settings import SettingsError
+
+log = structlog.get_logger(__name__)
 
 GIB = 1 << 30
 LOCK_SECONDS = 10.0
@@ -77,7 +81,7 @@ class ResponseStore:
             raise SettingsError(f"--response-store {path} cannot be used: {error}") from None
 
     async def put(self, tenant: str, response: Stored) -> None:
-        """Keep a response."""
+        """Keep a response, unless the disk is full or fails: its client has its answer anyway."""
         body, items = json.dumps(response.body), json.dumps(response.input)
         size = len(body) + len(items)
 
@@ -98,7 +102,10 @@ class ResponseStore:
                     ).fetchall()
                     total -= dropped
 
-        await self._run(write)
+        try:
+            await self._run(write)
+        except sqlite3.Error as error:
+            log.warning("response not stored", reason=str(error))
 
     async def get(self, tenant: str, response_id: str) -> Stored | None:
         """Return a tenant's response; None if it is not there."""

@@ -281,3 +281,17 @@ async def test_a_store_outlasts_its_router_and_drops_the_oldest(tmp_path):
     path.write_text("something else, which is long enough to be no database" * 9)
     with pytest.raises(SettingsError, match="--response-store"):
         ResponseStore(path, 1)
+
+
+async def test_a_full_disk_takes_no_answer_back(tmp_path):
+    store = ResponseStore(tmp_path / "store", 1)
+    await store.put("", Stored({"id": "a", "output": []}, []))
+    (pages,) = store._database.execute("PRAGMA page_count").fetchone()
+    store._database.execute(f"PRAGMA max_page_count = {pages}")
+    await store.put("", Stored({"id": "b", "output": ["x" * 100_000]}, []))
+    assert await store.get("", "b") is None
+    assert await store.get("", "a") is not None
+    store._database.execute("PRAGMA max_page_count = 100000")
+    await store.put("", Stored({"id": "b", "output": ["x" * 100_000]}, []))
+    assert await store.get("", "b") is not None
+    store.close()
