@@ -106,7 +106,7 @@ async def serve(
             if ranks is not None:
                 ranks.ready()
             engine = _serving(settings, parts, metrics, tracing)
-            services.start(engine)
+            served = services.start(engine)
             _exclude_from_collection()
             beats = watch(
                 engine.core,
@@ -119,17 +119,17 @@ async def serve(
                     joined(beats, names=("heartbeat",), expected=(Exception,)) as (heartbeat,),
                     _running(engine.core, thread) as core,
                 ):
-                    await set_serving(health, ["", *services.by_name], serving=True)
+                    await set_serving(health, ["", *served], serving=True)
                     log.info(
                         "engine ready",
                         address=address,
                         model=settings.model_name,
-                        services=list(services.by_name),
+                        services=served,
                     )
                     if on_ready is not None:
                         on_ready(address)
                     await _until_stopped(stopping, core, heartbeat, server)
-                    await set_serving(health, ["", *services.by_name], serving=False)
+                    await set_serving(health, ["", *served], serving=False)
                     await _drain_and_move(engine, settings.drain_timeout)
                 if parts.leader is not None:
                     if ranks is not None:

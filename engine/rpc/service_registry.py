@@ -34,8 +34,10 @@ class ServiceRegistry:
         if self._vllm is not None:
             self.by_name = {**self.by_name, VLLM_SERVICE: self._vllm.add_to}
 
-    def start(self, engine: ServedEngine | ServedEmbedder) -> None:
-        """Begin to serve: the model is loaded."""
+    def start(self, engine: ServedEngine | ServedEmbedder) -> list[str]:
+        """Begin to serve, as the model is loaded; return the names of the services that do."""
         self._octavo.loaded = engine
-        if self._vllm is not None and isinstance(engine, ServedEngine):
-            self._vllm.attach(engine)
+        if self._vllm is None or isinstance(engine, ServedEmbedder):
+            return [SERVICE]
+        self._vllm.attach(engine)
+        return [SERVICE, VLLM_SERVICE]
