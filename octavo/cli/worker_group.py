@@ -183,7 +183,7 @@ async def run_workers(settings: RouterSettings, on_ready: Callable[[str], None])
         parent = ParentServer(settings, socket)
         own = settings_of_worker(settings, port, directory)
         if settings.serves_http:  # workers that made the file at once could lock each other out
-            ResponseStore(own.response_store, own.response_store_space).close()
+            await ResponseStore(own.response_store, own.response_store_space).close()
         group = WorkerGroup(own, directory, parent, socket)
         try:
             group.start()

@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from queue import SimpleQueue
 from typing import Any, NoReturn, TypeVar
@@ -217,6 +217,13 @@ async def call_in_thread(function: Callable[..., _Result], *arguments: object) -
     return await done
 
 
+def start_in_loop(
+    loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result]
+) -> Future[_Result]:
+    """Run `work` in the event loop of another thread; return its future, for this thread."""
+    return asyncio.run_coroutine_threadsafe(work, loop)
+
+
 def wait_for_loop(
     loop: asyncio.AbstractEventLoop, work: Coroutine[Any, Any, _Result], timeout: float
 ) -> _Result:
@@ -225,7 +232,7 @@ def wait_for_loop(
     Raises:
         TimeoutError: The work took longer than `timeout` seconds, and was cancelled.
     """
-    running = asyncio.run_coroutine_threadsafe(work, loop)
+    running = start_in_loop(loop, work)
     try:
         return running.result(timeout)
     finally:

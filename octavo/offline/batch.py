@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import httpx2
 
+from octavo.common.background import end, start
 from octavo.offline.batch_files import BatchFiles, custom_id
 
 AHEAD = 4
@@ -59,15 +60,13 @@ class Batch:
 
         try:
             for line in files.requests():
-                tasks.append(asyncio.create_task(self._complete(line)))
+                tasks.append(start(self._complete(line), "batch-request"))
                 if len(tasks) >= AHEAD * self._in_flight:
                     await write_first()
             while tasks:
                 await write_first()
         finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await end(*tasks)
 
     async def _complete(self, line: bytes) -> Result:
         result: Result = {

@@ -2,7 +2,6 @@
 
 import asyncio
 import itertools
-import threading
 from array import array
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -20,6 +19,7 @@ from octavo.client import (
     UnavailableError,
 )
 from octavo.client.prompts import Prompt
+from octavo.common.background import start_in_loop, start_thread
 from octavo.offline.progress import Progress
 from octavo.offline.server import START_SECONDS, ChildServer, FlagValue, command_line
 
@@ -84,9 +84,8 @@ class LLM:
         self._in_flight = in_flight
         self._progress = progress
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="llm", daemon=True)
-        self._thread.start()
-        self._clients = asyncio.run_coroutine_threadsafe(_connect(hosts), self._loop).result()
+        self._thread = start_thread(self._loop.run_forever, "llm")
+        self._clients = start_in_loop(self._loop, _connect(hosts)).result()
         self._turns = itertools.cycle(self._clients)
         self._places = asyncio.Semaphore(in_flight)
 
@@ -200,7 +199,7 @@ class LLM:
         """Cancel requests, and stop the server."""
         if self._loop.is_closed():
             return
-        asyncio.run_coroutine_threadsafe(self._disconnect(), self._loop).result()
+        start_in_loop(self._loop, self._disconnect()).result()
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -252,9 +251,7 @@ class LLM:
                     return result
 
                 for request in requests:
-                    futures.append(
-                        asyncio.run_coroutine_threadsafe(self._send(request), self._loop)
-                    )
+                    futures.append(start_in_loop(self._loop, self._send(request)))
                     if len(futures) >= AHEAD * self._in_flight:
                         yield first()
                 while futures:

@@ -62,7 +62,7 @@ class HttpFrontend(HttpServer):
     async def stop(self, seconds: float = CLOSE_SECONDS) -> None:
         """Stop the server, then close the file of responses."""
         await super().stop(seconds)
-        self._store.close()
+        await self._store.close()
 
     def _vocabulary(self, model: str) -> Vocabulary:
         """Return the vocabulary of a model that has answered a request."""

@@ -1,16 +1,15 @@
 """Keeps responses, so that later requests can continue them."""
 
-import asyncio
 import json
 import sqlite3
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import structlog
 
+from octavo.common.background import OneThread
 from octavo.common.settings import SettingsError
 
 log = structlog.get_logger(__name__)
@@ -64,7 +63,6 @@ class ResponseStore:
 
     def __init__(self, path: Path | None, gib: float) -> None:
         self._max_bytes = int(gib * GIB)
-        self._thread = ThreadPoolExecutor(1, "responses")
         try:
             if path is not None:
                 path.touch(mode=0o600)  # others may not read tenants' texts
@@ -79,6 +77,8 @@ class ResponseStore:
             self._database.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--response-store {path} cannot be used: {error}") from None
+        self._thread = OneThread("responses")
+        self._closed = False
 
     async def put(self, tenant: str, response: Stored) -> None:
         """Keep a response, unless the disk is full or fails: its client has its answer anyway."""
@@ -128,10 +128,12 @@ class ResponseStore:
 
         return await self._run(remove)
 
-    def close(self) -> None:
-        """Close the file."""
-        self._thread.shutdown()
-        self._database.close()
+    async def close(self) -> None:
+        """Close the file, after the calls in progress; closed twice is closed once."""
+        if not self._closed:
+            self._closed = True
+            await self._thread.call(self._database.close)
+            self._thread.close()
 
     async def _run(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
+        return await self._thread.call(work)

@@ -271,12 +271,12 @@ async def test_a_store_outlasts_its_router_and_drops_the_oldest(tmp_path):
     store = ResponseStore(path, 5 * sized / GIB)
     for i in range(9):
         await store.put("t", Stored(body | {"id": str(i)}, []))
-    store.close()
+    await store.close()
     store = ResponseStore(path, 5 * sized / GIB)
     there = [i for i in range(9) if await store.get("t", str(i)) is not None]
     assert there == [5, 6, 7, 8]
     assert await store.get("other", "8") is None
-    store.close()
+    await store.close()
     assert path.stat().st_mode & 0o077 == 0
     path.write_text("something else, which is long enough to be no database" * 9)
     with pytest.raises(SettingsError, match="--response-store"):
@@ -294,4 +294,4 @@ async def test_a_full_disk_takes_no_answer_back(tmp_path):
     store._database.execute("PRAGMA max_page_count = 100000")
     await store.put("", Stored({"id": "b", "output": ["x" * 100_000]}, []))
     assert await store.get("", "b") is not None
-    store.close()
+    await store.close()
