@@ -31,7 +31,7 @@ MAX_DELAY = 0.1
 MIN_DELAY_SECONDS = 0.05
 """Delay that is always allowed, since threads need it to start."""
 ASSUMED_READ_SHARE = 0.5
-"""Time to read blocks, as a share of the time to compute them, until it is measured."""
+"""Assumed time to read blocks before it is measured, as a share of the time to compute them."""
 _SMOOTHING = 0.2
 
 
@@ -75,7 +75,7 @@ class Rate:
 
 
 OnBlocks = Callable[["Read", list[StoredBlock], bool], None]
-"""Takes the next blocks of a read, and whether these are its last."""
+"""Callback for the next blocks of a read; its bool is true if they are the last."""
 
 
 class Read:

@@ -104,7 +104,7 @@ class ServedEngine:
             metrics.exported.register(self._vllm_metrics)
 
     def new_session(self) -> Session:
-        """Return a session of a router, not attached yet."""
+        """Create a session for a router; the caller attaches it."""
         translate = partial(
             to_request,
             limits=self.parts.limits,

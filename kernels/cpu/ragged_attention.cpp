@@ -46,9 +46,9 @@ char* memory_for(int64_t bytes) {
   return static_cast<char*>(kept.get());
 }
 
-// `starts` holds each text's first row and the end. A token attends to those of its text that are at
-// most `reach` tokens away; if `causal`, only to those before it and itself. A negative `reach` is
-// none.
+// `starts` holds the first row of each text, and the number of rows. A token attends to tokens of the
+// same text, up to a distance of `reach`; a negative `reach` is no limit. If `causal`, it does not
+// attend to later tokens.
 void ragged_attention(const Result& result, const View& query, const View& key, const View& value,
                       const View& starts, double scale, int64_t reach, bool causal) {
   const Stopwatch stopwatch(spent.attention);

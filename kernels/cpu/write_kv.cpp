@@ -38,7 +38,7 @@ void put_value(const Cache& cache, int64_t slot, int64_t head, int place, const 
   for (int64_t at = 0; at < cache.value_dim; at++) to[at * kPack] = value[at];
 }
 
-// Put a key's or a value's codes into their words, and what is beside them after all words.
+// Write the codes of a key or a value into packed words; the scale and the offset follow them.
 template <int kBits>
 void put_beside(char* after, const Cache& cache, int64_t offset, const Coded& coded) {
   std::memcpy(after + offset * 2, &coded.scale, 2);

@@ -14,7 +14,7 @@ from octavo.cli.extras import require
 from octavo.cli.output import err, fail
 from octavo.common.sampling_parameters import MAX_PRIORITY
 from octavo.common.shutdown import INTERRUPTED
-from octavo.offline.batch_files import BatchFileError, BatchFiles
+from octavo.offline.batch_files import BatchFileError, BatchFiles, is_answer
 from octavo.offline.server import ChildServer, ServerError
 
 
@@ -28,12 +28,11 @@ class Summary:
 
     def add(self, result: dict[str, Any]) -> None:
         """Count a result."""
-        response = result["response"]
-        if response is None or response["status_code"] != 200:
+        if not is_answer(result):
             self.failed += 1
             return
         self.completed += 1
-        usage = response["body"].get("usage") or {}
+        usage = result["response"]["body"].get("usage") or {}
         self.prompt_tokens += usage.get("prompt_tokens", usage.get("input_tokens", 0))
         self.output_tokens += usage.get("completion_tokens", usage.get("output_tokens", 0))
 
@@ -114,7 +113,7 @@ def _running(model: str | None, flags: list[str], url: str) -> Iterator[tuple[st
         yield url, None
         return
     with err.status(f"Starting octavo serve {model}…"):
-        server = ChildServer(model, flags)
+        server = ChildServer(model, flags, http=True)
     try:
         yield "http://octavo", server.http_socket
     except ConnectionError:
@@ -138,10 +137,8 @@ async def _run(
     from octavo.offline.batch import Batch  # noqa: PLC0415 - it imports httpx2
 
     headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
-    transport = (
-        None
-        if socket is None
-        else httpx2.AsyncHTTPTransport(uds=str(socket), limits=httpx2.Limits(max_connections=None))
+    transport = httpx2.AsyncHTTPTransport(
+        uds=None if socket is None else str(socket), limits=httpx2.Limits(max_connections=None)
     )
     client = httpx2.AsyncClient(
         base_url=url,
@@ -149,7 +146,6 @@ async def _run(
         transport=transport,
         trust_env=False,
         timeout=httpx2.Timeout(None, connect=30),
-        limits=httpx2.Limits(max_connections=None),
     )
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     async with client:

@@ -69,9 +69,7 @@ class BatchFiles:
 
     def write(self, result: dict[str, Any]) -> None:
         """Write the next request's result, with status 200, or its error."""
-        response = result["response"]
-        done = response is not None and response["status_code"] == 200
-        file = self._results if done else self._errors
+        file = self._results if is_answer(result) else self._errors
         file.write(json.dumps(result, ensure_ascii=False).encode() + b"\n")
         file.flush()
 
@@ -86,6 +84,12 @@ class BatchFiles:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def is_answer(result: dict[str, Any]) -> bool:
+    """Return whether a request was answered with status 200."""
+    response = result["response"]
+    return response is not None and response["status_code"] == 200
 
 
 def custom_id(line: bytes) -> Any:  # noqa: ANN401 - JSON

@@ -28,32 +28,39 @@ class ServerError(Exception):
 
 
 class ChildServer:
-    """Start `octavo serve`, and wait until it accepts requests.
+    """Start `octavo serve` in child processes, and wait until it is ready.
 
-    It ends with this object, and with this process, however that ends.
+    `close` stops it; so does the end of this process, even by SIGKILL.
 
     Args:
         model: A Hub name, a directory, a GGUF file or `demo`.
         arguments: Flags of `octavo serve`, as on its command line.
+        http: Whether to serve HTTP too, on `http_socket`.
         start_timeout: Maximum seconds until it is ready.
 
     Attributes:
         address: The gRPC target of the router.
-        http_socket: The Unix socket of its HTTP API.
+        http_socket: The Unix socket of its HTTP API, with `http`.
 
     Raises:
         ServerError: It did not start.
     """
 
     def __init__(
-        self, model: str, arguments: Sequence[str] = (), start_timeout: float = START_SECONDS
+        self,
+        model: str,
+        arguments: Sequence[str] = (),
+        start_timeout: float = START_SECONDS,
+        *,
+        http: bool = False,
     ) -> None:
         directory = Path(mkdtemp(prefix="octavo-"))  # mode 0700
         self._log = directory / "server.log"
         self.address = f"unix:{directory / 'router.sock'}"
         self.http_socket = directory / "http.sock"
         serve = ["octavo", "serve", model, "--uds", str(directory / "router.sock")]
-        serve += ["--http-uds", str(self.http_socket), "--metrics-port", "0", *arguments]
+        serve += ["--http-uds", str(self.http_socket)] if http else []
+        serve += ["--metrics-port", "0", *arguments]
         with self._log.open("wb") as log:
             # In a session of its own, ctrl-C does not reach it; the pipe's end ends it.
             self._process = subprocess.Popen(

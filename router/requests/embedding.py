@@ -20,7 +20,7 @@ Call = grpc.aio.UnaryUnaryCall[
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class EmbeddingRequest:
-    """A valid, tokenized request; it never changes. To admission it is a prompt without output.
+    """A valid, tokenized request, immutable. Admission treats it as a prompt without output.
 
     Attributes:
         request_id: Id in responses, logs and traces.

@@ -14,7 +14,7 @@ from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
-    """A valid, tokenized request; it never changes. `RequestState` holds its progress.
+    """A valid, tokenized request, immutable. `RequestState` holds its progress.
 
     Attributes:
         request_id: Id in responses, logs and traces.

@@ -123,7 +123,7 @@ class Tokenizer:
     def encode_texts(
         self, texts: Sequence[str], max_tokens: int, *, truncate: bool
     ) -> list[list[int]]:
-        """Return the tokens of each text, with the special tokens that the tokenizer adds.
+        """Return the token ids of each text, with the tokenizer's default special tokens.
 
         Args:
             texts: The texts.

@@ -111,7 +111,7 @@ class ResponseTool(OpenBody):
     defer_loading: Annotated[bool | None, only(False)] = None
 
     def tool(self, namespace: str | None) -> Tool:
-        """Convert to the client's `Tool`; a custom tool is one with a text for its argument."""
+        """Convert to the client's `Tool`; a custom tool has one argument, a string."""
         name, description = full_name(namespace, self.name), self.description or ""
         if self.type == "function":
             return Tool(name, description, self.parameters or {}, strict=bool(self.strict))

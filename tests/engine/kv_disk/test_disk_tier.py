@@ -1,4 +1,4 @@
-"""A read ends when computing is faster, even while it waits for a thread."""
+"""A read of blocks is cancelled when computing them is faster, even before it begins."""
 
 import os
 import time
