@@ -1,6 +1,6 @@
 """GenerationService: the RPCs that clients call.
 
-Write new RPCs here, and work that HTTP shares in `octavo.router.generate`.
+Write new RPCs here, and work that HTTP shares in `octavo.router.generate` or `octavo.router.embed`.
 """
 
 from functools import partial
@@ -34,7 +34,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.EmbedRequest, context: rpc.Context
     ) -> generation_pb2.EmbedResponse:
         """Embed texts."""
-        return await self._generator.embed(
+        return await self._generator.embedder.embed(
             request,
             tenant=caller(),
             timeout=context.time_remaining(),

@@ -234,7 +234,7 @@ class Api:
         timeout, metadata = headers.timeout(request), headers.metadata(request)
         try:
             message = body.message(request.state.request_id)
-            embed = self._generator.embed(
+            embed = self._generator.embedder.embed(
                 message, tenant=tenant, timeout=timeout, metadata=metadata
             )
             answer = await while_connected(request, embed)

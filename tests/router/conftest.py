@@ -287,7 +287,7 @@ class RouterFixture:
         engines = self.router.pool.up()
         return {
             "calls": self.router.generator.in_flight,
-            "requests": len(self.router.generator._requests),
+            "requests": len(self.router.generator._attempts.requests),
             "queued": len(self.router.admission),
             "sequences": sum(engine.sequences for engine in engines),
             "receivers": sum(engine.num_requests for engine in engines),

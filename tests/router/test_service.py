@@ -233,7 +233,7 @@ async def test_a_bad_event_fails_its_request_only(scripted, serve, encode):
 async def test_an_unexpected_error_is_internal_and_hides_its_details(scripted, serve, monkeypatch):
     async with serve(scripted()) as s:
         await s.up()
-        monkeypatch.setattr(s.router.generator, "_serve", None)
+        monkeypatch.setattr(s.router.generator._attempts, "run", None)
         error = await error_of(s.stub.Generate(ask()))
         await s.clean()
         labels = {"model": "tiny", "code": "INTERNAL"}
@@ -513,7 +513,7 @@ async def test_what_a_client_does_not_read_is_bounded(scripted, serve, encode, n
         await s.until(lambda: engine.submits)
         name = engine.submits[0].request_id
         engine.send(started=[engine_pb2.Started(request_id=name)])
-        (request,) = s.router.generator._requests
+        (request,) = s.router.generator._attempts.requests
         (output,) = request.outputs
         most = sent = 0
         while (name, None) not in engine.aborts:

@@ -125,7 +125,7 @@ async def test_every_other_status(frontend, scripted, hello, monkeypatch):
             async def fail(*_, code=code, **__):
                 raise rpc.RpcError(code, f"it is {code.name}")
 
-            monkeypatch.setattr(app.router.generator, "_prepare", fail)
+            monkeypatch.setattr(app.router.generator._preparer, "prepare", fail)
             with pytest.raises(kind, match=code.name):
                 await client.chat.completions.create(**hello)
 

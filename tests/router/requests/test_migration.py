@@ -364,7 +364,7 @@ async def test_a_migrating_request_names_the_engine_that_has_its_blocks(scripted
         assert first.submits[0].kv_source == ""
         request_id = first.submits[0].request_id
         first.send_tokens(request_id, [5])
-        await s.until(lambda: s.router.generator._requests and len(first.outboxes))
+        await s.until(lambda: s.router.generator._attempts.requests and len(first.outboxes))
         address = first.address
         await first.kill()
         await s.until(lambda: second.submits)

@@ -1,0 +1,127 @@
+"""Makes requests of clients' messages: validates them, tokenizes prompts, plans the outputs."""
+
+import asyncio
+import secrets
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
+
+from octavo.common import rpc
+from octavo.router.call_tracker import Call
+from octavo.router.engines.pool import EnginePool
+from octavo.router.requests import validation
+from octavo.router.requests.defaults import fill_in
+from octavo.router.requests.held_schemas import held_schemas
+from octavo.router.requests.output_plan import OutputFormats, OutputPlan
+from octavo.router.requests.request import Request
+from octavo.router.requests.schema_checker import SchemaChecker
+from octavo.router.settings import RouterSettings
+from octavo.router.text.tokenization import Tokenizers
+from octavo.v1 import generation_pb2
+
+LARGE_BYTES = 32_768
+"""Total bytes of schemas above which a thread parses them."""
+TAIL_TOKENS = 256
+"""Tokens at a prompt's end that are searched for markers of reasoning or an answer."""
+
+T = TypeVar("T")
+
+
+class Preparer:
+    """Makes a request of each valid message.
+
+    Args:
+        settings: Names the parsers of outputs.
+        pool: Knows the models.
+        tokenizers: Run the pool's tokenizers.
+        checker: Checks the schemas that outputs are checked against.
+    """
+
+    def __init__(
+        self,
+        settings: RouterSettings,
+        pool: EnginePool,
+        tokenizers: Tokenizers,
+        checker: SchemaChecker,
+    ) -> None:
+        self._pool = pool
+        self._tokenizers = tokenizers
+        self._checker = checker
+        self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
+
+    async def prepare(self, message: generation_pb2.GenerateRequest, call: Call) -> Request:
+        """Validate and tokenize.
+
+        Raises:
+            rpc.RpcError: The message is invalid.
+        """
+        model, tenant = call.model, call.usage.tenant
+        if self._pool.embedding(model) is not None:
+            raise rpc.invalid(
+                "model", f"model {model!r} embeds texts and generates none: use Embed"
+            )
+        limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
+        sampling, max_tokens = self._pool.defaults(model)
+        fill_in(message, sampling)
+        validation.check_request(message, limits)
+        if message.HasField("chat"):
+            self._formats.check(message.chat, tokenizer.model)
+        if message.WhichOneof("prompt") == "tokens":
+            token_ids = list(message.tokens.token_ids)
+        else:
+            token_ids = await self._tokenizers.encode(
+                tokenizer, message, tenant, limits.max_model_len - 1
+            )
+            validation.check_vocabulary(message, token_ids, tokenizer.pieces, limits)
+        plan = await self._plan(message, model, token_ids)
+        if plan is not None and plan.checks is not None:
+            await self._checker.check_schemas(plan.checks)
+        adapter = self._pool.adapter(model)
+        seeded = message.sampling.HasField("seed")
+        return Request(
+            request_id=call.request_id,
+            model=model,
+            tenant=tenant,
+            message=message,
+            prompt=token_ids,
+            salt=tenant.salt(message.cache_salt),
+            adapter="" if adapter is None else adapter.name,
+            adapter_digest="" if adapter is None else adapter.digest,
+            max_tokens=validation.output_length(message, len(token_ids), limits, max_tokens),
+            arrival=call.arrival,
+            deadline=call.deadline,
+            seed=message.sampling.seed if seeded else secrets.randbits(64),
+            plan=plan,
+        )
+
+    async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
+        """Return the parts of its schemas that are not enforced; the request need not be valid."""
+        checks = (await _planned(message, partial(held_schemas, message))).checks
+        return () if checks is None else checks.unenforced
+
+    async def _plan(
+        self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]
+    ) -> OutputPlan | None:
+        """Return how to parse and constrain outputs; None: plain text."""
+        chat = message.HasField("chat")
+        bounded = message.stop.HasField("max_reasoning_tokens")  # valid for chats only
+        if not (chat or bounded or message.HasField("constraint")):
+            return None
+        tokenizer = self._pool.tokenizer(model)
+        tail = tokenizer.decode(token_ids[-TAIL_TOKENS:], keep_special_tokens=True) if chat else ""
+        plan = partial(
+            self._formats.plan,
+            message,
+            tokenizer.model,
+            tail,
+            self._pool.eos_token_ids(model),
+            self._pool.limits(model),
+        )
+        return await _planned(message, plan)
+
+
+async def _planned(message: generation_pb2.GenerateRequest, plan: Callable[[], T]) -> T:
+    """Parse a request's schemas, in a thread if they are large."""
+    tools = sum(tool.ByteSize() for tool in message.chat.tools)
+    large = message.constraint.ByteSize() + tools > LARGE_BYTES
+    return await asyncio.to_thread(plan) if large else plan()
