@@ -1,7 +1,7 @@
 """The core loop: handle other threads' calls, then compute one step, repeatedly."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -12,8 +12,7 @@ from octavo.engine.core.step import StepError, Steps
 from octavo.engine.events import Publish, measure_load
 from octavo.engine.execution.executor import Executor
 from octavo.engine.kv_disk.disk_tier import DiskTier
-from octavo.engine.kv_disk.read_ahead import Peers, Prefetch, ReadAhead
-from octavo.engine.kv_disk.reads import Bytes
+from octavo.engine.kv_disk.read_ahead import Peers, ReadAhead
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.request import Request
@@ -27,12 +26,12 @@ HEARTBEAT_SECONDS = 1.0
 class EngineCore:
     """The loop, in its own thread, which owns the scheduler, the cache and the executor.
 
-    Other threads call `submit`, `abort`, `open_session`, `close_session`, `copy_blocks`,
-    `prefetch`, `cancel_prefetch`, `drain`, `fail_all` and `stop`. Such a call is queued, and runs
-    between steps in the core's thread; events publish its results. So the engine's state needs no
-    lock.
+    Other threads call `submit`, `abort`, `open_session`, `close_session`, `drain`, `fail_all` and
+    `stop`; or anything else by `call`. Such a call is queued, and runs between steps in the core's
+    thread; events publish its results. So the engine's state needs no lock.
 
     Attributes:
+        read_ahead: Reads blocks from disk and other engines; None if there are neither.
         load: The last published load; read from any thread.
         reported: Time of its publication, in `time.monotonic()` seconds; read from any thread.
     """
@@ -74,24 +73,24 @@ class EngineCore:
         self._publish_events = publish
         self._calls: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._stopped = False
-        self._read_ahead: ReadAhead | None = None
+        self.read_ahead: ReadAhead | None = None
         if disk is not None or peers is not None:
-            self._read_ahead = ReadAhead(
-                scheduler, executor.cache, self._call, tier=disk, peers=peers
+            self.read_ahead = ReadAhead(
+                scheduler, executor.cache, self.call, tier=disk, peers=peers
             )
         self.requests = Requests(
             scheduler,
             metrics,
-            self._call,
+            self.call,
             max_waiting=max_waiting,
             on_end=on_end,
             constraints=constraints,
-            read_ahead=self._read_ahead,
+            read_ahead=self.read_ahead,
         )
         self.steps = Steps(
             scheduler,
             executor,
-            Masks(scheduler, metrics, self.requests.fail_constraint, self._call),
+            Masks(scheduler, metrics, self.requests.fail_constraint, self.call),
             self.requests,
             metrics=metrics,
             publish=self._publish,
@@ -102,58 +101,37 @@ class EngineCore:
         self.load = self._measured()
         metrics.show(lambda: self.load)
 
+    def call(self, function: Callable[..., None] = lambda: None, *arguments: object) -> None:
+        """Have the core's thread call a function between steps."""
+        self._calls.put(partial(function, *arguments))
+
     def submit(self, request: Request) -> None:
         """Queue a request; its events follow."""
-        self._call(self.requests.submit, request)
+        self.call(self.requests.submit, request)
 
     def abort(self, session: int, request_id: str, index: int | None = None) -> None:
         """Stop a request, or one of its outputs; no more events of it follow."""
-        self._call(self.requests.abort, session, request_id, index)
+        self.call(self.requests.abort, session, request_id, index)
 
     def open_session(self, session: int) -> None:
         """Publish the prefix cache's keys to a new session."""
-        self._call(self.requests.open_session, session)
+        self.call(self.requests.open_session, session)
 
     def close_session(self, session: int) -> None:
         """Stop all requests of a session."""
-        self._call(self.requests.abort_session, session)
-
-    def copy_blocks(
-        self, keys: Sequence[bytes], then: Callable[[list[Callable[[], Bytes]]], object]
-    ) -> None:
-        """Copy the leading blocks that memory has, and pass them on; see `ReadAhead.copy`."""
-        assert self._read_ahead is not None, "the caller refuses it"
-        read_ahead = self._read_ahead
-
-        def copy() -> None:
-            then(read_ahead.copy(keys))
-
-        self._call(copy)
-
-    def prefetch(self, prefetch: Prefetch) -> None:
-        """Copy blocks that another engine is computing; see `ReadAhead.prefetch`."""
-        assert self._read_ahead is not None, "the caller refuses it"
-        self._call(self._read_ahead.prefetch, prefetch)
-
-    def cancel_prefetch(self, prefetch: Prefetch) -> None:
-        """Copy no more, unless a request waits for it."""
-        assert self._read_ahead is not None, "the caller refuses it"
-        self._call(self._read_ahead.cancel_prefetch, prefetch)
+        self.call(self.requests.abort_session, session)
 
     def drain(self) -> None:
         """Refuse new requests from now on."""
-        self._call(setattr, self.requests, "draining", True)
+        self.call(setattr, self.requests, "draining", True)
 
     def fail_all(self) -> None:
         """Fail remaining requests with UNAVAILABLE; other engines can still copy their blocks."""
-        self._call(self.requests.fail_all)
+        self.call(self.requests.fail_all)
 
     def stop(self) -> None:
         """End before the next step; remaining requests fail with UNAVAILABLE."""
-        self._call(setattr, self, "_stopped", True)
-
-    def _call(self, function: Callable[..., None] = lambda: None, *arguments: object) -> None:
-        self._calls.put(partial(function, *arguments))
+        self.call(setattr, self, "_stopped", True)
 
     @property
     def idle(self) -> bool:
@@ -192,8 +170,8 @@ class EngineCore:
     def step(self) -> Samples | None:
         """Compute one step; see `Steps.step`."""
         output = self.steps.step()
-        if self._read_ahead is not None:
-            self._read_ahead.save()
+        if self.read_ahead is not None:
+            self.read_ahead.save()
         return output
 
     def _take_calls(self) -> None:
@@ -220,7 +198,7 @@ class EngineCore:
         """Publish all events since the last call, the load, and the changes of the prefix cache."""
         self.reported = time.monotonic()
         self.load = self._measured()
-        for part in (self._scheduler, self._scheduler.cache, self._constraints, self._read_ahead):
+        for part in (self._scheduler, self._scheduler.cache, self._constraints, self.read_ahead):
             if part is not None:
                 self._metrics.observe_counters(part.counters)
         self._publish_events(self.requests.take_events(), self.load)
@@ -232,5 +210,5 @@ class EngineCore:
             waiting,
             self.steps.seconds,
             draining=draining,
-            read_ahead=self._read_ahead,
+            read_ahead=self.read_ahead,
         )

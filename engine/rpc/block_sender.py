@@ -92,14 +92,18 @@ class BlockSender:
 
     async def _copy(self, keys: Sequence[bytes]) -> list[Callable[[], Bytes]]:
         """Have the core copy blocks between two steps."""
-        loop = asyncio.get_running_loop()
+        loop, read_ahead = asyncio.get_running_loop(), self._core.read_ahead
+        assert read_ahead is not None, "it has a block layout"
         done: asyncio.Future[list[Callable[[], Bytes]]] = loop.create_future()
 
         def tell(blocks: list[Callable[[], Bytes]]) -> None:
             if not done.done():  # cancelled
                 done.set_result(blocks)
 
-        self._core.copy_blocks(keys, lambda blocks: loop.call_soon_threadsafe(tell, blocks))
+        def copy() -> None:
+            loop.call_soon_threadsafe(tell, read_ahead.copy(keys))
+
+        self._core.call(copy)
         return await done
 
 

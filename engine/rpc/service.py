@@ -115,13 +115,14 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         engine = self._generating()
         limits, find_adapter = engine.parts.limits, engine.adapters.find
         prefetch = to_prefetch(request, limits=limits, find_adapter=find_adapter)
-        if not engine.parts.block_layout:
+        read_ahead = engine.core.read_ahead
+        if read_ahead is None or not engine.parts.block_layout:
             raise rpc.precondition("kv_source", SHARES_NONE)
         loop, ended = asyncio.get_running_loop(), asyncio.Event()
         prefetch.then = partial(loop.call_soon_threadsafe, ended.set)
-        engine.core.prefetch(prefetch)
+        engine.core.call(read_ahead.prefetch, prefetch)
         try:
             await ended.wait()
         finally:
-            engine.core.cancel_prefetch(prefetch)
+            engine.core.call(read_ahead.cancel_prefetch, prefetch)
         return engine_pb2.PrefetchBlocksResponse()

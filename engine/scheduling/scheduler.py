@@ -14,6 +14,7 @@ from operator import attrgetter
 from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
+from octavo.engine.scheduling.chunks import Counts, most_blocks, next_spans, prefill_ends
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
 from octavo.engine.scheduling.plain_decodes import KeptDecodes
 from octavo.engine.scheduling.preemption import choose_victim, preempt, with_blocks
@@ -223,7 +224,7 @@ class Scheduler:
         # If there are enough blocks for the whole step, all plain decodes get theirs at once.
         # Otherwise each takes its turn among the others, so that the last in order is preempted.
         preempted = False
-        most = self._most_blocks(counts, budget, drafts) if begins_block else 0
+        most = most_blocks(counts.values(), budget, drafts, self.cache) if begins_block else 0
         if not self._decodes.begin_blocks(self.cache, begins_block, spare=most):
             others = sorted([*others, *begins_block], key=ORDER)
         for group in others:
@@ -240,9 +241,7 @@ class Scheduler:
         batch.plain, batch.plain_tables = self._decodes.next_step()
         return preempted
 
-    def _draft(
-        self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], decodes: int, budget: int
-    ) -> Drafts:
+    def _draft(self, counts: dict[SequenceGroup, Counts], decodes: int, budget: int) -> Drafts:
         """Draft tokens; groups with drafts are not plain decodes in this step.
 
         Args:
@@ -266,24 +265,11 @@ class Scheduler:
                 counts[group] = [(group.sequences[0], 1)]
         return drafts
 
-    def _most_blocks(
-        self, counts: dict[SequenceGroup, list[tuple[Sequence, int]]], budget: int, drafts: Drafts
-    ) -> int:
-        """Return an upper bound on the blocks that a step may allocate for some groups."""
-        tokens = [
-            min(count, max(budget, 1)) + len(drafts.get(sequence.id, ()))
-            for each in counts.values()
-            for sequence, count in each
-        ]
-        # In each layer group, the first and the last block may be shared, or hold only one token.
-        blocks = sum(count // self.cache.block_size + 2 for count in tokens)
-        return blocks * len(self.cache.groups)
-
     def _schedule_group(
         self,
         batch: Batch,
         group: SequenceGroup,
-        counts: list[tuple[Sequence, int]],
+        counts: Counts,
         budget: int,
         drafts: Drafts,
     ) -> int:
@@ -296,7 +282,7 @@ class Scheduler:
             OutOfBlocksError: There are not enough blocks.
         """
         if drafts and any(sequence.id in drafts for sequence, _ in counts):
-            spans, used = self._next_spans(counts, budget)
+            spans, used = next_spans(counts, budget, self.cache)
             if self._add_drafted(batch, group, spans, drafts):
                 return used
         elif (decoder := group.decoder) is not None:
@@ -312,7 +298,7 @@ class Scheduler:
             )
             return 0
         else:
-            spans, used = self._next_spans(counts, budget)
+            spans, used = next_spans(counts, budget, self.cache)
         self.cache.extend(spans)
         self._add(batch, group, spans)
         return used
@@ -351,7 +337,7 @@ class Scheduler:
             self.swapped if group.state is GroupState.SWAPPED else self.waiting, group, key=ORDER
         )
 
-    def _count_tokens(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
+    def _count_tokens(self, group: SequenceGroup) -> Counts:
         """Return the tokens that each of a group's sequences could compute now; 1 is a decode.
 
         A scored prompt gets no more than the step can still score, maybe 0.
@@ -362,7 +348,7 @@ class Scheduler:
         """
         if not group.soon_ready:
             return []
-        ends = self._prefill_ends(group)
+        ends = prefill_ends(group, self.cache)
         recomputing = (
             group.beam is not None
             and 1 < len(ends) == len(group.live)
@@ -384,17 +370,6 @@ class Scheduler:
                 end = first + scored
             self._scored_left -= scored
         return end - start
-
-    def _prefill_ends(self, group: SequenceGroup) -> list[tuple[Sequence, int]]:
-        """Return the end of each sequence's prefill: the prompt's end if siblings wait for it.
-
-        The last token of an output of maximum length is not computed: no token follows it.
-        """
-        sequences = with_blocks(group, self.cache)
-        if len(sequences) < len(group.live):
-            return [(s, s.num_prompt) for s in sequences]
-        others = group.request.max_tokens - 1
-        return [(s, min(s.num_tokens, s.num_prompt + others)) for s in sequences]
 
     def _add(
         self, batch: Batch, group: SequenceGroup, spans: list[Span], drafts: Drafts | None = None
@@ -431,7 +406,7 @@ class Scheduler:
 
     def _swap_in(self, batch: Batch) -> None:
         while (group := _first_ready(self.swapped)) is not None:
-            ends = self._prefill_ends(group)
+            ends = prefill_ends(group, self.cache)
             ids = [sequence.id for sequence, _ in ends]
             seqs, tokens = self._room(batch)
             blocks = self.cache.blocks_to_swap(ids) + self.cache.blocks_to_share(ids)
@@ -469,30 +444,14 @@ class Scheduler:
     def _start(self, batch: Batch, group: SequenceGroup, budget: int) -> None:
         """Move a group that just got blocks into the running queue and the batch."""
         group.state = GroupState.RUNNING
-        for sequence, end in self._prefill_ends(group):
+        for sequence, end in prefill_ends(group, self.cache):
             self.cache.reserve(sequence.id, end)
         counts = self._count_tokens(group)
         decodes = sum(count == 1 for _, count in counts)
-        spans, _ = self._next_spans(counts, budget - decodes)
+        spans, _ = next_spans(counts, budget - decodes, self.cache)
         self.cache.extend(spans)
         insort(self.running, group, key=ORDER)
         self._add(batch, group, spans)
-
-    def _next_spans(
-        self, counts: list[tuple[Sequence, int]], budget: int
-    ) -> tuple[list[Span], int]:
-        """Return a group's tokens to compute, and their share of the prefill budget."""
-        spans, used = [], 0
-        for sequence, count in counts:
-            start, taken = sequence.num_computed, count
-            if count > 1:
-                taken = min(count, budget - used)
-                if taken > 0:
-                    taken = self.cache.pause_before(sequence.id, start, start + taken) - start
-                used += taken
-            if taken > 0:
-                spans.append(Span(sequence.id, start, start + taken))
-        return spans, used
 
 
 def _first_ready(queue: list[SequenceGroup]) -> SequenceGroup | None:

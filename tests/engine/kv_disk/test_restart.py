@@ -165,7 +165,7 @@ def test_a_request_that_is_aborted_while_it_is_read_ends(model, filled, tmp_path
             path.unlink()
             os.mkfifo(path)
         engine.submit("a", PROMPT, OUTPUT)
-        wait_until(lambda: engine.core._read_ahead.reads)
+        wait_until(lambda: engine.core.read_ahead.reads)
         assert not engine.core.idle
         engine.core.abort(0, "a")
         engine.wait_idle()

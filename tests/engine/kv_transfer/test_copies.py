@@ -100,7 +100,7 @@ class Serving(Running):
 
     def forget(self):
         """Empty the prefix cache."""
-        self.core._call(self.parts.scheduler.cache.forget_contents)
+        self.core.call(self.parts.scheduler.cache.forget_contents)
         self.heard.events.clear()
         self.wait_idle()
 
@@ -310,7 +310,7 @@ def test_engines_that_share_no_blocks_say_so(model):
 def test_only_so_many_copies_are_made_at_once(model, monkeypatch):
     monkeypatch.setattr(block_sender, "MAX_READERS", 2)
     with two(model) as (one, _, _other):
-        one.core._call(time.sleep, 1.0)  # a long step
+        one.core.call(time.sleep, 1.0)  # a long step
         layout, keys = one.parts.block_layout, list(reusable_keys(range(3, 3 + PROMPT), 16))
         request = engine_pb2.ReadBlocksRequest(block_layout=layout, keys=keys)
         calls = [one.stub().ReadBlocks(request) for _ in range(2)]
@@ -328,7 +328,7 @@ def test_a_request_that_is_aborted_while_it_is_copied_ends(model):
         wire = Wire(one.address)
         wire.stall = 0
         other.submit("a", PROMPT, OUTPUT, kv_source=wire.address)
-        wait_until(lambda: other.core._read_ahead.reads)
+        wait_until(lambda: other.core.read_ahead.reads)
         other.core.abort(0, "a")
         other.wait_idle()
         assert other.outcome("aborted") == 1
@@ -371,7 +371,7 @@ def test_blocks_are_copied_while_they_are_computed(model):
             call.cancel()
         else:
             call.result(PATIENCE)
-            assert not other.core._read_ahead._waiting
+            assert not other.core.read_ahead._waiting
         assert other.generate(kv_source=one.address) == (tokens, CACHED)
         wait_until(lambda: one.sender.reading == 0)
     finally:
@@ -390,7 +390,7 @@ def test_a_request_waits_for_its_prefetch(model):
         call = prefetch(other, one.address)
         wait_until(lambda: one.sender.reading)
         other.submit("a", PROMPT, OUTPUT, kv_source=one.address)
-        wait_until(lambda: other.core._read_ahead.reads)
+        wait_until(lambda: other.core.read_ahead.reads)
         call.cancel()  # the request still wants the blocks
         tokens, _ = one.generate()
         assert outcome(other, "a") == (tokens, CACHED)
@@ -429,8 +429,8 @@ def test_a_cancelled_prefetch_leaves_nothing(model):
             wait_until(lambda: empty.sender.reading)
             call.cancel()
             wait_until(lambda: not empty.sender.reading)
-            wait_until(lambda: not other.core._read_ahead._waiting)
-            assert not other.core._read_ahead._prefetches
+            wait_until(lambda: not other.core.read_ahead._waiting)
+            assert not other.core.read_ahead._prefetches
             other.submit("a", PROMPT, OUTPUT, kv_source=empty.address)
             other.core.abort(0, "a")
             assert other.generate("b")[0] == tokens

@@ -81,7 +81,7 @@ async def test_an_index_is_exact_from_a_snapshot_on(byte_model):
         for i, key in enumerate(keys):
             parent = keys[i - 1] if i else None
             assert index.blocks[key] == (parent, tuple(prompts[-1][i * 16 : i * 16 + 16]))
-        engine.core._call(engine.cache.forget_contents)
+        engine.core.call(engine.cache.forget_contents)
         await generate(engine, [1] * 20)
         await idle(engine)
         for one, call in ((index, early), (again, late)):
