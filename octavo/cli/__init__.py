@@ -19,6 +19,7 @@ from octavo.cli.generate import generate
 from octavo.cli.health import health
 from octavo.cli.key import key
 from octavo.cli.options import EPILOG
+from octavo.cli.pull import pull
 from octavo.cli.router import router
 from octavo.cli.serve import serve
 from octavo.cli.status import status
@@ -34,7 +35,7 @@ app = typer.Typer(
 
 for _command in (serve, router, engine):
     app.command(rich_help_panel="Serve", epilog=EPILOG, cls=Command)(name_types(_command))
-for _command in (check, generate, chat, batch, status, health, demo, key):
+for _command in (pull, check, generate, chat, batch, status, health, demo, key):
     app.command(rich_help_panel="Use", cls=Command)(name_types(_command))
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 

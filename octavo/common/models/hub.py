@@ -50,11 +50,11 @@ def fetch_model(name: str) -> Path:
         ModelError: The model is unavailable, or Octavo cannot serve it; the message says what to
             do.
     """
-    info = _look_up(name)
+    info = look_up(name)
     if isinstance(info, Path):
         return info
     directory = _fetch_checked(name, info, SMALL_FILES)
-    return _download(name, info, [*_matching(info, SMALL_FILES), *_weights(name, info, directory)])
+    return download(name, info, [*_matching(info, SMALL_FILES), *_weights(name, info, directory)])
 
 
 def fetch_config(name: str) -> Path:
@@ -63,7 +63,7 @@ def fetch_config(name: str) -> Path:
     Raises:
         ModelError: `fetch_model` would reject these files or the weights' names.
     """
-    info = _look_up(name)
+    info = look_up(name)
     if isinstance(info, Path):
         return info
     directory = _fetch_checked(name, info, CONFIG_FILES)
@@ -77,7 +77,7 @@ def _fetch_checked(name: str, info: "ModelInfo", patterns: Iterable[str]) -> Pat
     Raises:
         ModelError: The files are unavailable, or Octavo cannot serve the model.
     """
-    directory = _download(name, info, _matching(info, patterns))
+    directory = download(name, info, _matching(info, patterns))
     if not (directory / CONFIG).is_file():
         why = no_weights(_names(info))
         raise ModelError(f"the model {name!r} of the hub has no {CONFIG} and {why}")
@@ -91,13 +91,13 @@ def fetch_tokenizer(name: str) -> Path:
     Raises:
         ModelError: The tokenizer is unavailable; the message says what to do.
     """
-    info = _look_up(name)
+    info = look_up(name)
     if isinstance(info, Path):
         return info
-    return _download(name, info, _matching(info, (CONFIG, *TOKENIZER_FILES)))
+    return download(name, info, _matching(info, (CONFIG, *TOKENIZER_FILES)))
 
 
-def _look_up(name: str) -> "ModelInfo | Path":
+def look_up(name: str) -> "ModelInfo | Path":
     """Return the hub's information on a model, or its cached directory if the hub is unreachable.
 
     Raises:
@@ -212,7 +212,7 @@ def _check_weights(name: str, info: "ModelInfo") -> None:
         raise ModelError(f"the model {name!r} of the hub {no_weights(names)}")
 
 
-def _download(name: str, info: "ModelInfo", files: list[str]) -> Path:
+def download(name: str, info: "ModelInfo", files: list[str]) -> Path:
     """Return the cache directory of a model, containing these files.
 
     Raises:

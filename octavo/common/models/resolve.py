@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from octavo.common.models import hub
+from octavo.common.models import hub, hub_gguf
 from octavo.common.models.checkpoint import why_no_model
 from octavo.common.models.errors import ModelError
 from octavo.common.models.json_files import CONFIG
@@ -18,7 +18,7 @@ def resolve_checkpoint(model: str) -> str:
 
     Args:
         model: A local path or a hub name, optionally with @REVISION; a local path takes precedence.
-            Hub models are downloaded.
+            Hub models are downloaded. For a GGUF file of the hub, see `gguf_file`.
 
     Raises:
         ModelError: The path holds no model, the name is invalid, or the hub lacks the model or is
@@ -53,17 +53,21 @@ def resolve_tokenizer(source: str) -> str:
 
 
 def gguf_file(name: str) -> Path | None:
-    """Return the GGUF file that a name refers to, or None.
+    """Return the GGUF file that a name refers to, or None; a file of the hub is downloaded.
 
     Raises:
-        ModelError: The demo model cannot be downloaded.
+        ModelError: The file is of the hub or the demo's, and cannot be downloaded.
     """
     if name == DEMO:
         from octavo.common.models import demo  # noqa: PLC0415 - imports subprocess and zipfile only for the demo
 
         return demo.file()
     path = Path(name).expanduser()
-    return path.resolve() if name and path.is_file() else None
+    if name and path.is_file():
+        return path.resolve()
+    if (of_hub := hub_gguf.split(name)) is not None:
+        return hub_gguf.fetch(*of_hub)
+    return None
 
 
 def _local_model(model: str) -> Path | None:

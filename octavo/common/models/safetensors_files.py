@@ -85,7 +85,10 @@ def no_weights(names: Iterable[str]) -> str:
             " convert it to safetensors with the model's save_pretrained()"
         )
     if ggufs := [name for name in held if name.endswith(".gguf")]:
-        return f"has no safetensors files: give the path of a GGUF file, such as {ggufs[0]}"
+        return (
+            f"has no safetensors files: give the path of a GGUF file, such as {ggufs[0]}, or"
+            " of the hub its type, such as OWNER/NAME:Q4_K_M"
+        )
     if other := [name for name in held if name.endswith(".safetensors")]:
         return (
             f"has neither {WHOLE} nor {INDEX}; {other[0]} is in a layout that is not supported:"

@@ -87,7 +87,7 @@ class _Handler(BaseHTTPRequestHandler):
         elif name not in self.server.models:
             self._send(404, b"{}", body, **{"X-Error-Code": "RepoNotFound"})
         elif rest[:1] == ["resolve"]:
-            self._send_file(name, rest[-1], body)
+            self._send_file(name, "/".join(rest[2:]), body)
         else:
             self._send(200, json.dumps(self._listing(name, rest)).encode(), body)
 

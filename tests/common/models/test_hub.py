@@ -97,6 +97,40 @@ def test_a_revision_is_not_another_one(ask, hub, tmp_path):
     assert ask("resolve_checkpoint", f"{NAME}@v2", HF_HUB_OFFLINE="1")[-1] == second
 
 
+GGUFS = [
+    "model.Q4_K_M.gguf",
+    "model.Q8_0.gguf",
+    "mmproj-model.Q8_0.gguf",
+    "BF16/model-BF16-00001-of-00002.gguf",
+    "BF16/model-BF16-00002-of-00002.gguf",
+    "small-IQ2_M.gguf",
+    "large-IQ2_M.gguf",
+]
+
+
+def test_a_gguf_file_is_named_by_its_type(ask, hub):
+    hub.models[NAME] = {name: name.encode() for name in GGUFS}
+    kinds = ("q4_k_m", "Q8_0", "BF16", "IQ2_M", "Q5_0")
+    first, second, split, *refused = ask(
+        *(word for kind in kinds for word in ("gguf_file", f"{NAME}:{kind}"))
+    )
+    for path, name in zip((first, second, split), (*GGUFS[:2], GGUFS[3]), strict=True):
+        assert path.endswith(f"/{name}")
+        assert Path(path).read_text() == name
+    assert Path(split).with_name(Path(GGUFS[4]).name).read_text() == GGUFS[4]
+    assert not any("mmproj" in path or "IQ2" in path for path in hub.asked)
+    there = "large-IQ2_M, model-BF16, model.Q4_K_M, model.Q8_0, small-IQ2_M"
+    assert refused == [
+        f"refused: the model {NAME!r} of the hub has {found}; there is: {names}"
+        for found, names in (
+            ("several GGUF files of IQ2_M", "large-IQ2_M, small-IQ2_M"),
+            ("no GGUF file of Q5_0", there),
+        )
+    ]
+    assert ask("gguf_file", f"{NAME}@{SHA}:Q8_0", "gguf_file", f"{NAME}:Q8_0@{SHA}") == [second] * 2
+    assert ask("gguf_file", f"{NAME}:Q8_0", HF_HUB_OFFLINE="1")[-1] == second
+
+
 def test_a_tokenizer_is_downloaded_without_the_model(ask):
     (said,) = ask("resolve_tokenizer", NAME)
     assert {file.name for file in Path(said).iterdir()} == {"config.json", "tokenizer.json"}
