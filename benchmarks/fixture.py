@@ -48,7 +48,7 @@ Serve = Callable[[int, Connection], None]
 """Main function of a process: gets its port, and a pipe for HOST:PORT once it listens."""
 
 
-def make_model(directory: Path) -> str:
+def make_model(directory: Path, seed: int = 0) -> str:
     """Save a two-layer model with random weights and a byte tokenizer; return the directory."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -61,7 +61,7 @@ def make_model(directory: Path) -> str:
         eos_token_id=EOS,
         initializer_range=0.2,
     )
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
     AutoModelForCausalLM.from_config(config).save_pretrained(directory)
     save_tokenizer(directory)
     return str(directory)

@@ -7,6 +7,7 @@ from octavo.common.adapter_names import check_adapter_name, check_adapter_path
 from octavo.router.engines.adapters import PoolAdapters
 from octavo.router.engines.link import EngineLink
 from octavo.router.engines.pool import EnginePool
+from octavo.router.on_demand import OnDemandModels
 from octavo.router.settings import is_address
 from octavo.v1 import admin_pb2, admin_pb2_grpc, engine_pb2
 
@@ -18,10 +19,12 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
 
     Args:
         pool: The engines.
+        on_demand: Models that are loaded when requests name them, if any.
     """
 
-    def __init__(self, pool: EnginePool) -> None:
+    def __init__(self, pool: EnginePool, on_demand: OnDemandModels | None = None) -> None:
         self._pool = pool
+        self._on_demand = on_demand
         self._adapters = PoolAdapters(pool)
 
     async def ListEngines(
@@ -82,6 +85,36 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters of connected engines."""
         return admin_pb2.ListAdaptersResponse(adapters=self._adapters.loaded())
+
+    async def LoadModel(
+        self, request: admin_pb2.LoadModelRequest, context: rpc.Context
+    ) -> admin_pb2.LoadModelResponse:
+        """Load an offered model; wait until it is served."""
+        model, on_demand = self._offered(request.model)
+        async with on_demand.hold(model):
+            return admin_pb2.LoadModelResponse(model=model)
+
+    async def UnloadModel(
+        self, request: admin_pb2.UnloadModelRequest, context: rpc.Context
+    ) -> admin_pb2.UnloadModelResponse:
+        """Unload an offered model once its requests are complete."""
+        model, on_demand = self._offered(request.model)
+        await on_demand.unload(model)
+        return admin_pb2.UnloadModelResponse(model=model)
+
+    def _offered(self, name: str) -> tuple[str, OnDemandModels]:
+        """Return the model of a name or an alias, and what loads it.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if it is not offered.
+        """
+        model = self._pool.names_of(name)[0]
+        if self._on_demand is None or model not in self._on_demand.offered:
+            there = ", ".join(sorted(self._pool.offered)) or "none"
+            raise rpc.not_found(
+                "model", f"model {name[:128]!r} cannot be loaded or unloaded; there is: {there}"
+            )
+        return model, self._on_demand
 
 
 def _status(link: EngineLink) -> admin_pb2.EngineStatus:

@@ -4,7 +4,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 
 import grpc
@@ -19,6 +19,7 @@ from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
+from octavo.router.on_demand import OnDemandModels
 from octavo.router.requests import validation
 from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.state import RequestState
@@ -64,6 +65,7 @@ class CallTracker:
         admission: Knows the number of waiting requests.
         registry: Registry for the metrics.
         tracing: Creates the spans of requests.
+        on_demand: Models that are loaded when requests name them, if any.
 
     Attributes:
         metrics: The router's metrics.
@@ -76,8 +78,10 @@ class CallTracker:
         admission: Admission[Engine],
         registry: CollectorRegistry,
         tracing: Tracing,
+        on_demand: OnDemandModels | None = None,
     ) -> None:
         self._pool = pool
+        self._on_demand = on_demand
         self._tracing = tracing
         self.metrics = RouterMetrics(
             registry, in_flight=lambda: self.in_flight, queued=lambda: len(admission)
@@ -89,15 +93,18 @@ class CallTracker:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def count(self, model: str, tenant: Tenant) -> str:
-        """Count a call without generation against the tenant's limits; return its model.
+    @asynccontextmanager
+    async def call(self, name: str, tenant: Tenant) -> AsyncIterator[str]:
+        """Count a call that generates nothing against the tenant's limits; yield its model.
 
         Raises:
             rpc.RpcError: The call was refused.
         """
         self._check_not_refusing()
         self._account(tenant).call()
-        return self._resolve(model, tenant)
+        model = self._resolve(name, tenant)
+        async with self._held(model):
+            yield model
 
     @asynccontextmanager
     async def request(
@@ -136,8 +143,8 @@ class CallTracker:
             with bound_contextvars(request_id=request_id), account.request() as usage:
                 model = self._resolve(message.model, tenant)
                 check_priority(tenant, message.priority)
-                call = Call(request_id, model, arrival, deadline, usage, span)
-                async with _until(deadline):
+                async with _until(deadline), self._held(model):
+                    call = Call(request_id, model, arrival, deadline, usage, span)
                     yield call
             outcome = grpc.StatusCode.OK
         except rpc.RpcError as error:
@@ -191,6 +198,10 @@ class CallTracker:
             account = self._accounts[tenant.name] = Account(tenant, self.metrics)
         account.tenant = tenant
         return account
+
+    def _held(self, model: str) -> AbstractAsyncContextManager[None]:
+        """Return a context that loads a model on demand, and keeps it loaded."""
+        return nullcontext() if self._on_demand is None else self._on_demand.hold(model)
 
     def _resolve(self, name: str, tenant: Tenant) -> str:
         """Return the full model name for `name` in a tenant's request."""

@@ -23,6 +23,7 @@ from octavo.router.embed import Embedder
 from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.router.metrics import RouterMetrics
+from octavo.router.on_demand import OnDemandModels
 from octavo.router.prepare import Preparer
 from octavo.router.requests import validation
 from octavo.router.requests.pacing import limited, message_interval
@@ -49,6 +50,7 @@ class Generator:
         tokenizers: Run the pool's tokenizers.
         registry: Registry for the metrics.
         tracing: Creates the spans of requests.
+        on_demand: Models that are loaded when requests name them, if any.
 
     Attributes:
         embedder: Serves the requests for embeddings.
@@ -63,12 +65,14 @@ class Generator:
         registry: CollectorRegistry,
         *,
         tracing: Tracing,
+        on_demand: OnDemandModels | None = None,
     ) -> None:
         self._settings = settings
         self._pool = pool
         self._admission = admission
         self._tokenizers = tokenizers
-        self._calls = CallTracker(pool, admission, registry, tracing)
+        self._on_demand = on_demand
+        self._calls = CallTracker(pool, admission, registry, tracing, on_demand)
         self._attempts = Attempts(pool, admission, self.metrics, settings.max_migrations)
         self._checker = SchemaChecker()
         self._preparer = Preparer(settings, pool, tokenizers, self._checker)
@@ -142,10 +146,10 @@ class Generator:
         Raises:
             rpc.RpcError: The call was refused.
         """
-        model = self._calls.count(message.model, tenant)
-        limits = self._pool.limits(model)
-        validation.check_chat(message, limits)
-        token_ids = await self._tokenizers.encode(self._pool.tokenizer(model), message, tenant)
+        async with self._calls.call(message.model, tenant) as model:
+            limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
+            validation.check_chat(message, limits)
+            token_ids = await self._tokenizers.encode(tokenizer, message, tenant)
         return generation_pb2.TokenizeResponse(
             token_ids=token_ids, max_model_len=limits.max_model_len
         )
@@ -158,24 +162,34 @@ class Generator:
         Raises:
             rpc.RpcError: The call was refused.
         """
-        model = self._calls.count(message.model, tenant)
-        check_token_ids("token_ids", message.token_ids, self._pool.limits(model).vocab_size)
-        text = await self._tokenizers.decode(
-            self._pool.tokenizer(model),
-            list(message.token_ids),
-            tenant,
-            keep_special_tokens=message.keep_special_tokens,
-        )
+        async with self._calls.call(message.model, tenant) as model:
+            check_token_ids("token_ids", message.token_ids, self._pool.limits(model).vocab_size)
+            text = await self._tokenizers.decode(
+                self._pool.tokenizer(model),
+                list(message.token_ids),
+                tenant,
+                keep_special_tokens=message.keep_special_tokens,
+            )
         return generation_pb2.DetokenizeResponse(text=text)
 
     def list_models(self, tenant: Tenant) -> generation_pb2.ListModelsResponse:
-        """Return the models that are served now and that the tenant may use."""
+        """Return the models that the tenant may use: those served now, and those to be loaded."""
         up = {model for engine in self._pool.up() for model in engine.models}
         names = self._pool.names()
-        served = [model for model in sorted(up) if tenant.may_use(names[model])]
+        usable = [m for m in sorted(up | {*self._pool.offered}) if tenant.may_use(names[m])]
         return generation_pb2.ListModelsResponse(
-            models=[self._pool.card(model, self._admission.waiting(model)) for model in served]
+            models=[self._card(model, names[model][1:], up=model in up) for model in usable]
         )
+
+    def _card(self, model: str, aliases: Sequence[str], *, up: bool) -> generation_pb2.ModelCard:
+        """Return a model's card."""
+        if up:
+            card = self._pool.card(model, self._admission.waiting(model))
+        else:
+            card = generation_pb2.ModelCard(name=model, aliases=aliases)
+        if self._on_demand is not None:
+            card.state = self._on_demand.state(model)
+        return card
 
     async def drain(self, timeout: float) -> None:
         """Wait for the calls in progress; fail the rest after `timeout` seconds with UNAVAILABLE.

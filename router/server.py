@@ -29,6 +29,7 @@ from octavo.router.exposure import exposure
 from octavo.router.generate import Generator
 from octavo.router.http.http_frontend import HttpFrontend
 from octavo.router.http.stats import LocalStats, RouterStats
+from octavo.router.on_demand import OnDemandModels
 from octavo.router.service import GenerationService
 from octavo.router.settings import RouterSettings, is_discovered
 from octavo.router.tenants.auth import Authenticator
@@ -51,6 +52,7 @@ class Router:
         on_serving: Called once with the model's card, when `engines` engines serve the model.
         engines: Number of engines to wait for before `on_serving`.
         stats: Stats of all workers, if the router is a worker. Default: this router's.
+        on_demand: Models that are loaded when requests name them, if any.
 
     Raises:
         SettingsError: The tenants' file or the chat template's settings are unreadable or invalid.
@@ -69,8 +71,10 @@ class Router:
         on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
         engines: int = 1,
         stats: RouterStats | None = None,
+        on_demand: OnDemandModels | None = None,
     ) -> None:
         self.address = ""
+        self._on_demand = on_demand
         self.registry = CollectorRegistry()
         self._settings = settings
         self._on_serving = on_serving
@@ -91,6 +95,7 @@ class Router:
             self._tokenizers,
             self._engines_changed,
             self._load_reported,
+            offered=None if on_demand is None else on_demand.offered,
         )
         self.admission: Admission[Engine] = Admission(
             self.pool.candidates,
@@ -107,6 +112,7 @@ class Router:
             self._tokenizers,
             self.registry,
             tracing=self._tracing,
+            on_demand=on_demand,
         )
         self.stats = stats or LocalStats(self.registry, self.pool, self.generator)
         self._server: grpc.aio.Server | None = None
@@ -156,7 +162,7 @@ class Router:
         if settings.engine_tls is not None:
             settings.engine_tls.read()
         if settings.admin_port:
-            admin = AdminService(self.pool)
+            admin = AdminService(self.pool, self._on_demand)
             guard = self.authenticator.check_admin
             self._admin = await make_admin_server(settings, admin, guard)
         observe_process(self.registry)
@@ -279,8 +285,8 @@ class Router:
 
     @property
     def _serving(self) -> bool:
-        """Whether the router has an engine and is not stopping."""
-        return bool(self.pool.up()) and not self._stopping
+        """Whether the router has an engine, or can start one, and is not stopping."""
+        return bool(self.pool.up() or self.pool.offered) and not self._stopping
 
     def _engines_changed(self, model: str) -> None:
         """Handle an engine of `model` that came up, went down, or began to drain."""
@@ -312,6 +318,7 @@ async def serve(
     on_serving: Callable[[generation_pb2.ModelCard], None] | None = None,
     engines_ready: asyncio.Future[Any] | None = None,
     tokenizer: str | None = None,
+    on_demand: OnDemandModels | None = None,
 ) -> None:
     """Run a router until SIGTERM or SIGINT, then drain it; a second signal stops it at once.
 
@@ -323,6 +330,7 @@ async def serve(
         engines_ready: Future to wait for, while listening, before connecting to engines. Its error
             ends the router.
         tokenizer: Tokenizer to load at the start. Default: the settings' tokenizer, if any.
+        on_demand: Models that are loaded when requests name them, if any.
 
     Raises:
         BackgroundError: An essential part of the router stopped.
@@ -333,7 +341,7 @@ async def serve(
         StoppedWhileStartingError: A signal arrived before `engines_ready`.
     """
     with shutdown_signals() as signals:
-        router = Router(settings, on_serving, len(settings.engine))
+        router = Router(settings, on_serving, len(settings.engine), on_demand=on_demand)
         if on_made is not None:
             on_made(router)
         try:

@@ -56,7 +56,7 @@ def settings_options(
         def run(**flags: Any) -> None:  # noqa: ANN401 - typer's values
             others = {parameter.name: flags.pop(parameter.name) for parameter in own_parameters}
             if positional is not None:
-                flags[positional] = _given_once(positional, flags.pop(ARGUMENT), flags[positional])
+                flags[positional] = given_once(positional, flags.pop(ARGUMENT), flags[positional])
             set_flags = {name: value for name, value in flags.items() if value not in (None, [])}
             command(set_flags, **others)
 
@@ -80,7 +80,7 @@ def load(cls: type[S], flags: Flags) -> S:
         typer.BadParameter: A value is not allowed; the message names its source.
     """
     try:
-        return cls.load(**{n: flags[n] for n in flags if cls.field_name(n) in cls.model_fields})
+        return cls.load(**{name: flags[name] for name in flags if cls.has(name)})
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
 
@@ -98,7 +98,7 @@ def _argument(name: str) -> inspect.Parameter:
     )
 
 
-def _given_once(name: str, argument: str | None, option: str | None) -> str | None:
+def given_once(name: str, argument: str | None, option: str | None) -> str | None:
     """Return the value of a field that has an argument and an option.
 
     Raises:

@@ -60,7 +60,7 @@ async def run_router(
     """
     # Start the router while the model loads: its imports take seconds, and a taken port is
     # reported at once.
-    server = await call_in_thread(_import_router)
+    server = await call_in_thread(import_router)
     loop = asyncio.get_running_loop()
     served: asyncio.Future[generation_pb2.ModelCard] = loop.create_future()
     listening: asyncio.Future[str] = loop.create_future()
@@ -88,7 +88,7 @@ async def run_router(
         await end(announcing)
 
 
-def _import_router() -> ModuleType:
+def import_router() -> ModuleType:
     """Import the router and the tokenizer loader, both without PyTorch."""
     keep_torch_out()
     importlib.import_module("transformers.models.auto.tokenization_auto")

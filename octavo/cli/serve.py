@@ -6,18 +6,19 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from octavo.cli import running
 from octavo.cli.extras import require
-from octavo.cli.options import Flags, load, settings_options
+from octavo.cli.options import Flags, given_once, load, settings_options
 from octavo.cli.run_router import run_router
 from octavo.cli.serve_settings import ServeSettings, Words
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, start
 from octavo.common.ports import Listener, check_all, metrics_listener
+from octavo.common.settings import SettingsError
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
 
@@ -36,11 +37,18 @@ HIDDEN = frozenset({"engine", "workers", *LINK_TO_ENGINE})
 process, as the engines need the cores."""
 
 
-@settings_options(ServeSettings, RouterSettings, EngineSettings, hidden=HIDDEN, positional="model")
-def serve(flags: Flags) -> None:
+@settings_options(ServeSettings, RouterSettings, EngineSettings, hidden=HIDDEN)
+def serve(
+    flags: Flags,
+    models_named: Annotated[
+        list[str] | None,
+        typer.Argument(help="The same as --model; several are loaded on demand.", metavar="MODEL"),
+    ] = None,
+) -> None:
     """Serve a model: a router here, and an engine in a child process or one per NUMA node.
 
-    With --ray, the engines run on a Ray cluster.
+    Several models, or those of --models, each have an engine that is started when a request names
+    the model. With --ray, the engines run on a Ray cluster.
 
     --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. An engine
     listens on a Unix socket of this user only; its metrics port is the router's plus one, the next
@@ -48,6 +56,9 @@ def serve(flags: Flags) -> None:
     MODEL is a Hub name, a local directory, a GGUF file or `demo`.
     """
     require("serve", "engine", "router")
+    names = models_named or []
+    if len(names) == 1:
+        flags = {**flags, "model": given_once("model", names[0], flags.get("model"))}
     own_settings = load(ServeSettings, flags)
     router = load(RouterSettings, {**flags, "engine": ["127.0.0.1:50052"]})
     if router.workers > 1:
@@ -58,6 +69,9 @@ def serve(flags: Flags) -> None:
         )
     if own_settings.ray:
         _serve_on_ray(flags, own_settings, router)
+        return
+    if len(names) > 1 or own_settings.on_demand:
+        _serve_on_demand(flags, names, own_settings, router)
         return
     own_flags: Flags = {"host": "127.0.0.1"}
     # Unset: each server picks a free port if its default is in use.
@@ -71,6 +85,36 @@ def serve(flags: Flags) -> None:
         lambda progress: running.unless_stopped(
             _serve(router, engine, own_settings.engines_per_node, progress)
         ),
+        router.log_format,
+    )
+
+
+def _serve_on_demand(
+    flags: Flags, names: Sequence[str], own_settings: ServeSettings, router: RouterSettings
+) -> None:
+    """Serve several models, each with an engine that is started when a request names it."""
+    from octavo.cli.models.catalog import read_catalog  # noqa: PLC0415 - in an extra, like the next
+    from octavo.cli.models.serve_models import serve_models  # noqa: PLC0415
+
+    of_router = ("host", "port", "metrics_port", "max_message_bytes", *PORT_OF_ENGINE)
+    shared = {n: flags[n] for n in flags if EngineSettings.has(n) and n not in of_router}
+    if "model" in shared and names:
+        raise typer.BadParameter("models are given as arguments and by --model; use one of them")
+    names = names or [shared.pop("model")] if "model" in shared else names
+    try:
+        catalog = read_catalog(own_settings, names, shared)
+        if "metrics_port" in router.model_fields_set:
+            catalog = catalog.with_metrics_ports(
+                partial(_metrics_port_of_engine, router.metrics_port)
+            )
+    except SettingsError as error:
+        raise typer.BadParameter(str(error)) from None
+    logging.configure(router.log_format, router.log_level)
+    router = router.model_copy(
+        update={**dict.fromkeys(LINK_TO_ENGINE), "engine": [], "tokenizer": None}
+    )
+    running.run(
+        lambda progress: running.unless_stopped(serve_models(router, catalog, progress)),
         router.log_format,
     )
 

@@ -1,5 +1,6 @@
 """Settings of `octavo serve` only."""
 
+from pathlib import Path
 from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
@@ -35,6 +36,25 @@ class ServeSettings(Settings):
         "auto: one, if there are several nodes, the model fits into each node's memory, and no CPU "
         "quota leaves cores unused. off: one engine for all nodes. A number also divides a node's "
         "cores.",
+    )
+    models: Path | None = Field(
+        None,
+        description="TOML file with a table [models.NAME] for each model that requests may name:"
+        " settings of its engine, aliases, pin, idle_timeout. A model is loaded when a request"
+        " names it.",
+    )
+    memory: float | None = Field(
+        None,
+        gt=0,
+        description="GiB of memory of all loaded models together, if there are several; for a"
+        " further one, the least recently used is unloaded. Default: nine tenths of the free"
+        " memory.",
+    )
+    idle_timeout: float = Field(
+        0.0,
+        ge=0,
+        description="Seconds without requests after which one of several models is unloaded; 0:"
+        " never.",
     )
     ray: bool = Field(
         False,
@@ -74,12 +94,19 @@ class ServeSettings(Settings):
         description="Seconds for which fewer engines must suffice before one is drained.",
     )
 
+    @property
+    def on_demand(self) -> bool:
+        """Whether even a single model is loaded when a request names it."""
+        return bool(self.model_fields_set & {"models", "memory", "idle_timeout"})
+
     @model_validator(mode="after")
     def _ray_or_not(self) -> Self:
         """Refuse settings that would have no effect."""
         for name in sorted(self.model_fields_set):
             if not self.ray and name.startswith("ray_"):
                 raise ValueError(f"{flag(name)} needs --ray")
+        if self.ray and self.on_demand:
+            raise ValueError("models are not loaded on demand with --ray: start a server for each")
         if self.ray and "engines_per_node" in self.model_fields_set:
             raise ValueError("--engines-per-node does not work with --ray: use --ray-min-engines")
         return self

@@ -72,13 +72,15 @@ def warnings(models: tuple[Model, ...]) -> list[str]:
 def requests(models: tuple[Model, ...]) -> Table:
     """Return a table of engines and requests, one row per model."""
     table = number_table(
-        "model", "engines", "ranks", "kernels", "context", "running", "waiting", "swapped"
+        *("model", "state", "engines", "ranks", "kernels", "context"),
+        *("running", "waiting", "swapped"),
     )
     for model in models:
         numbers = model.max_model_len, model.running, model.waiting, model.swapped
         kernels = ", ".join(model.kernels) or "-"  # older engines do not report it
         processes = model.engines, model.ranks or model.engines
-        table.add_row(escape(model.name), *map(str, processes), escape(kernels), *map(str, numbers))
+        name, state = escape(model.name), escape(model.state)
+        table.add_row(name, state, *map(str, processes), escape(kernels), *map(str, numbers))
     return table
 
 

@@ -158,6 +158,13 @@ class Gathering:
         )
 
 
+def state_name(card: pb.ModelCard) -> str:
+    """Return a model's state, such as "loaded"."""
+    state = card.state or pb.MODEL_STATE_LOADED
+    known = state in pb.ModelState.values()
+    return pb.ModelState.Name(state).removeprefix("MODEL_STATE_").lower() if known else ""
+
+
 def _model(card: pb.ModelCard) -> Model:
     values = {field.name: getattr(card, field.name) for field in fields(Model)}
     values["warnings"] = tuple(card.warnings)
@@ -165,6 +172,7 @@ def _model(card: pb.ModelCard) -> Model:
     values["aliases"] = tuple(card.aliases)
     values["prompt_names"] = tuple(card.prompt_names)
     values["default_sampling"] = default_sampling(card)
+    values["state"] = state_name(card)
     if not card.HasField("default_max_tokens"):
         values["default_max_tokens"] = None
     return Model(**values)

@@ -250,6 +250,8 @@ class Model:
         embedding_dimensions: Dimensions of its embeddings; 0: it generates text.
         prompt_names: Names of the prompts that `embed` may put before texts.
         similarity: How its embeddings are compared, such as "cosine"; empty: unknown.
+        state: "loaded", or if the router loads it on demand, also "unloaded", "loading",
+            "unloading" or "failed".
     """
 
     name: str
@@ -279,6 +281,7 @@ class Model:
     embedding_dimensions: int = 0
     prompt_names: tuple[str, ...] = ()
     similarity: str = ""
+    state: str = "loaded"
 
     @property
     def used_blocks(self) -> int:

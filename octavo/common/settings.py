@@ -98,6 +98,11 @@ class Settings(BaseSettings):
         return cls.former_names.get(name, name)
 
     @classmethod
+    def has(cls, key: str) -> bool:
+        """Return whether a key, which may be a former name, is one of its fields."""
+        return cls.field_name(key) in cls.model_fields
+
+    @classmethod
     def load(cls, **flags: object) -> Self:
         """Load settings from flags and all other sources.
 

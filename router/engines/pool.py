@@ -1,7 +1,7 @@
 """The pool of engines: connections, models and limits."""
 
 import asyncio
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import grpc
 import structlog
@@ -34,6 +34,7 @@ class EnginePool:
         on_change: Called with a model's name when one of its engines comes up, goes down or starts
             to drain.
         on_load: Called with a model's name when one of its engines reports its load.
+        offered: Aliases of models that are loaded when requests name them, by name.
     """
 
     def __init__(
@@ -42,13 +43,16 @@ class EnginePool:
         tokenizers: Tokenizers,
         on_change: Callable[[str], None],
         on_load: Callable[[str], None],
+        offered: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
+        self.offered = offered or {}
         self._settings = settings
         self._tokenizers = tokenizers
         self._tell_change = on_change
         self._on_load = on_load
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._news = asyncio.Event()  # an engine came up, went down or drains
         self._disagreeing: set[str] = set()  # models logged for differing defaults
         self._overruled: set[tuple[str, str]] = set()  # logged pairs of alias and model
 
@@ -68,10 +72,10 @@ class EnginePool:
         """
         link = self._links.get(address)
         if link is None:
-            link = EngineLink(
+            link = self._links[address] = EngineLink(
                 address, self._settings, self._tokenizers, self._on_change, self._on_load
             )
-            self._links[address] = link
+        if address not in self._tasks:
             self._tasks[address] = keep_running(link.run, name=f"engine:{address}")
         elif link.draining:
             link.draining = False
@@ -102,10 +106,30 @@ class EnginePool:
             rpc.RpcError: NOT_FOUND if there is no such engine.
         """
         link = self.link(address)
-        task = self._tasks.pop(address)
+        await self.disconnect(address)
         del self._links[address]
-        await end(task)
         self._changed(link)
+
+    async def disconnect(self, address: str) -> None:
+        """Disconnect from an engine, but remember its model; `add` connects again.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is no such engine.
+        """
+        link = self.link(address)
+        if (task := self._tasks.pop(address, None)) is not None:
+            await end(task)
+            self._changed(link)
+
+    async def until_up(self, address: str) -> None:
+        """Wait until the engine at an added address is connected.
+
+        Raises:
+            rpc.RpcError: NOT_FOUND if there is no such engine.
+        """
+        while self.link(address).up is None:
+            self._news.clear()
+            await self._news.wait()
 
     async def close(self) -> None:
         """Close every connection."""
@@ -129,9 +153,9 @@ class EnginePool:
         return [e for e in engines if e and (model is None or e.serves(model))]
 
     def models(self) -> list[str]:
-        """Return the names of models that engines serve, or last served."""
+        """Return the names of models that engines serve or last served, and of offered ones."""
         engines = [link.engine for link in self.links if link.engine]
-        return sorted({model for engine in engines for model in engine.models})
+        return sorted({model for engine in engines for model in engine.models} | {*self.offered})
 
     def names(self) -> dict[str, list[str]]:
         """Return all names of each of `models`: the model's name, then its aliases."""
@@ -166,6 +190,7 @@ class EnginePool:
         meant = {each: model for model, names in models.items() for each in names}
         served = ", ".join(sorted(meant))
         base_models = {link.engine.info.model for link in self.links if link.engine}
+        base_models.update(self.offered)
         unnamed = [model for model in models if model in base_models] or list(models)
         if not name and len(unnamed) == 1:
             return unnamed[0]
@@ -301,8 +326,13 @@ class EnginePool:
         """
         engines = [link.engine for link in self.links if link.engine]
         engines.sort(key=lambda engine: (not engine.up, engine.info.model))
-        served = {model for engine in engines for model in engine.models}
-        aliases: dict[str, str] = {}
+        served = {model for engine in engines for model in engine.models} | {*self.offered}
+        aliases = {
+            alias: model
+            for model, names in self.offered.items()
+            for alias in names
+            if alias not in served
+        }
         for engine in engines:
             for alias in set(engine.info.aliases) - served:
                 aliases.setdefault(alias, engine.info.model)
@@ -353,6 +383,7 @@ class EnginePool:
                 hint="give all the same generation_config.json and --generation-config",
             )
         self._log_overruled()
+        self._news.set()
         self._tell_change(model)
 
     def _log_overruled(self) -> None:

@@ -18,7 +18,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from octavo.client import InvalidArgumentError
-from octavo.client.responses import default_sampling
+from octavo.client.responses import default_sampling, state_name
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
@@ -316,7 +316,8 @@ class Api:
             "owned_by": "octavo",
             "root": card.name,
             "parent": card.base_model or None,
-            "max_model_len": card.max_model_len,
+            "max_model_len": card.max_model_len or None,
+            "status": {"value": state_name(card)},
             "default_sampling": default_sampling(card),
             "default_max_tokens": (
                 card.default_max_tokens if card.HasField("default_max_tokens") else None

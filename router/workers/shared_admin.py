@@ -25,6 +25,7 @@ CALL_SECONDS = 5.0
 """Timeout in seconds of a call that does not involve engines."""
 ADAPTER_SECONDS = 5.0
 """Timeout in seconds until engines have reported their adapters to all workers."""
+NO_MODELS = "a router with workers loads no models: use `octavo serve --models`"
 LOOK_SECONDS = 0.02
 """Seconds between two checks of the workers' adapters."""
 
@@ -126,6 +127,18 @@ class SharedAdminService(admin_pb2_grpc.AdminServiceServicer):
     ) -> admin_pb2.ListAdaptersResponse:
         """List the adapters of connected engines."""
         return await self._one(_list_adapters)
+
+    async def LoadModel(
+        self, request: admin_pb2.LoadModelRequest, context: rpc.Context
+    ) -> admin_pb2.LoadModelResponse:
+        """Refuse the call: a router with workers loads no models."""
+        raise rpc.not_found("model", NO_MODELS)
+
+    async def UnloadModel(
+        self, request: admin_pb2.UnloadModelRequest, context: rpc.Context
+    ) -> admin_pb2.UnloadModelResponse:
+        """Refuse the call: a router with workers loads no models."""
+        raise rpc.not_found("model", NO_MODELS)
 
     async def _until_known(self, name: str, addresses: set[str]) -> None:
         """Wait until all workers know an adapter's engines, as requests may follow at once.

@@ -279,7 +279,7 @@ def test_help_names_types_plainly(command, monkeypatch):
 def test_paragraphs_of_help_are_broken_where_the_terminal_ends(monkeypatch):
     monkeypatch.setenv("COLUMNS", "1000")
     usage, *lines = runner.invoke(app, ["serve", "--help"]).stdout.strip().splitlines()
-    assert usage.strip().endswith("serve [OPTIONS] [MODEL]")
+    assert usage.strip().endswith("serve [OPTIONS] [MODEL]...")
     prose = [line for line in lines if line.strip() and not line.startswith(("│", "╭", "╰"))]
     assert len([line for line in prose if "--metrics-port" in line or "MODEL is" in line]) == 1
 

@@ -1,0 +1,1 @@
+"""Several models under one router, loaded on demand."""

@@ -1,0 +1,195 @@
+"""The models that `octavo serve` may load, from the command line or a TOML file."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, Field, ValidationError
+
+from octavo.cli.options import Flags
+from octavo.cli.serve_settings import ServeSettings
+from octavo.common.models.gguf.reader import parts_of
+from octavo.common.models.resolve import gguf_file, resolve_checkpoint
+from octavo.common.models.safetensors_files import weight_files
+from octavo.common.resources import memory
+from octavo.common.settings import SettingsError, parse_toml
+from octavo.engine.settings import EngineSettings
+
+FIXED = frozenset({"host", "port", "metrics_port", "served_model_name", "config"})
+"""Engine settings that a model's table cannot change."""
+MAX_CACHE_MEMORY = 4.0
+"""Maximum default size of a model's KV cache, in GiB; else an eighth of the memory."""
+OVERHEAD = 700 << 20
+"""Bytes of an engine's process beside weights and KV cache: code, buffers, activations."""
+WEIGHTS_SHARE = 1.25
+"""Maximum memory of packed weights while they are loaded, relative to their files."""
+
+
+class _OwnKeys(BaseModel, strict=True):
+    """Keys of a model's table that are no settings of its engine."""
+
+    aliases: list[Annotated[str, Field(min_length=1)]] = []
+    pin: bool = False
+    idle_timeout: float = Field(0.0, ge=0)
+
+
+@dataclass(frozen=True, slots=True)
+class CatalogModel:
+    """A model that may be loaded.
+
+    Attributes:
+        name: Name in requests and answers.
+        aliases: Other names in requests.
+        settings: Settings of its engine.
+        pinned: Whether it is loaded at the start and never unloaded.
+        idle_timeout: Seconds without requests after which it is unloaded; 0: none.
+    """
+
+    name: str
+    aliases: tuple[str, ...]
+    settings: EngineSettings
+    pinned: bool
+    idle_timeout: float
+
+    def memory(self) -> int:
+        """Return an upper estimate of the memory that its engine needs, in bytes.
+
+        A model of the hub is downloaded.
+
+        Raises:
+            ModelError: The model does not exist, or its files are incomplete.
+            OSError: A file cannot be opened.
+        """
+        file = gguf_file(self.settings.source)
+        if file is not None:
+            files = parts_of(file)
+        else:
+            files = weight_files(Path(resolve_checkpoint(self.settings.source)))
+        weights = WEIGHTS_SHARE * sum(each.stat().st_size for each in files)
+        if self.settings.dtype == "float32":
+            weights *= 2  # most files have 16 bits
+        tables = (self.settings.cache_memory or 0.0) + (self.settings.swap_space or 0.0)
+        return int(weights + tables * 2**30) + OVERHEAD
+
+
+@dataclass(frozen=True, slots=True)
+class Catalog:
+    """The models of a server.
+
+    Attributes:
+        models: The models.
+        memory: Maximum memory of all loaded models together, in bytes.
+    """
+
+    models: Sequence[CatalogModel]
+    memory: int
+
+    def with_metrics_ports(self, port_of: Callable[[int], int]) -> Self:
+        """Return the catalog with other metrics ports: `port_of` a model's number, from 0."""
+        settings = [
+            model.settings.model_copy(update={"metrics_port": port_of(number)})
+            for number, model in enumerate(self.models)
+        ]
+        pairs = zip(self.models, settings, strict=True)
+        return replace(self, models=[replace(model, settings=own) for model, own in pairs])
+
+
+def read_catalog(settings: ServeSettings, names: Sequence[str], shared: Flags) -> Catalog:
+    """Return the models to serve: those of --models, or those named on the command line.
+
+    Args:
+        settings: The file, the memory and the default of `idle_timeout`.
+        names: Models named on the command line.
+        shared: Engine settings of all models.
+
+    Raises:
+        SettingsError: A setting or the file is invalid, or two models have a name in common.
+    """
+    if settings.models is not None and names:
+        raise SettingsError("models are given as arguments and by --models; use one of them")
+    tables: dict[str, dict[str, Any]] = {name: {} for name in names}
+    where = ""
+    if settings.models is not None:
+        where, tables = f"{settings.models} (--models): ", _read_tables(settings.models)
+    if len(names) > len(tables):
+        raise SettingsError("a model is named twice")
+    limit = int(settings.memory * 2**30) if settings.memory else int(memory().available * 0.9)
+    models = []
+    for name, table in tables.items():
+        try:
+            models.append(_model(name, table, shared, settings.idle_timeout, limit))
+        except SettingsError as error:
+            raise SettingsError(f"{where}model {name!r}: {error}") from None
+    if doubled := _doubled(models):
+        raise SettingsError(f"{where}the name {doubled!r} is used twice")
+    return Catalog(models, limit)
+
+
+def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
+    """Read a file's table `[models.NAME]` for each model.
+
+    Raises:
+        SettingsError: The file is missing or invalid.
+    """
+    content = parse_toml(path, "--models")
+    tables = content.pop("models", None)
+    if content:
+        raise SettingsError(f"{path} (--models) has the key {min(content)!r} outside of a model")
+    if not isinstance(tables, dict) or not tables:
+        raise SettingsError(f"{path} (--models) has no table of a model, such as [models.demo]")
+    for name, table in tables.items():
+        if not isinstance(table, dict):
+            raise SettingsError(f"{path} (--models): models.{name} is not a table")
+    return tables
+
+
+def _model(
+    name: str, table: dict[str, Any], shared: Flags, idle_timeout: float, limit: int
+) -> CatalogModel:
+    """Return the model of a table.
+
+    Raises:
+        SettingsError: A value is not allowed.
+    """
+    fields = _OwnKeys.model_fields.keys()
+    engine = {EngineSettings.field_name(key): table[key] for key in table.keys() - fields}
+    if wrong := FIXED & engine.keys():
+        raise SettingsError(f"{min(wrong)} cannot be set for one model")
+    if unknown := engine.keys() - EngineSettings.model_fields.keys():
+        raise SettingsError(f"there is no setting {min(unknown)!r}")
+    try:
+        own = _OwnKeys(
+            **{"idle_timeout": idle_timeout, **{key: table[key] for key in fields & table.keys()}}
+        )
+    except ValidationError as error:
+        details = error.errors()[0]
+        raise SettingsError(f"{details['loc'][0]}: {details['msg']}") from None
+    names = [name, *own.aliases]
+    settings = EngineSettings.load(
+        **{"model": name, **shared, **engine, "served_model_name": names, "host": "127.0.0.1"}
+    )
+    unset = {
+        "cache_memory": min(limit / 2**30 / 8, MAX_CACHE_MEMORY),
+        "swap_space": 0.0,
+        **dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca")),
+    }
+    given = settings.model_fields_set & {"cache_memory", "swap_space"}
+    return CatalogModel(
+        name=name,
+        aliases=tuple(own.aliases),
+        settings=settings.model_copy(
+            update={key: value for key, value in unset.items() if key not in given}
+        ),
+        pinned=own.pin,
+        idle_timeout=own.idle_timeout,
+    )
+
+
+def _doubled(models: Sequence[CatalogModel]) -> str | None:
+    """Return a name that two models, aliases or adapters have; None if there is none."""
+    names = Counter(
+        name for model in models for name in (model.name, *model.aliases, *model.settings.adapters)
+    )
+    return next((name for name, count in names.items() if count > 1), None)

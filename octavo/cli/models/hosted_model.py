@@ -1,0 +1,197 @@
+"""One model of a catalog: its engine process, and the requests that hold it."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+import grpc
+import structlog
+
+from octavo.cli.engine_process import EngineProcess
+from octavo.cli.models.catalog import CatalogModel
+from octavo.cli.models.news import News
+from octavo.cli.running import StartError
+from octavo.common import rpc
+from octavo.common.background import call_in_thread, joined
+from octavo.common.models.errors import ModelError
+from octavo.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from octavo.router.engines.pool import EnginePool
+
+log = structlog.get_logger(__name__)
+
+CONNECT_SECONDS = 60.0
+"""Seconds for the router to connect to an engine that is ready."""
+RETRY_SECONDS = 2.0
+"""Seconds after a failed load before the next attempt, for which new requests wait."""
+
+
+class NoRoomError(Exception):
+    """A model does not fit into the memory; the message says what would."""
+
+
+Reserve = Callable[["HostedModel", int], AbstractAsyncContextManager[None]]
+"""Reserves an amount of memory for a model, in bytes; raises NoRoomError."""
+
+
+class HostedModel:
+    """Loads a model when a request holds it; unloads it when told, or idle for its timeout.
+
+    Args:
+        model: The model.
+        socket: Path of its engine's Unix socket.
+        reserve: Reserves the memory of its engine.
+        news: Tells of every change of any model.
+
+    Attributes:
+        model: The model.
+        state: Whether it is loaded.
+        loaded_at: Monotonic time at which it was loaded last.
+        used_at: Monotonic time at which a request last held it.
+    """
+
+    def __init__(self, model: CatalogModel, socket: Path, reserve: Reserve, news: News) -> None:
+        self.model = model
+        self.state: generation_pb2.ModelState.ValueType = generation_pb2.MODEL_STATE_UNLOADED
+        self.loaded_at = self.used_at = 0.0
+        self._socket = socket
+        self._address = f"unix:{socket}"
+        self._reserve = reserve
+        self._news = news
+        self._holders = 0
+        self._waiting = 0
+        self._failures = 0
+        self._failure: Exception = StartError("it was not loaded")
+
+    @property
+    def loaded(self) -> bool:
+        """Whether requests can use it."""
+        return self.state == generation_pb2.MODEL_STATE_LOADED
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it is unloaded as soon as no request holds it."""
+        return self.state == generation_pb2.MODEL_STATE_UNLOADING
+
+    @property
+    def in_use(self) -> bool:
+        """Whether requests hold it or wait for it."""
+        return bool(self._holders or self._waiting)
+
+    @asynccontextmanager
+    async def hold(self) -> AsyncIterator[None]:
+        """Wait until the model is loaded, and keep it loaded within the block.
+
+        Raises:
+            rpc.RpcError: UNAVAILABLE if it failed to load, FAILED_PRECONDITION if it does not fit.
+        """
+        failures = self._failures
+        self._waiting += 1
+        self._news.tell()
+        try:
+            await self._news.until(lambda: self.loaded or self._failures > failures)
+            if not self.loaded:
+                self._refuse()
+            self._holders += 1
+        finally:
+            self._waiting -= 1
+        try:
+            yield
+        finally:
+            self._holders -= 1
+            self.used_at = time.monotonic()
+            self._news.tell()
+
+    def leave(self) -> None:
+        """Unload it once no request holds it; requests that come later wait until it is back."""
+        if self.loaded:
+            self._become(generation_pb2.MODEL_STATE_UNLOADING)
+
+    async def unload(self) -> None:
+        """Unload it once no request holds it; wait until its memory is free."""
+        self.leave()
+        await self._news.until(lambda: not self.leaving)
+
+    async def run(self, pool: "EnginePool") -> NoReturn:
+        """Load and unload it, until cancelled.
+
+        Args:
+            pool: The router's engines.
+        """
+        while True:
+            await self._news.until(lambda: self.model.pinned or self.in_use)
+            self._become(generation_pb2.MODEL_STATE_LOADING)
+            try:
+                memory = await call_in_thread(self.model.memory)
+                async with self._reserve(self, memory):
+                    await self._serve(pool)
+                self._become(generation_pb2.MODEL_STATE_UNLOADED)
+            except (StartError, ModelError, NoRoomError, OSError) as error:
+                log.error(  # noqa: TRY400 - without a traceback, as the reason is expected
+                    "model failed", model=self.model.name, reason=str(error)
+                )
+                self._failure = error
+                self._failures += 1
+                self._become(generation_pb2.MODEL_STATE_FAILED)
+                await asyncio.sleep(RETRY_SECONDS)
+
+    async def _serve(self, pool: "EnginePool") -> None:
+        """Run its engine until it is unloaded.
+
+        Raises:
+            StartError: The engine failed to start, or ended.
+        """
+        begun, name = time.monotonic(), self.model.name
+        engine = EngineProcess(self.model.settings, self._socket, f"the engine of {name!r}")
+        log.info("model loading", model=name)
+        try:
+            engine.start()
+            await engine.ready()
+            pool.add(self._address)
+            async with asyncio.timeout(CONNECT_SECONDS):
+                await pool.until_up(self._address)
+            self.loaded_at = self.used_at = time.monotonic()
+            self._become(generation_pb2.MODEL_STATE_LOADED)
+            log.info("model loaded", model=name, seconds=round(self.loaded_at - begun, 2))
+            async with joined(engine.ended(), self._until_unwanted()) as works:
+                await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
+            engine.check()
+            self._become(generation_pb2.MODEL_STATE_UNLOADING)
+        except TimeoutError:
+            raise StartError(f"the router did not connect within {CONNECT_SECONDS:g} s") from None
+        finally:
+            await self._end(engine, pool)
+        log.info("model unloaded", model=name)
+
+    async def _until_unwanted(self) -> None:
+        """Wait until it is to be unloaded and no request holds it."""
+        timeout = self.model.idle_timeout
+        while not (self.leaving and not self._holders):
+            unused = time.monotonic() - self.used_at
+            expires = bool(timeout) and not (self.model.pinned or self.in_use)
+            if expires and unused >= timeout:
+                return
+            await self._news.wait(timeout - unused if expires else None)
+
+    async def _end(self, engine: EngineProcess, pool: "EnginePool") -> None:
+        """End the engine; its requests, if any, wait in the router for the next one."""
+        if self._address in pool:
+            await pool.disconnect(self._address)
+        await call_in_thread(engine.stop)
+
+    def _become(self, state: generation_pb2.ModelState.ValueType) -> None:
+        self.state = state
+        self._news.tell()
+
+    def _refuse(self) -> NoReturn:
+        """Raise the error of a request for a model that failed to load."""
+        if isinstance(self._failure, NoRoomError):
+            raise rpc.RpcError(grpc.StatusCode.FAILED_PRECONDITION, str(self._failure))
+        raise rpc.unavailable(
+            f"model {self.model.name!r} could not be loaded; the server's log says why",
+            retry_after=RETRY_SECONDS,
+        )
