@@ -2,20 +2,18 @@
 
 import asyncio
 import json
-from collections import deque
 from collections.abc import Callable
+from contextlib import closing
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
 import httpx2
 
-from octavo.common.background import end, start
+from octavo.common.background import start
 from octavo.offline.batch_files import BatchFiles, custom_id
+from octavo.offline.in_order import in_order
 
-AHEAD = 4
-"""Requests that are read before their turn, as a multiple of those in flight: a long output must
-not keep others from starting."""
 BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 RETRY_SECONDS = 1.0
 """Wait before a retry, if the server names none or is not there."""
@@ -50,23 +48,12 @@ class Batch:
         Raises:
             TransportError: The server has not answered for long; a later run can go on.
         """
-        tasks: deque[asyncio.Task[Result]] = deque()
-
-        async def write_first() -> None:
-            result = await tasks[0]
-            tasks.popleft()
-            files.write(result)
-            on_result(result)
-
-        try:
-            for line in files.requests():
-                tasks.append(start(self._complete(line), "batch-request"))
-                if len(tasks) >= AHEAD * self._in_flight:
-                    await write_first()
-            while tasks:
-                await write_first()
-        finally:
-            await end(*tasks)
+        started = (start(self._complete(line), "batch-request") for line in files.requests())
+        with closing(in_order(started, self._in_flight)) as tasks:
+            for task in tasks:
+                result = await task
+                files.write(result)
+                on_result(result)
 
     async def _complete(self, line: bytes) -> Result:
         result: Result = {

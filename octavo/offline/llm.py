@@ -3,9 +3,9 @@
 import asyncio
 import itertools
 from array import array
-from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import closing
 from functools import partial
 from typing import Self, TypeVar, Unpack, overload
 
@@ -20,14 +20,12 @@ from octavo.client import (
 )
 from octavo.client.prompts import Prompt
 from octavo.common.background import start_in_loop, start_thread
+from octavo.offline.in_order import in_order
 from octavo.offline.progress import Progress
 from octavo.offline.server import START_SECONDS, ChildServer, FlagValue, command_line
 
 IN_FLIGHT = 128
 """Default maximum of requests at once; the engine batches as many as its cache holds."""
-AHEAD = 4
-"""Prompts that are taken from an iterator before their turn, as a multiple of the requests at once:
-results are in order, and a long output must not keep others from starting."""
 TEXTS = 64
 """Texts in a request for embeddings."""
 
@@ -234,31 +232,22 @@ class LLM:
         total: int | None,
         count: Callable[[T], tuple[int, int, int]],
     ) -> Iterator[T]:
-        """Yield results in order, with at most `AHEAD` times `in_flight` requests taken.
+        """Yield results in order; requests are taken as `in_order` says.
 
         Args:
             requests: Functions that send a request by a client.
             total: Number of results; None if unknown.
             count: Gives a result's arguments of `Progress.add`.
         """
-        futures: deque[Future[T]] = deque()
-        try:
-            with Progress(total, shown=self._progress) as progress:
-
-                def first() -> T:
-                    result = self._result(futures.popleft())
-                    progress.add(*count(result))
-                    return result
-
-                for request in requests:
-                    futures.append(start_in_loop(self._loop, self._send(request)))
-                    if len(futures) >= AHEAD * self._in_flight:
-                        yield first()
-                while futures:
-                    yield first()
-        finally:
+        started = (start_in_loop(self._loop, self._send(request)) for request in requests)
+        with (
+            Progress(total, shown=self._progress) as progress,
+            closing(in_order(started, self._in_flight)) as futures,
+        ):
             for future in futures:
-                future.cancel()
+                result = self._result(future)
+                progress.add(*count(result))
+                yield result
 
     def _result(self, future: Future[T]) -> T:
         try:

@@ -1,11 +1,11 @@
-"""A server in child processes of this one, on a Unix socket that only this user reaches."""
+"""A server in child processes of this one, for `octavo.LLM` and for commands."""
 
 import os
 import subprocess
 import sys
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from shutil import rmtree
 from tempfile import mkdtemp
@@ -30,15 +30,19 @@ class ServerError(Exception):
 class ChildServer:
     """Start `octavo serve` in child processes, and wait until it is ready.
 
-    `close` stops it; so does the end of this process, even by SIGKILL.
+    It listens on a Unix socket that only this user reaches, or on a port. `close` stops it; so does
+    the end of this process, even by SIGKILL.
 
     Args:
         model: A Hub name, a directory, a GGUF file or `demo`.
         arguments: Flags of `octavo serve`, as on its command line.
-        http: Whether to serve HTTP too, on `http_socket`.
         start_timeout: Maximum seconds until it is ready.
+        port: TCP port of 127.0.0.1 to listen on, instead of the socket.
+        http: Whether to serve HTTP too, on `http_socket`.
+        client: Makes the client, of an address, that asks whether it is ready.
 
     Attributes:
+        command: The command, as in error messages.
         address: The gRPC target of the router.
         http_socket: The Unix socket of its HTTP API, with `http`.
 
@@ -52,15 +56,19 @@ class ChildServer:
         arguments: Sequence[str] = (),
         start_timeout: float = START_SECONDS,
         *,
+        port: int | None = None,
         http: bool = False,
+        client: Callable[[str], Client] = Client,
     ) -> None:
         directory = Path(mkdtemp(prefix="octavo-"))  # mode 0700
+        socket, self.http_socket = directory / "router.sock", directory / "http.sock"
         self._log = directory / "server.log"
-        self.address = f"unix:{directory / 'router.sock'}"
-        self.http_socket = directory / "http.sock"
-        serve = ["octavo", "serve", model, "--uds", str(directory / "router.sock")]
+        self.address = f"unix:{socket}" if port is None else f"127.0.0.1:{port}"
+        serve = ["octavo", "serve", model, *arguments]
+        self.command = " ".join(serve)
+        serve += ["--uds", str(socket)] if port is None else ["--port", str(port)]
         serve += ["--http-uds", str(self.http_socket)] if http else []
-        serve += ["--metrics-port", "0", *arguments]
+        serve += ["--metrics-port", "0"]
         with self._log.open("wb") as log:
             # In a session of its own, ctrl-C does not reach it; the pipe's end ends it.
             self._process = subprocess.Popen(
@@ -73,18 +81,19 @@ class ChildServer:
             )
         self.close = weakref.finalize(self, _stop, self._process, directory)
         try:
-            self._wait(start_timeout)
+            self._wait(start_timeout, client)
         except BaseException:
             self.close()
             raise
 
-    def _wait(self, seconds: float) -> None:
+    def _wait(self, seconds: float, connect: Callable[[str], Client]) -> None:
         until = time.monotonic() + seconds
-        with Client(self.address) as client:
+        with connect(self.address) as client:
             while not client.is_serving(timeout=1):
                 self.check()
                 if time.monotonic() > until:
-                    raise ServerError(f"it was not ready within {seconds:g} s:\n{self._tail()}")
+                    why = f"was not ready within {seconds:g} s"
+                    raise ServerError(f"{self.command} {why}:\n{self._tail()}")
                 time.sleep(POLL_SECONDS)
 
     def check(self) -> None:
@@ -95,7 +104,7 @@ class ChildServer:
         """
         if self._process.poll() is not None:
             code = self._process.returncode
-            raise ServerError(f"octavo serve ended with code {code}:\n{self._tail()}")
+            raise ServerError(f"{self.command} ended with code {code}:\n{self._tail()}")
 
     def _tail(self) -> str:
         return "\n".join(self._log.read_text(errors="replace").splitlines()[-TAIL_LINES:])

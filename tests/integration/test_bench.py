@@ -115,5 +115,5 @@ def test_a_server_of_its_own_gets_its_flags():
         app, ["bench", "latency", "--serve", "demo", "--", "--device", "abacus"]
     )
     assert result.exit_code == 1
-    assert "octavo serve --model demo --device abacus ended with code 2" in result.stderr
+    assert "octavo serve demo --device abacus ended with code 2" in result.stderr
     assert "--device: Input should be" in result.stderr
