@@ -93,16 +93,24 @@ class CallTracker:
         self._idle = asyncio.Event()
         self._idle.set()
 
-    @asynccontextmanager
-    async def call(self, name: str, tenant: Tenant) -> AsyncIterator[str]:
-        """Count a call that generates nothing against the tenant's limits; yield its model.
+    def count(self, name: str, tenant: Tenant) -> str:
+        """Count a call that generates nothing against the tenant's limits; return its model.
 
         Raises:
             rpc.RpcError: The call was refused.
         """
         self._check_not_refusing()
         self._account(tenant).call()
-        model = self._resolve(name, tenant)
+        return self._resolve(name, tenant)
+
+    @asynccontextmanager
+    async def call(self, name: str, tenant: Tenant) -> AsyncIterator[str]:
+        """Count a call, and keep its model loaded within the block; yield the model.
+
+        Raises:
+            rpc.RpcError: The call was refused, or the model cannot be loaded.
+        """
+        model = self.count(name, tenant)
         async with self._held(model):
             yield model
 

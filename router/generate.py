@@ -191,6 +191,17 @@ class Generator:
             card.state = self._on_demand.state(model)
         return card
 
+    async def unload(self, name: str, tenant: Tenant) -> None:
+        """Unload a model that is loaded on demand, once its requests are complete.
+
+        Raises:
+            rpc.RpcError: It is not such a model, or it is pinned.
+        """
+        model = self._calls.count(name, tenant)
+        if self._on_demand is None:
+            raise rpc.not_found("model", f"model {model!r} is not loaded on demand")
+        await self._on_demand.unload(model)
+
     async def drain(self, timeout: float) -> None:
         """Wait for the calls in progress; fail the rest after `timeout` seconds with UNAVAILABLE.
 

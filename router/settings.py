@@ -135,6 +135,10 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Port of the HTTP server: OpenAI's and Anthropic's APIs and the playground; 0 "
         "disables it.",
     )
+    ollama: bool = Field(
+        False,
+        description="Serve Ollama's API over HTTP too; its clients look for port 11434.",
+    )
     http_uds: Path | None = Field(
         None,
         description="Unix socket to serve HTTP on instead of a port: its user and group may"
@@ -329,6 +333,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     def _sockets_or_ports(self) -> Self:
         if self.http_uds is not None and self.http_port:
             raise ValueError("--http-uds and --http-port exclude each other")
+        if self.ollama and not self.serves_http:
+            raise ValueError("--ollama needs --http-port: its clients look for 11434")
         for name in ("uds", "http_uds"):
             if getattr(self, name) is not None and self.workers > 1:
                 raise ValueError(f"{flag(name)} needs --workers 1 (given: {self.workers})")

@@ -33,6 +33,7 @@ from octavo.router.http.completions import CompletionFormat
 from octavo.router.http.embeddings import PARAMS, EmbeddingsRequest
 from octavo.router.http.errors import ApiError, from_client, from_rpc
 from octavo.router.http.event_stream import EventStream
+from octavo.router.http.ollama.endpoints import OllamaEndpoints
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import HttpPeerLimit
 from octavo.router.http.responses.endpoints import ResponseEndpoints
@@ -128,6 +129,7 @@ class Api:
             Route("/v1/messages", _answered(self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", _answered(self._count_tokens), methods=["POST"]),
             *self._response_routes(),
+            *self._ollama_routes(),
             Route("/v1/embeddings", _answered(self._embeddings), methods=["POST"]),
             Route("/v1/models", _answered(self._models)),
             Route("/v1/models/{model:path}", _answered(self._model)),
@@ -153,6 +155,17 @@ class Api:
             Route(f"{one}/input_items", _answered(endpoints.input_items)),
             Route(f"{one}/cancel", _answered(endpoints.cancel), methods=["POST"]),
         ]
+
+    def _ollama_routes(self) -> list[BaseRoute]:
+        if not self._settings.ollama:
+            return []
+        endpoints = OllamaEndpoints(
+            self._generator,
+            parse=self._parse,
+            authenticate=self._authenticate,
+            answer=self._answer,
+        )
+        return endpoints.routes(_answered)
 
     def refuse(self) -> None:
         """Refuse new requests, except those that only show status."""

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic_core import from_json
+
 from octavo.router.http.calls import Calls, Generate, GeneratingBody, Send, event
 from octavo.v1.generation_pb2 import Accepted, Delta, Finished, GenerateResponse, Usage
 from octavo.v1.sampling_pb2 import TokenLogprob
@@ -37,6 +39,18 @@ class Block:
     def text(self) -> str:
         """The text so far."""
         return "".join(self.pieces)
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """A call's arguments as an object.
+
+        Those of a truncated output are closed; what is no object becomes the only value of one.
+        """
+        try:
+            arguments = from_json(self.text or "{}", allow_partial="trailing-strings")
+        except ValueError:
+            arguments = None
+        return arguments if isinstance(arguments, dict) else {"arguments": self.text}
 
 
 class BlockAnswer(Calls):

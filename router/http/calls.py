@@ -59,14 +59,19 @@ class Calls:
     Attributes:
         id: Response id, from the body's `request_id` or else the HTTP request's; logs and traces
             use it.
-        ping: What a stream sends while it has nothing to say.
+        media_type: Type of a streamed response.
         unenforced: Parts of schemas that are not enforced, by their HTTP names.
 
     Raises:
         ApiError: An argument has the wrong type.
     """
 
-    ping = b": ping\n\n"  # a comment, which clients ignore
+    media_type = "text/event-stream"
+
+    @property
+    def ping(self) -> bytes:
+        """What a stream sends while it has nothing to say: a comment, which clients ignore."""
+        return b": ping\n\n"
 
     @property
     def headers(self) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Failures as HTTP statuses with the error bodies of OpenAI's or Anthropic's API."""
+"""Failures as HTTP statuses with the error bodies of OpenAI's, Anthropic's or Ollama's API."""
 
 import math
 import re
@@ -37,6 +37,8 @@ _STATUSES: dict[grpc.StatusCode, tuple[int, str, str | None]] = {
 
 MESSAGES_PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 """Ends of the paths of Anthropic's API."""
+OLLAMA_PATH = "/api/"
+"""Beginning of the paths of Ollama's API, behind the root path."""
 MESSAGES_ID = "Request-Id"
 """Anthropic's name of the header X-Request-Id."""
 _MESSAGES_KINDS = {
@@ -112,6 +114,11 @@ class ApiError(Exception):
         """The response's JSON, which describes the error."""
         return {"error": self._error}
 
+    @property
+    def ollama_body(self) -> dict[str, str]:
+        """The response's JSON in the form of Ollama's API."""
+        return {"error": str(self)}
+
     def messages_body(self, request_id: str) -> dict[str, Any]:
         """Return the JSON of the response in the form of Anthropic's API."""
         other = "invalid_request_error" if self.status < 500 else "api_error"
@@ -124,7 +131,8 @@ class ApiError(Exception):
             request_id = scope["state"]["request_id"]
             body = self.messages_body(request_id)
             return JSONResponse(body, self.status, {**self.headers, MESSAGES_ID: request_id})
-        return JSONResponse(self.body, self.status, self.headers)
+        body = self.ollama_body if OLLAMA_PATH in scope["path"] else self.body
+        return JSONResponse(body, self.status, self.headers)
 
 
 def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiError:

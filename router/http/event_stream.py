@@ -1,4 +1,4 @@
-"""A response streamed as server-sent events, with pings while no event is due."""
+"""A response streamed as it is generated, with pings while nothing is due."""
 
 import asyncio
 from collections.abc import Mapping
@@ -21,8 +21,6 @@ class EventStream(Response):
     stream's last event afterwards.
     """
 
-    media_type = "text/event-stream"
-
     def __init__(
         self,
         request: Request,
@@ -36,12 +34,13 @@ class EventStream(Response):
         self._generate = generate
         self._ping_interval = ping_interval
         super().__init__(
+            media_type=answer.media_type,
             headers={
                 "Cache-Control": "no-cache",
                 "X-Accel-Buffering": "no",  # else nginx buffers the stream
                 "X-Request-Id": answer.id,
                 **headers,
-            }
+            },
         )
         del self.headers["content-length"]
 

@@ -4,8 +4,6 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from pydantic_core import from_json
-
 from octavo.router.http.anthropic.schema import MessagesRequest
 from octavo.router.http.blocks import Block, BlockAnswer, Event
 from octavo.router.http.calls import event
@@ -33,12 +31,15 @@ class MessageAnswer(BlockAnswer):
         ApiError: An argument has the wrong type.
     """
 
-    ping = event(PING, "ping")
-
     def __init__(self, request: MessagesRequest, request_id: str) -> None:
         shown = request.shows_reasoning
         super().__init__(request, "msg_", request_id, model=request.model, reasoning=shown)
         self._request = request
+
+    @property
+    def ping(self) -> bytes:
+        """The API's own event."""
+        return event(PING, "ping")
 
     @property
     def headers(self) -> dict[str, str]:
@@ -97,7 +98,7 @@ class MessageAnswer(BlockAnswer):
         if block.kind == "reasoning":
             yield _delta(block, "signature_delta", signature=seal(block.text))
         elif block.kind == "call" and block.name not in self._request.eager_tools:
-            text = json.dumps(_arguments(block.text), ensure_ascii=False)
+            text = json.dumps(block.arguments, ensure_ascii=False)
             yield _delta(block, "input_json_delta", partial_json=text)
         yield {"type": "content_block_stop", "index": block.index}
 
@@ -116,7 +117,7 @@ class MessageAnswer(BlockAnswer):
                 sealed = seal(block.text) if block.text else ""
                 return {"type": "thinking", "thinking": shown, "signature": sealed}
         named = {"id": block.id, "name": block.name}
-        return {"type": "tool_use", **named, "input": _arguments(block.text)}
+        return {"type": "tool_use", **named, "input": block.arguments}
 
     def _stop(self) -> dict[str, Any]:
         """Return why the output ended; nulls while it has not."""
@@ -159,15 +160,3 @@ class MessageAnswer(BlockAnswer):
 def _delta(block: Block, kind: str, **members: str) -> Event:
     delta = {"type": kind, **members}
     return {"type": "content_block_delta", "index": block.index, "delta": delta}
-
-
-def _arguments(text: str) -> dict[str, Any]:
-    """Return a call's arguments as the object that the API promises.
-
-    Those of a truncated output are closed; what is no object becomes the only value of one.
-    """
-    try:
-        arguments = from_json(text or "{}", allow_partial="trailing-strings")
-    except ValueError:
-        arguments = None
-    return arguments if isinstance(arguments, dict) else {"arguments": text}

@@ -1,0 +1,1 @@
+"""Ollama's API: a translation for the clients that speak it."""
