@@ -66,11 +66,12 @@ class Preparer:
         validation.check_request(message, limits)
         if message.HasField("chat"):
             self._formats.check(message.chat, tokenizer.model)
+        kept = validation.kept_tokens(message, limits)
         if message.WhichOneof("prompt") == "tokens":
-            token_ids = list(message.tokens.token_ids)
+            token_ids = list(message.tokens.token_ids)[-(kept or 0) :]
         else:
             token_ids = await self._tokenizers.encode(
-                tokenizer, message, tenant, limits.max_model_len - 1
+                tokenizer, message, tenant, limits.max_model_len - 1, kept
             )
             validation.check_vocabulary(message, token_ids, tokenizer.pieces, limits)
         plan = await self._plan(message, model, token_ids)
@@ -92,6 +93,7 @@ class Preparer:
             deadline=call.deadline,
             seed=message.sampling.seed if seeded else secrets.randbits(64),
             plan=plan,
+            bad_words=await self._tokenizers.encode_words(tokenizer, message.bad_words, tenant),
         )
 
     async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:

@@ -27,7 +27,7 @@ from octavo.engine.sampling.reports import Report
 from octavo.engine.sampling.sampler import (
     continue_beams,
     masks_of,
-    penalizes_placeholders,
+    reads_placeholders,
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
@@ -165,7 +165,7 @@ class Executor:
         tokens, reports = torch.empty(0, dtype=torch.int64), None
         if rows:
             before: torch.Tensor | None = None
-            if penalizes_placeholders(samples):
+            if reads_placeholders(samples):
                 before = inputs.token_ids[0].index_select(0, inputs.logit_rows)
             tokens, reports = sample(logits, samples, rows, before)
         step.set_tokens(samples, tokens, reports, continued=continued, scores=scores)

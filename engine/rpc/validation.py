@@ -2,7 +2,7 @@
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import fields
 
 from google.protobuf.duration_pb2 import Duration
@@ -10,7 +10,10 @@ from google.protobuf.duration_pb2 import Duration
 from octavo.common import rpc
 from octavo.common.kv_cache.prefix_hash import prefix_salt
 from octavo.common.limits import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
     Limits,
+    check_count,
     check_parameters,
     check_token_ids,
     output_length,
@@ -62,6 +65,7 @@ def to_request(
     if beam and submit.resume:
         raise rpc.invalid("resume", "resume must be empty with beam search")
     resume = _resume(submit.resume, outputs, max_tokens, limits)
+    bad_words = _bad_words(submit.bad_words, limits)
     if submit.first_number + outputs > MAX_NUMBER:
         raise rpc.invalid(
             "first_number",
@@ -97,6 +101,7 @@ def to_request(
         adapter=adapter,
         first_number=submit.first_number,
         kv_source=submit.kv_source,
+        bad_words=bad_words,
     )
 
 
@@ -158,6 +163,21 @@ def _resume(
     return resume
 
 
+def _bad_words(
+    entries: Sequence[engine_pb2.TokenSequence], limits: Limits
+) -> tuple[tuple[int, ...], ...]:
+    """Check and convert the sequences of tokens that outputs must not contain."""
+    check_count("bad_words", len(entries), 2 * MAX_BAD_WORDS)
+    for i, entry in enumerate(entries):
+        field, count = f"bad_words[{i}].token_ids", len(entry.token_ids)
+        if not 1 <= count <= MAX_BAD_WORD_TOKENS:
+            raise rpc.invalid(
+                field, f"{field} must be 1 to {MAX_BAD_WORD_TOKENS} tokens; there are {count}"
+            )
+        check_token_ids(field, entry.token_ids, limits.vocab_size)
+    return tuple(tuple(entry.token_ids) for entry in entries)
+
+
 def _seconds(duration: Duration) -> float:
     """Return a duration as a float, which holds any that a router may send, unlike a timedelta."""
     return duration.seconds + duration.nanos / 1e9
@@ -194,6 +214,7 @@ def _sampling(
         if name in _SAMPLING
     }
     fields["logit_bias"] = dict(params.logit_bias)
+    fields["allowed_token_ids"] = list(params.allowed_token_ids)
     fields.setdefault("seed", secrets.randbits(64))
     if fields.get("temperature") == 0:
         fields["top_k"] = 0

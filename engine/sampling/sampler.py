@@ -1,8 +1,8 @@
 """Samples the next tokens of all sequences of a batch at once.
 
-The order is the contract's: logit bias, penalties, stop tokens masked before
-`min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to the previous
-result. Log-probabilities are those of the model's own distribution.
+The order is the contract's: logit bias, penalties, allowed tokens, bad words, stop tokens masked
+before `min_tokens`, the constraint's mask, temperature, top-k, top-p, min-p, each applied to the
+previous result. Log-probabilities are those of the model's own distribution.
 """
 
 import math
@@ -35,7 +35,7 @@ def sample(
         samples: The samples to take, at least one token.
         rows: Row of logits of each sample.
         inputs: `[num_rows]` int64, the token that each row of logits follows; needed if
-            `penalizes_placeholders(samples)`.
+            `reads_placeholders(samples)`.
 
     Returns:
         The tokens, `[len(samples)]` int64. The requested log-probabilities, with their tokens'
@@ -54,6 +54,8 @@ def sample(
         model_logits = _copy_rows(logits, reporting)  # a copy, before they are changed
     _add_bias(logits, params)
     _penalize(logits, samples, rows, inputs)
+    _allow(logits, params)
+    _ban_words(logits, samples, rows, inputs)
     _mask_stop_tokens(logits, samples)
     _constrain(logits, samples)
     tokens = draw_tokens(logits, _sampling_tensors(samples, params))
@@ -96,10 +98,11 @@ def continue_beams(logits: torch.Tensor, beams: Samples, rows: Rows[int]) -> Con
     return Continued(ids, counts, top.indices, top.values)
 
 
-def penalizes_placeholders(samples: Samples) -> bool:
-    """Return whether a penalty counts a token whose id has not reached the host yet."""
+def reads_placeholders(samples: Samples) -> bool:
+    """Return whether a penalty or bad word needs a token whose id has not reached the host yet."""
     return not samples.take_greatest and any(
-        sequence.num_placeholders and group.request.sampling.penalised
+        sequence.num_placeholders
+        and (group.request.sampling.penalised or bool(group.request.bad_words))
         for group, sequence in zip(samples.groups, samples.sequences, strict=True)
     )
 
@@ -125,7 +128,7 @@ def _num_output(samples: Samples, i: int) -> int:
 def _changes_logits(samples: Samples) -> bool:
     """Return whether the logits of any token are changed."""
     return (
-        any(group.request.sampling.moves_logits for group in samples.groups)
+        any(g.request.sampling.moves_logits or g.request.bad_words for g in samples.groups)
         or bool(samples.constrained)
         or bool(_too_short(samples))
     )
@@ -222,6 +225,45 @@ class _Occurrences:
         """Return each row's value once per occurrence."""
         repeated = np.repeat(np.array(values, np.float32), self._lengths)
         return to_device(repeated, self._like.device)
+
+
+def _allow(logits: torch.Tensor, params: Rows[SamplingParams]) -> None:
+    """Make all tokens impossible but the allowed ones, where these are listed."""
+    for i, each in enumerate(params):
+        if each.allowed_token_ids:
+            allowed = to_device(np.array(each.allowed_token_ids), logits.device)
+            kept = logits[i].index_select(0, allowed)
+            logits[i].fill_(-math.inf).index_copy_(0, allowed, kept)
+
+
+def _ban_words(
+    logits: torch.Tensor, samples: Samples, rows: Rows[int], inputs: torch.Tensor | None
+) -> None:
+    """Make tokens impossible that would complete a bad word."""
+    places, pending = list[int](), list[tuple[int, int, int]]()
+    for i, (group, sequence) in enumerate(zip(samples.groups, samples.sequences, strict=True)):
+        if not group.request.bad_words:
+            continue
+        output = [*sequence.token_ids[sequence.num_prompt :], *samples.drafts.get(i, ())]
+        known = len(output) - bool(sequence.num_placeholders)
+        for *start, last in group.request.bad_words:
+            place, begin = i * logits.shape[1] + last, len(output) - len(start)
+            if begin < 0 or output[begin:known] != start[: known - begin]:
+                continue
+            if not start or known == len(output):
+                places.append(place)
+            else:  # the placeholder decides
+                pending.append((place, rows[i], start[-1]))
+    flat = logits.view(-1)
+    if places:
+        flat.index_fill_(0, to_device(np.array(places), logits.device), -math.inf)
+    if pending:
+        assert inputs is not None
+        ends, at, needed = (
+            to_device(np.array(c), logits.device) for c in zip(*pending, strict=True)
+        )
+        banned = torch.where(inputs[at] == needed, -math.inf, 0.0)
+        flat.index_add_(0, ends, banned)
 
 
 def _mask_stop_tokens(logits: torch.Tensor, samples: Samples) -> None:

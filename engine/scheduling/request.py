@@ -86,10 +86,12 @@ class Request:
         adapter: LoRA adapter, or None.
         first_number: The session's number of output 0; the others follow. 0: no numbers.
         kv_source: Address of another engine that may have its blocks; empty: none is known.
-        takes_greatest: `SamplingParams.takes_greatest`, computed once: every step reads it.
+        bad_words: Sequences of tokens that outputs must not contain.
+        takes_greatest: Whether the result is the token of the highest logit, without
+            log-probabilities; computed once, as every step reads it.
         stopping: Tokens that end an output.
         plain: Whether its decodes may be plain: one output, without penalties, log-probabilities,
-            a constraint or beams.
+            bad words, a constraint or beams.
     """
 
     session: int
@@ -112,12 +114,14 @@ class Request:
     adapter: RequestAdapter | None = None
     first_number: int = 0
     kv_source: str = ""
+    bad_words: tuple[tuple[int, ...], ...] = ()
     takes_greatest: bool = field(init=False, repr=False, compare=False)
     stopping: frozenset[int] = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "takes_greatest", self.sampling.takes_greatest)
+        greatest = self.sampling.takes_greatest and not self.bad_words
+        object.__setattr__(self, "takes_greatest", greatest)
         object.__setattr__(self, "stopping", self.eos_token_ids | self.stop_token_ids)
         object.__setattr__(self, "plain", self._plain())
 
@@ -128,6 +132,7 @@ class Request:
             or sampling.penalised
             or sampling.logprobs is not None
             or sampling.prompt_logprobs is not None
+            or bool(self.bad_words)
             or self.beam is not None
             or self.constraint is not None
         )

@@ -19,6 +19,10 @@ MAX_REQUEST_ID = 128
 MAX_CACHE_SALT = 128
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+MAX_ALLOWED_TOKENS = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_LENGTH = 256
+MAX_BAD_WORD_TOKENS = 2048
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_LENGTH = 256
 MAX_STOP_TOKENS = 256
@@ -65,6 +69,8 @@ def check_parameters(
     check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
     if request.HasField("beam"):
         _check_beam(request.beam, request.stop, request.output, limits)
+        if request.bad_words:
+            raise rpc.invalid("bad_words", "bad_words must be empty with beam search")
     check_sampling(request.sampling, limits)
     check_stop(request.stop, limits)
     _check_ranges("output", request.output, limits)
@@ -94,6 +100,9 @@ def check_sampling(sampling: sampling_pb2.SamplingParams, limits: Limits) -> Non
                 f"got {token_id}",
             )
         check_number(field, bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
+    field = "sampling.allowed_token_ids"
+    check_count(field, len(sampling.allowed_token_ids), MAX_ALLOWED_TOKENS)
+    check_token_ids(field, sampling.allowed_token_ids, limits.vocab_size)
 
 
 def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
@@ -117,14 +126,7 @@ def check_stop(stop: sampling_pb2.StopConditions, limits: Limits) -> None:
                 f"stop.max_reasoning_tokens must be in [0, {stop.max_tokens}], up to "
                 f"stop.max_tokens; got {stop.max_reasoning_tokens}",
             )
-    check_count("stop.strings", len(stop.strings), MAX_STOP_STRINGS)
-    for i, string in enumerate(stop.strings):
-        if not 1 <= len(string) <= MAX_STOP_STRING_LENGTH:
-            field = f"stop.strings[{i}]"
-            raise rpc.invalid(
-                field,
-                f"{field} must have 1 to {MAX_STOP_STRING_LENGTH} characters; it has {len(string)}",
-            )
+    check_texts("stop.strings", stop.strings, MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH)
     check_count("stop.token_ids", len(stop.token_ids), MAX_STOP_TOKENS)
     check_token_ids("stop.token_ids", stop.token_ids, limits.vocab_size)
 
@@ -263,6 +265,17 @@ def _check_length(field: str, text: str, maximum: int) -> None:
         raise rpc.invalid(
             field, f"{field} must be at most {maximum} characters; it has {len(text)}"
         )
+
+
+def check_texts(field: str, texts: Sequence[str], maximum: int, length: int) -> None:
+    """Check the number of texts, and that each has 1 to `length` characters."""
+    check_count(field, len(texts), maximum)
+    for i, text in enumerate(texts):
+        if not 1 <= len(text) <= length:
+            raise rpc.invalid(
+                f"{field}[{i}]",
+                f"{field}[{i}] must have 1 to {length} characters; it has {len(text)}",
+            )
 
 
 def check_count(field: str, count: int, maximum: int) -> None:

@@ -155,6 +155,27 @@ class GenerateOptions(ChatOptions, total=False):
             flags=(),
         ),
     ]
+    bad_words: Annotated[
+        Sequence[str] | None,
+        Parameter("bad_words", "Texts that outputs must not contain.", flags=()),
+    ]
+    truncate_prompt_tokens: Annotated[
+        int | None,
+        Parameter(
+            "truncate_prompt_tokens",
+            "Keep only this many of the prompt's last tokens; 0: as many as fit.",
+            flags=(),
+        ),
+    ]
+    suffix: Annotated[
+        str | None,
+        Parameter(
+            "suffix",
+            "Text after the output, for models that fill in the middle.",
+            flags=(),
+            http=False,
+        ),
+    ]
     max_tokens: Annotated[
         int | None,
         Parameter(
@@ -278,6 +299,10 @@ class GenerateOptions(ChatOptions, total=False):
     logit_bias: Annotated[
         Mapping[int, float] | None,
         Parameter("sampling.logit_bias", "Added to the logits, by token id.", flags=()),
+    ]
+    allowed_token_ids: Annotated[
+        Sequence[int] | None,
+        Parameter("sampling.allowed_token_ids", "The only tokens that are sampled.", flags=()),
     ]
     seed: Annotated[
         int | None, Parameter("sampling.seed", "Seed for repeatable sampling. Default: random.")
@@ -450,6 +475,7 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     n: int = 1
     logit_bias: dict[int, float] = field(default_factory=dict)
+    allowed_token_ids: list[int] = field(default_factory=list)
     seed: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
@@ -461,8 +487,8 @@ class SamplingParams:
 
     @property
     def moves_logits(self) -> bool:
-        """Whether penalties or a bias change the logits."""
-        return self.penalised or bool(self.logit_bias)
+        """Whether penalties, a bias or a list of tokens change the logits."""
+        return self.penalised or bool(self.logit_bias) or bool(self.allowed_token_ids)
 
     @property
     def greedy(self) -> bool:

@@ -29,11 +29,13 @@ class AnswerFormat(Protocol):
         id_prefix: Prefix of the response's id.
         object: The `object` member of a whole response.
         chunk_object: The `object` member of a stream's chunk.
+        members: Members of a whole response and of a stream's first chunks, besides the usual.
     """
 
     id_prefix: str
     object: str
     chunk_object: str
+    members: dict[str, Any]
 
     def opening(self, index: int) -> Choice | None:
         """Return the first choice of an output's stream, if the API has one."""
@@ -41,7 +43,7 @@ class AnswerFormat(Protocol):
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
-        """Handle an accepted prompt; return the choices of chunks that echo it.
+        """Handle an accepted prompt; return the choices of chunks that show it.
 
         Args:
             indices: Indices of the prompt's outputs.

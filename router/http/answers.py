@@ -72,7 +72,8 @@ class Answer(Calls):
                 index = self._index(i, end.index)
                 choice = self._format.whole(index, delta, shown, end.reason, vocabulary)
                 choices.append(choice | _errors(end))
-        body = self._body(self._format.object, choices) | {"usage": usage(self._usages)}
+        body = self._body(self._format.object, choices) | self._format.members
+        body |= {"usage": usage(self._usages)}
         return body | ({"unenforced_schema": self.unenforced} if self.unenforced else {})
 
     async def stream(self, generate: Generate, send: Send) -> None:
@@ -98,20 +99,20 @@ class Answer(Calls):
         """Send the visible part of a response of call `i`."""
         self._count(i, response)
         async with self._sending:  # all opening chunks are sent first
+            shown = self._accept(i, response.accepted) if response.HasField("accepted") else []
             if not self._started:
                 self._started = True
                 self._model = response.accepted.model
                 for index in range(len(self._messages) * self._request.choices):
                     if (opening := self._format.opening(index)) is not None:
-                        await send(self._chunk([opening]))
-            if response.HasField("accepted"):
-                for choice in self._accept(i, response.accepted):
-                    await send(self._chunk([choice]))
-            elif (part := self._choice(i, response)) is not None:
+                        await send(self._chunk([opening], self._format.members))
+            for choice in shown:
+                await send(self._chunk([choice]))
+            if (part := self._choice(i, response)) is not None:
                 await send(self._chunk([part]))
 
     def _accept(self, i: int, accepted: Accepted) -> list[Choice]:
-        """Return the choices that echo the prompt of call `i`; empty without `echo`."""
+        """Return the choices that show the prompt of call `i`, if any."""
         prompt = self._messages[i].text if self._messages[i].HasField("text") else None
         indices = [self._index(i, output) for output in range(self._request.choices)]
         vocabulary = self._vocabularies(accepted.model)
@@ -166,8 +167,10 @@ class Answer(Calls):
             ending |= vocabulary.eos_token_ids
         return [one for one in logprobs if one.token_id not in ending]
 
-    def _chunk(self, choices: list[Choice], *, last: bool = False) -> bytes:
-        body = self._body(self._format.chunk_object, choices)
+    def _chunk(
+        self, choices: list[Choice], members: dict[str, Any] | None = None, *, last: bool = False
+    ) -> bytes:
+        body = self._body(self._format.chunk_object, choices) | (members or {})
         options = self._request.stream_options
         if last or self._request.usage_chunks:
             body["usage"] = usage(self._usages)

@@ -5,7 +5,6 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
-from typing import Any
 from urllib.parse import quote
 
 from prometheus_client.exposition import choose_encoder
@@ -18,7 +17,6 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 
 from octavo.client import InvalidArgumentError
-from octavo.client.responses import default_sampling, state_name
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
@@ -31,8 +29,14 @@ from octavo.router.http.calls import Calls, GeneratingBody
 from octavo.router.http.chat import ChatFormat
 from octavo.router.http.completions import CompletionFormat
 from octavo.router.http.embeddings import PARAMS, EmbeddingsRequest
-from octavo.router.http.errors import ApiError, from_client, from_rpc
+from octavo.router.http.errors import ApiError, from_client, from_rpc, speaks_anthropic
 from octavo.router.http.event_stream import EventStream
+from octavo.router.http.model_cards import (
+    anthropic_card,
+    anthropic_list,
+    openai_card,
+    openai_list,
+)
 from octavo.router.http.ollama.endpoints import OllamaEndpoints
 from octavo.router.http.page import page
 from octavo.router.http.peer_limit import HttpPeerLimit
@@ -174,7 +178,10 @@ class Api:
     async def _chat(self, request: Request) -> Response:
         tenant, body = await self._parse(request, ChatRequest)
         answer_format = ChatFormat(
-            logprobs=bool(body.logprobs), reasoning=body.include_reasoning is not False
+            logprobs=bool(body.logprobs),
+            reasoning=body.include_reasoning is not False,
+            token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
         return await self._complete(request, tenant, body, answer_format)
 
@@ -185,6 +192,8 @@ class Api:
             echo=bool(body.echo),
             prompt_only=body.prompt_only,
             keep_special=bool(body.options().get("keep_special_tokens")),
+            token_ids=bool(body.return_token_ids),
+            prompt_logprobs=body.prompt_logprobs is not None,
         )
         return await self._complete(request, tenant, body, answer_format)
 
@@ -268,9 +277,8 @@ class Api:
         return JSONResponse({"prompt": answer.text}, headers=_ignored(body))
 
     async def _models(self, request: Request) -> Response:
-        cards = self._cards(request)
-        data = [cards[name] for name in sorted(cards)]
-        return JSONResponse({"object": "list", "data": data})
+        listed = anthropic_list if speaks_anthropic(request.scope) else openai_list
+        return JSONResponse(listed(self._cards(request), self._created))
 
     async def _model(self, request: Request) -> Response:
         name = request.path_params["model"]
@@ -279,7 +287,8 @@ class Api:
             raise ApiError(
                 404, f"model {name[:128]!r} is not served", param="model", code="model_not_found"
             )
-        return JSONResponse(card)
+        shown = anthropic_card if speaks_anthropic(request.scope) else openai_card
+        return JSONResponse(shown(card, name, self._created))
 
     async def _get_status(self, request: Request) -> Response:
         usable = {card.name for card in self._list_models(request)}
@@ -314,28 +323,10 @@ class Api:
         status = "serving" if serving else "not serving"
         return JSONResponse({"status": status}, 200 if serving else 503)
 
-    def _cards(self, request: Request) -> dict[str, dict[str, Any]]:
+    def _cards(self, request: Request) -> dict[str, generation_pb2.ModelCard]:
         """Return the card of each model that the caller may use, under its name and its aliases."""
         cards = self._list_models(request)
-        return {
-            name: self._card(card, name) for card in cards for name in (card.name, *card.aliases)
-        }
-
-    def _card(self, card: generation_pb2.ModelCard, name: str) -> dict[str, Any]:
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._created,
-            "owned_by": "octavo",
-            "root": card.name,
-            "parent": card.base_model or None,
-            "max_model_len": card.max_model_len or None,
-            "status": {"value": state_name(card)},
-            "default_sampling": default_sampling(card),
-            "default_max_tokens": (
-                card.default_max_tokens if card.HasField("default_max_tokens") else None
-            ),
-        }
+        return {name: card for card in cards for name in (card.name, *card.aliases)}
 
 
 def _answered(endpoint: Handler) -> Handler:

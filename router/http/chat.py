@@ -6,6 +6,7 @@ from typing import Any
 from octavo.client import ToolCall
 from octavo.client.responses import tool_calls
 from octavo.router.http.answer_format import Choice, Reason, finish_reason, finite
+from octavo.router.http.prompt_report import prompt_report
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.v1.generation_pb2 import Accepted, Delta, ToolCallDelta
 from octavo.v1.sampling_pb2 import TokenLogprob
@@ -17,15 +18,27 @@ class ChatFormat:
     Args:
         logprobs: Whether responses contain log-probabilities.
         reasoning: Whether reasoning is shown.
+        token_ids: Whether responses contain token ids.
+        prompt_logprobs: Whether responses contain the prompt's log-probabilities.
     """
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(self, *, logprobs: bool, reasoning: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        logprobs: bool,
+        reasoning: bool = True,
+        token_ids: bool = False,
+        prompt_logprobs: bool = False,
+    ) -> None:
         self._logprobs = logprobs
         self._reasoning = reasoning
+        self._token_ids = token_ids
+        self._prompt_logprobs = prompt_logprobs
+        self.members: dict[str, Any] = {}
 
     def opening(self, index: int) -> Choice:
         """Return the first choice of an output's stream, with the message's role."""
@@ -34,11 +47,14 @@ class ChatFormat:
     def accept(
         self,
         indices: Sequence[int],  # noqa: ARG002
-        accepted: Accepted,  # noqa: ARG002
+        accepted: Accepted,
         prompt: str | None,  # noqa: ARG002
-        vocabulary: Vocabulary,  # noqa: ARG002
+        vocabulary: Vocabulary,
     ) -> list[Choice]:
         """Return nothing: chat responses do not echo the prompt."""
+        self.members = prompt_report(
+            accepted, vocabulary, token_ids=self._token_ids, logprobs=self._prompt_logprobs
+        )
         return []
 
     def piece(
@@ -50,9 +66,9 @@ class ChatFormat:
             piece["content"] = delta.text
         if delta.tool_calls:
             piece["tool_calls"] = [_call_piece(call) for call in delta.tool_calls]
-        if not piece:
+        if not (piece or (self._token_ids and delta.token_ids)):
             return None
-        choice = _chunk(index, piece)
+        choice = _chunk(index, piece) | self._shown_tokens(delta)
         if self._logprobs:
             choice["logprobs"] = chat_logprobs(logprobs, vocabulary)
         return choice
@@ -85,7 +101,11 @@ class ChatFormat:
             "message": message,
             "logprobs": chat_logprobs(logprobs, vocabulary) if self._logprobs else None,
             "finish_reason": finish_reason(reason),
+            **self._shown_tokens(delta),
         }
+
+    def _shown_tokens(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": list(delta.token_ids)} if self._token_ids else {}
 
     def _shown_reasoning(self, delta: Delta) -> dict[str, str]:
         """Return reasoning under DeepSeek's name, which most clients read, and vLLM's newer one."""

@@ -1,9 +1,11 @@
 """Answers of /v1/completions."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from octavo.router.http.answer_format import Choice, Reason, finish_reason
 from octavo.router.http.echo import Columns, Echo, columns
+from octavo.router.http.prompt_report import prompt_report
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.text.text_offsets import TextOffsets
 from octavo.v1.generation_pb2 import Accepted, Delta
@@ -18,6 +20,8 @@ class CompletionFormat:
         echo: Whether outputs begin with the prompt.
         prompt_only: Whether outputs are left out.
         keep_special: Whether texts contain special tokens.
+        token_ids: Whether responses contain token ids.
+        prompt_logprobs: Whether responses contain the prompt's log-probabilities.
     """
 
     id_prefix = "cmpl-"
@@ -31,7 +35,13 @@ class CompletionFormat:
         echo: bool = False,
         prompt_only: bool = False,
         keep_special: bool = False,
+        token_ids: bool = False,
+        prompt_logprobs: bool = False,
     ) -> None:
+        self.members: dict[str, Any] = {}
+        self._token_ids = token_ids
+        self._prompt_logprobs = prompt_logprobs
+        self._prompts: dict[int, dict[str, Any]] = {}
         self._logprobs = logprobs
         self._echo = echo
         self._prompt_only = prompt_only
@@ -45,21 +55,27 @@ class CompletionFormat:
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
-        """Return the choices of chunks with the prompt, if it is to be echoed."""
-        if not self._echo:
+        """Return the choices of chunks with the prompt, if it is to be shown."""
+        report = prompt_report(
+            accepted, vocabulary, token_ids=self._token_ids, logprobs=self._prompt_logprobs
+        )
+        self._prompts |= dict.fromkeys(indices, report)
+        echo = Echo("", None)
+        if self._echo:
+            echo = Echo.of(accepted, prompt, vocabulary, logprobs=self._logprobs)
+            self._echoes |= dict.fromkeys(indices, echo)
+        elif not report:
             return []
-        echo = Echo.of(accepted, prompt, vocabulary, logprobs=self._logprobs)
-        for index in indices:
-            self._echoes[index] = echo
-        return [_choice(index, echo.text, echo.columns, None) for index in indices]
+        return [_choice(index, echo.text, echo.columns, None) | report for index in indices]
 
     def piece(
         self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice | None:
         """Return the choice of a chunk with text."""
-        if self._prompt_only or not (delta.text or logprobs):
+        tokens = self._shown_tokens(delta)
+        if self._prompt_only or not (delta.text or logprobs or any(tokens.values())):
             return None
-        return _choice(index, delta.text, self._columns(index, logprobs, vocabulary), None)
+        return _choice(index, delta.text, self._columns(index, logprobs, vocabulary), None) | tokens
 
     def ending(self, index: int, reason: Reason) -> Choice:
         """Return the choice of an output's last chunk."""
@@ -76,13 +92,17 @@ class CompletionFormat:
         """Return the choice of a whole output, after the prompt if it is to be echoed."""
         text = delta.text
         if self._prompt_only:
-            text, logprobs = "", ()
+            delta, text, logprobs = Delta(), "", ()
         shown = self._columns(index, logprobs, vocabulary)
         if (echo := self._echoes.get(index)) is not None:
             text = echo.text + text
             if echo.columns is not None and shown is not None:
                 shown = {name: echo.columns[name] + values for name, values in shown.items()}
-        return _choice(index, text, shown, self._reason(reason))
+        choice = _choice(index, text, shown, self._reason(reason))
+        return choice | self._shown_tokens(delta) | self._prompts.get(index, {})
+
+    def _shown_tokens(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": list(delta.token_ids)} if self._token_ids else {}
 
     def _reason(self, reason: Reason) -> str:
         return finish_reason(FINISH_REASON_LENGTH if self._prompt_only else reason)

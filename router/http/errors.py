@@ -127,12 +127,19 @@ class ApiError(Exception):
 
     def response(self, scope: Scope) -> JSONResponse:
         """Return the HTTP response to a request, in the form of the API that it is for."""
-        if scope["path"].endswith(MESSAGES_PATHS):
+        if speaks_anthropic(scope):
             request_id = scope["state"]["request_id"]
             body = self.messages_body(request_id)
             return JSONResponse(body, self.status, {**self.headers, MESSAGES_ID: request_id})
         body = self.ollama_body if OLLAMA_PATH in scope["path"] else self.body
         return JSONResponse(body, self.status, self.headers)
+
+
+def speaks_anthropic(scope: Scope) -> bool:
+    """Return whether a request is for Anthropic's API, by its path or its `anthropic-version`."""
+    return scope["path"].endswith(MESSAGES_PATHS) or any(
+        name == b"anthropic-version" for name, _ in scope["headers"]
+    )
 
 
 def from_rpc(error: RpcError, params: Mapping[str, str] | None = None) -> ApiError:

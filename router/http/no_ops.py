@@ -1,8 +1,8 @@
 """Arguments that are accepted only with values that change nothing.
 
 OpenAI's clients and vLLM's users send many of them with their default. Other values are rejected,
-not ignored: a response that ignored `bad_words` would be wrong. The same holds for other servers'
-names of a grammar.
+not ignored: a response that ignored `use_beam_search` would be wrong. The same holds for other
+servers' names of a grammar.
 """
 
 import json
@@ -33,8 +33,6 @@ def only(*harmless: object) -> AfterValidator:
 Never: TypeAlias = Annotated[Any, only()]
 
 BOTH: Harmless = {
-    "allowed_token_ids": (),
-    "bad_words": ([],),
     "detokenize": (True,),
     "ebnf": (),
     "ec_transfer_params": (),
@@ -45,20 +43,19 @@ BOTH: Harmless = {
     "kv_transfer_params": (),
     "logits_processors": ([],),
     "logprob_token_ids": (),
-    "prompt_logprobs": (),
     "regex": (),
     "repetition_detection": (),
-    "return_token_ids": (False,),
     "return_tokens_as_token_ids": (False,),
     "spaces_between_special_tokens": (True,),
     "stream_interval": (1,),
     "structural_tag": (),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
+    "truncation_side": ("left",),
     "use_beam_search": (False,),
     "vllm_xargs": ({},),
     "watermarking": (False,),
 }
+SINGLE_OUTPUT: Harmless = {"prompt_logprobs": (), "return_token_ids": (False,)}
+"""Arguments of the completions APIs alone."""
 LAYOUT: Harmless = {
     "chat_template": (),
     "documents": ([],),
@@ -88,7 +85,6 @@ COMPLETION: Harmless = {
     "add_special_tokens": (True,),
     "messages": (),
     "prompt_embeds": (),
-    "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }

@@ -36,6 +36,8 @@ SEEDS = 1 << 64
 """Number of seeds: 64 bits, signed in OpenAI's API and unsigned in Octavo's."""
 ALL_TOKENS = -1
 """vLLM's top_k value for all tokens."""
+FITTING_TOKENS = -1
+"""vLLM's truncate_prompt_tokens value for as many tokens as fit."""
 
 
 def _strings(value: object) -> object:
@@ -114,7 +116,7 @@ else:
         "DeclaredSingleOutput",
         __base__=OpenBody,
         **_declared(SINGLE_OUTPUT_NAMES),
-        **no_ops.members(no_ops.BOTH),
+        **no_ops.members(no_ops.BOTH | no_ops.SINGLE_OUTPUT),
     )
     DeclaredChatOptions = create_model(
         "DeclaredChatOptions",
@@ -157,9 +159,12 @@ class Parameters(FormArguments, SpecialTokens, Declared):
     logit_bias: dict[int, float] | None = None
     seed: Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS)] | None = None
     stop_token_ids: list[int] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
     ignore_eos: bool | None = None
     include_stop: bool | None = None
     top_k: int | None = None
+    truncate_prompt_tokens: int | None = None
     beam_width: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | None = None
@@ -167,6 +172,8 @@ class Parameters(FormArguments, SpecialTokens, Declared):
 
     # vLLM's names.
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
     request_id: RequestId | None = None
     thinking_token_budget: int | None = None
 
@@ -211,6 +218,16 @@ class Parameters(FormArguments, SpecialTokens, Declared):
                 )
         return self
 
+    @model_validator(mode="after")
+    def _check_scores(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ApiError(
+                400,
+                "prompt_logprobs cannot be streamed; set stream to false",
+                param="prompt_logprobs",
+            )
+        return self
+
     @property
     def choices(self) -> int:
         """Number of outputs per prompt; with beam search, the best ones."""
@@ -229,7 +246,7 @@ class Parameters(FormArguments, SpecialTokens, Declared):
     @property
     def shows_ending(self) -> bool:
         """Whether log-probabilities include the token that ended an output."""
-        return self.keeps_ending
+        return self.keeps_ending or bool(self.return_token_ids)
 
     @property
     def prompt_only(self) -> bool:
@@ -248,7 +265,12 @@ class Parameters(FormArguments, SpecialTokens, Declared):
             "top_k": 0 if self.top_k == ALL_TOKENS else self.top_k,
             "include_stop": self.keeps_ending or None,
             "keep_special_tokens": self.keeps_special_tokens,
-            "token_ids": self.usage_chunks or None,
+            "truncate_prompt_tokens": (
+                0 if self.truncate_prompt_tokens == FITTING_TOKENS else self.truncate_prompt_tokens
+            ),
+            "token_ids": self.usage_chunks or self.return_token_ids or None,
+            "prompt_token_ids": self.return_token_ids or None,
+            "prompt_logprobs": self.prompt_logprobs,
             "final_only": not self.stream or None,
             "max_reasoning_tokens": (
                 self.max_reasoning_tokens
@@ -383,6 +405,7 @@ class CompletionRequest(Parameters, DeclaredCompletion):
     logprobs: int | None = None
     best_of: int | None = None
     echo: bool | None = None
+    suffix: str | None = None
 
     @model_validator(mode="after")
     def _check_prompts(self) -> Self:
@@ -396,6 +419,8 @@ class CompletionRequest(Parameters, DeclaredCompletion):
             raise ApiError(
                 400, f"best_of is supported only as n, here {self.choices}", param="best_of"
             )
+        if self.echo and self.suffix:
+            raise ApiError(400, "echo and suffix exclude each other", param="suffix")
         return self
 
     @property
@@ -406,7 +431,8 @@ class CompletionRequest(Parameters, DeclaredCompletion):
     @property
     def params(self) -> dict[str, str]:
         """HTTP names that this request used for GenerateRequest fields, where they differ."""
-        return {**super().params, "output.prompt_logprobs": "logprobs"}
+        scores = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
+        return {**super().params, "output.prompt_logprobs": scores}
 
     @property
     def shows_ending(self) -> bool:
@@ -414,7 +440,7 @@ class CompletionRequest(Parameters, DeclaredCompletion):
 
         True with `echo`, so that clients find the prompt's by counting from the end.
         """
-        return self.keeps_ending or bool(self.echo)
+        return super().shows_ending or bool(self.echo)
 
     @property
     def prompt_only(self) -> bool:
@@ -424,13 +450,16 @@ class CompletionRequest(Parameters, DeclaredCompletion):
     def options(self) -> GenerateOptions:
         """Return the arguments as options of the client's `generate`."""
         length = COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
+        options = super().options()
+        scores = self.logprobs if self.echo else None
         return {
-            **super().options(),
+            **options,
             # Generate needs at least one output token; the response hides it.
             "max_tokens": 1 if self.prompt_only else length,
             "logprobs": self.logprobs,
-            "prompt_logprobs": self.logprobs if self.echo else None,
-            "prompt_token_ids": self.echo or None,
+            "prompt_logprobs": scores if self.prompt_logprobs is None else self.prompt_logprobs,
+            "prompt_token_ids": self.echo or self.return_token_ids or None,
+            "suffix": self.suffix,
         }
 
 

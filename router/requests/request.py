@@ -30,6 +30,7 @@ class Request:
         seed: The client's seed or a random one, so that another engine samples the same tokens.
         adapter: The LoRA adapter that `model` names; empty for a base model.
         adapter_digest: Digest of the adapter, which is part of the keys of cached blocks.
+        bad_words: Sequences of tokens that outputs must not contain.
     """
 
     request_id: str
@@ -45,6 +46,7 @@ class Request:
     salt: str = ""
     adapter: str = ""
     adapter_digest: str = ""
+    bad_words: Sequence[Sequence[int]] = ()
     _keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -104,6 +106,7 @@ class Request:
             priority=message.priority,
             cache_salt=self.salt,
             adapter=self.adapter,
+            bad_words=[engine_pb2.TokenSequence(token_ids=ids) for ids in self.bad_words],
         )
         if self.constraint is not None:
             submit.constraint.CopyFrom(self.constraint)

@@ -43,6 +43,9 @@ def check_request(request: generation_pb2.GenerateRequest, limits: Limits) -> No
     if request.HasField("beam") and request.HasField("sampling"):
         raise rpc.invalid("beam", "beam excludes sampling; set only one of them")
     check_excluded(request)
+    common.check_texts(
+        "bad_words", request.bad_words, common.MAX_BAD_WORDS, common.MAX_BAD_WORD_LENGTH
+    )
     common.check_parameters(request, limits)
 
 
@@ -131,14 +134,28 @@ def num_outputs(request: generation_pb2.GenerateRequest) -> int:
 def _check_prompt(request: generation_pb2.GenerateRequest, limits: Limits) -> None:
     check_chat(request, limits)
     kind = request.WhichOneof("prompt")
-    if kind == "text" and not request.text:
+    if kind == "text" and not (request.text or request.suffix):
         raise rpc.invalid("text", "text must have at least one character")
     if kind == "tokens":
         token_ids = request.tokens.token_ids
         if not token_ids:
             raise rpc.invalid("tokens.token_ids", "tokens.token_ids must hold at least one token")
-        if len(token_ids) < limits.max_model_len:  # else `output_length` rejects it
+        # A longer one is rejected by `output_length`.
+        if len(token_ids) < limits.max_model_len or request.HasField("truncate_prompt_tokens"):
             check_token_ids("tokens.token_ids", token_ids, limits.vocab_size)
+    if request.suffix:
+        if kind != "text":
+            raise rpc.invalid("suffix", "suffix needs a prompt of text, which comes before it")
+        if request.HasField("truncate_prompt_tokens"):
+            raise rpc.invalid("suffix", "suffix excludes truncate_prompt_tokens")
+
+
+def kept_tokens(request: generation_pb2.GenerateRequest, limits: Limits) -> int | None:
+    """Return how many of its prompt's last tokens a request keeps; None: all."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return None
+    output = 1 if request.stop.fit_limits else max(request.stop.max_tokens, 1)
+    return request.truncate_prompt_tokens or max(limits.max_model_len - output, 1)
 
 
 def check_vocabulary(

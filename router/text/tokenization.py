@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,6 +20,7 @@ from octavo.router.text import prompt_length
 from octavo.router.text.chat_template import MODELS_OWN, ServerTemplate
 from octavo.router.text.control_tokens import ControlTokens
 from octavo.router.text.detokenizer import Pieces
+from octavo.router.text.fill_in_middle import fill_in_middle
 from octavo.router.text.model_text import model_text
 from octavo.router.text.rendering import ChatRenderer
 from octavo.router.text.turns import Turns
@@ -82,6 +83,7 @@ class Tokenizer:
         request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
         max_tokens: int | None,
         *,
+        kept: int | None = None,
         allow_special_tokens: bool = False,
     ) -> list[int]:
         """Return the tokens of a request's text or chat.
@@ -89,13 +91,22 @@ class Tokenizer:
         Args:
             request: A request whose prompt is a text or chat.
             max_tokens: Maximum tokens; None: unlimited.
+            kept: Number of the last tokens to keep, whatever `max_tokens` says; None: all.
             allow_special_tokens: Whether a chat's texts may spell special tokens.
 
         Raises:
-            rpc.RpcError: See `ChatRenderer.render` and `ControlTokens.encode`;
+            rpc.RpcError: See `ChatRenderer.render`, `ControlTokens.encode` and `fill_in_middle`;
                 INVALID_ARGUMENT if it is clear that they are more than `max_tokens`, before
                 all are counted.
         """
+        if kept is not None:
+            whole = self.encode_prompt(request, None, allow_special_tokens=allow_special_tokens)
+            lead = [] if request.HasField("chat") else self._special_tokens()[0]
+            return last_tokens(whole, kept, lead)
+        if isinstance(request, generation_pb2.GenerateRequest) and request.suffix:
+            self._check_fits(request.text + request.suffix, max_tokens)
+            lead, end = self._special_tokens()
+            return [*lead, *self.fill_in_middle(request.text, request.suffix), *end]
         is_chat = request.WhichOneof("prompt") == "chat"
         adds = not is_chat  # chat templates write special tokens themselves
         if isinstance(request, generation_pb2.TokenizeRequest) and request.HasField(
@@ -144,11 +155,34 @@ class Tokenizer:
             for text, ids in zip(texts, encoded, strict=True)
         ]
 
+    def encode_words(self, words: Iterable[str]) -> list[list[int]]:
+        """Return the tokens of each word, without and with a space before it."""
+        spellings = [s for word in words for s in (word.lstrip(), f" {word.lstrip()}")]
+        encoded = [tuple(self.encode(s, add_special_tokens=False)) for s in spellings]
+        return [list(token_ids) for token_ids in dict.fromkeys(encoded) if token_ids]
+
+    def fill_in_middle(self, prefix: str, suffix: str) -> list[int]:
+        """Return the tokens of a prompt whose output is the text between two texts.
+
+        Raises:
+            rpc.RpcError: UNIMPLEMENTED: the tokenizer has no tokens for that.
+        """
+        return fill_in_middle(
+            self._tokenizer.get_added_vocab(),
+            self.encode(prefix, add_special_tokens=False),
+            self.encode(suffix, add_special_tokens=False),
+        )
+
     def _between_special_tokens(self, token_ids: list[int]) -> list[int]:
         """Return a text's tokens, and the special tokens that the tokenizer adds to any text."""
+        lead, end = self._special_tokens()
+        return [*lead, *token_ids, *end]
+
+    def _special_tokens(self) -> tuple[list[int], list[int]]:
+        """Return the special tokens that the tokenizer adds before and after any text."""
         bare, whole = self.encode("a", add_special_tokens=False), self.encode("a")
         start = whole.index(bare[0])
-        return [*whole[:start], *token_ids, *whole[start + len(bare) :]]
+        return whole[:start], whole[start + len(bare) :]
 
     def _check_fits(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None:
@@ -198,6 +232,20 @@ class Tokenizer:
             frozenset(self._tokenizer.all_special_ids),
             byte_fallback=True,
         )
+
+
+def last_tokens(token_ids: Sequence[int], count: int, lead: Sequence[int]) -> list[int]:
+    """Return a prompt's last tokens, and before them `lead` if the prompt begins with it.
+
+    Args:
+        token_ids: The prompt.
+        count: Maximum number of tokens, those of `lead` included; at least 1.
+        lead: Special tokens that the tokenizer puts before a text.
+    """
+    if len(token_ids) <= count:
+        return list(token_ids)
+    kept = list(lead) if len(lead) < count else []
+    return [*kept, *token_ids[len(kept) - count :]]
 
 
 def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no types
@@ -263,6 +311,7 @@ class Tokenizers:
         request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
         tenant: Tenant,
         max_tokens: int | None = None,
+        kept: int | None = None,
     ) -> list[int]:
         """Return the tokens of a request's text or chat.
 
@@ -272,6 +321,7 @@ class Tokenizers:
             tenant: The request's tenant.
             max_tokens: Maximum tokens; a clearly longer text is not tokenized to its end. None:
                 unlimited.
+            kept: See `Tokenizer.encode_prompt`.
 
         Raises:
             rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED if the
@@ -282,13 +332,24 @@ class Tokenizers:
         if request.WhichOneof("prompt") == "chat":
             size = sum(len(message.content) for message in request.chat.messages)
             size += request.chat.chat_template_kwargs.ByteSize()
-        elif max_tokens is not None:
+        elif max_tokens is not None and kept is None:
             tokenizer.check_length(request.text, max_tokens)
         return await self._run(
             tenant,
             size,
-            lambda: tokenizer.encode_prompt(request, max_tokens, allow_special_tokens=allowed),
+            lambda: tokenizer.encode_prompt(
+                request, max_tokens, kept=kept, allow_special_tokens=allowed
+            ),
         )
+
+    async def encode_words(
+        self, tokenizer: Tokenizer, words: Sequence[str], tenant: Tenant
+    ) -> list[list[int]]:
+        """Return the tokens of words; see `Tokenizer.encode_words` and `Turns.take`."""
+        if not words:
+            return []
+        size = sum(map(len, words))
+        return await self._run(tenant, size, lambda: tokenizer.encode_words(words))
 
     async def encode_texts(
         self,

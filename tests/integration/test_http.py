@@ -61,6 +61,34 @@ def test_echo_scores_prompts_as_grpc_does(served, client):
     assert max(shown.top_logprobs[-1].values()) == shown.token_logprobs[-1]
 
 
+def test_prompts_are_scored_as_vllm_shows_it(client):
+    asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 1}
+    echoed = client.completions.create(**asked, echo=True, logprobs=2).choices[0].logprobs
+    extra = {"prompt_logprobs": 2, "return_token_ids": True}
+    choice = client.completions.create(**asked, extra_body=extra).choices[0]
+    own = [
+        None if scores is None else scores[str(token_id)]["logprob"]
+        for token_id, scores in zip(choice.prompt_token_ids, choice.prompt_logprobs, strict=True)
+    ]
+    assert own[1:] == pytest.approx(echoed.token_logprobs[1:-1], abs=0.1)
+    assert len(choice.token_ids) == 1
+
+
+def test_outputs_of_some_tokens_and_without_some_words(served, client):
+    asked = {"model": "demo", "prompt": PROMPT, "temperature": 0, "max_tokens": 24}
+    free = client.completions.create(**asked).choices[0].text
+    words = [" Rome", ":", " Milan and"]
+    bound = client.completions.create(**asked, extra_body={"bad_words": words}).choices[0].text
+    assert any(word in free for word in words)
+    assert not any(word in bound for word in words)
+    with octavo.Client(served.address) as direct:
+        allowed = direct.tokenize(" Rome, Milan")
+    extra = {"allowed_token_ids": list(allowed), "return_token_ids": True}
+    listed = client.completions.create(**asked, extra_body=extra).choices[0]
+    assert set(listed.token_ids) <= set(allowed)
+    assert len(listed.token_ids) == 24
+
+
 def test_an_answer_is_continued(client):
     opened = "The capital of France is"
     got = client.chat.completions.create(

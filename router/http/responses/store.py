@@ -18,6 +18,7 @@ GIB = 1 << 30
 LOCK_SECONDS = 10.0
 """Maximum seconds to wait for another process that writes to the file."""
 _TABLES = """
+    BEGIN IMMEDIATE;
     CREATE TABLE IF NOT EXISTS responses (
         number INTEGER PRIMARY KEY AUTOINCREMENT,
         tenant TEXT NOT NULL,
@@ -27,7 +28,15 @@ _TABLES = """
         bytes INTEGER NOT NULL,
         UNIQUE (tenant, id)
     );
-    CREATE INDEX IF NOT EXISTS sizes ON responses (number, bytes);
+    DROP INDEX IF EXISTS sizes;
+    CREATE TABLE IF NOT EXISTS total (bytes INTEGER NOT NULL);
+    INSERT INTO total SELECT (SELECT coalesce(sum(bytes), 0) FROM responses)
+        WHERE NOT EXISTS (SELECT 1 FROM total);
+    CREATE TRIGGER IF NOT EXISTS added AFTER INSERT ON responses
+        BEGIN UPDATE total SET bytes = bytes + NEW.bytes; END;
+    CREATE TRIGGER IF NOT EXISTS removed AFTER DELETE ON responses
+        BEGIN UPDATE total SET bytes = bytes - OLD.bytes; END;
+    COMMIT;
 """
 T = TypeVar("T")
 
@@ -74,6 +83,7 @@ class ResponseStore:
             )
             self._database.execute("PRAGMA journal_mode = WAL")
             self._database.execute("PRAGMA synchronous = NORMAL")
+            self._database.execute("PRAGMA recursive_triggers = ON")  # for rows that are replaced
             self._database.executescript(_TABLES)
         except (OSError, sqlite3.Error) as error:
             raise SettingsError(f"--response-store {path} cannot be used: {error}") from None
@@ -83,7 +93,7 @@ class ResponseStore:
     async def put(self, tenant: str, response: Stored) -> None:
         """Keep a response, unless the disk is full or fails: its client has its answer anyway."""
         body, items = json.dumps(response.body), json.dumps(response.input)
-        size = len(body) + len(items)
+        size, most = len(body) + len(items), self._max_bytes
 
         def write() -> None:
             row = (tenant, response.body["id"], body, items, size)
@@ -94,13 +104,10 @@ class ResponseStore:
                     " VALUES (?, ?, ?, ?, ?)",
                     row,
                 )
-                ((total,),) = self._database.execute("SELECT sum(bytes) FROM responses")
-                while total > self._max_bytes:
-                    ((dropped,),) = self._database.execute(
-                        "DELETE FROM responses WHERE number ="
-                        " (SELECT min(number) FROM responses) RETURNING bytes"
-                    ).fetchall()
-                    total -= dropped
+                while self._database.execute("SELECT bytes FROM total").fetchone()[0] > most:
+                    self._database.execute(
+                        "DELETE FROM responses WHERE number = (SELECT min(number) FROM responses)"
+                    )
 
         try:
             await self._run(write)

@@ -30,11 +30,12 @@ DRAWS = 20_000
 PROMPT = (1, 2, 3)
 
 
-def sampling_row(output=(), *, index=0, min_tokens=0, eos=(), **params):
+def sampling_row(output=(), *, index=0, min_tokens=0, eos=(), bad_words=(), **params):
     sampling = SamplingParams(**params)
     request = Request(
-        0, "r", PROMPT, sampling, 100, 0.0, min_tokens=min_tokens, eos_token_ids=frozenset(eos)
-    )
+        0, "r", PROMPT, sampling, 100, 0.0, min_tokens=min_tokens, eos_token_ids=frozenset(eos),
+        bad_words=bad_words,
+    )  # fmt: skip
     sequence = Sequence(0, index, [*PROMPT, *output], len(PROMPT))
     return SequenceGroup(request, [sequence])
 
@@ -46,14 +47,14 @@ class Draw(NamedTuple):
     logprob: TokenLogprob | None
 
 
-def sample(logits, rows):
+def sample(logits, rows, inputs=None):
     whole = [
         ScheduledSequence(group, sequence, 0, sequence.num_tokens, [], [sequence])
         for group in rows
         for sequence in group.sequences
     ]
     samples = Batch(rest=whole).samples()
-    tokens, reports = sampler.sample(logits, samples, range(len(rows)))
+    tokens, reports = sampler.sample(logits, samples, range(len(rows)), inputs)
     places, report = reports or ([], None)
     logprobs = dict(zip(places, report.logprobs() if report else [], strict=True))
     return [Draw(token, logprobs.get(i)) for i, token in enumerate(tokens.tolist())]
@@ -212,6 +213,45 @@ def test_each_row_has_its_own_penalties():
 def test_bias_moves_a_token():
     drawn = sample(torch.zeros(1, VOCAB), [sampling_row(temperature=0.0, logit_bias={11: 5.0})])
     assert drawn[0].token_id == 11
+
+
+def test_only_allowed_tokens_are_drawn():
+    logits = logits_of(1)
+    best = logits.topk(3).indices.tolist()
+    counts = draw_many(logits, 2_000, allowed_token_ids=best[1:])
+    assert set(np.flatnonzero(counts)) == set(best[1:])
+    rows = [
+        sampling_row(temperature=0.0, allowed_token_ids=best[2:]),
+        sampling_row(temperature=0.0),
+    ]
+    assert [draw.token_id for draw in sample(logits.repeat(2, 1), rows)] == [best[2], best[0]]
+
+
+@pytest.mark.parametrize(
+    ("output", "expected"),
+    [((), 9), ((4,), 7), ((5,), 9), ((4, 5), 9), ((5, 4), 7), ((3, 4, 5), 8), ((6, 4, 5), 8)],
+)
+@pytest.mark.parametrize("launched", [False, True], ids=["known", "launched"])
+def test_a_bad_word_is_never_completed(output, expected, launched):
+    logits = torch.zeros(1, VOCAB)
+    logits[0, [10, 9, 8, 7]] = torch.tensor([4.0, 3.0, 2.0, 1.0])
+    words = ((10,), (4, 9), (3, 4, 5, 9), (4, 8), (6, 4, 5, 9), (6, 9), (5, 7))
+    row = sampling_row(temperature=0.0, bad_words=words, output=output)
+    inputs = torch.tensor([output[-1] if output else PROMPT[-1]])
+    if launched and output:
+        (sequence,) = row.sequences
+        sequence.token_ids.pop()
+        sequence.append_placeholder()
+    assert sample(logits, [row], inputs)[0].token_id == expected
+
+
+def test_bad_words_leave_reported_logprobs_alone():
+    logits = logits_of(5)
+    best, second = logits.topk(2).indices.tolist()
+    row = sampling_row(temperature=0.0, bad_words=((best,),), logprobs=1)
+    drawn = sample(logits.clone()[None], [row])[0]
+    assert drawn.token_id == second
+    assert drawn.logprob.top[0][0] == best
 
 
 def test_stopping_tokens_wait_for_min_tokens():

@@ -332,6 +332,16 @@ async def test_each_status_has_its_exception(claude):
         await fails(anthropic.InternalServerError, "api_error")
 
 
+async def test_models_are_listed_in_the_api_s_form(claude):
+    async with claude("a") as (_, _, client):
+        (model,) = [each async for each in client.models.list()]
+        assert (model.id, model.type, model.max_input_tokens) == ("tiny", "model", 4096)
+        assert await client.models.retrieve("tiny") == model
+        with pytest.raises(anthropic.NotFoundError, match="'huge' is not served") as caught:
+            await client.models.retrieve("huge")
+        assert caught.value.body["error"]["type"] == "not_found_error"
+
+
 async def test_the_key_may_be_in_the_api_s_own_header(claude, get):
     async with claude("a", settings={"api_key": "key"}) as (app, _, _):
         body = json.dumps(ASK).encode()

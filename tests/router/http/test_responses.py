@@ -273,6 +273,7 @@ async def test_a_store_outlasts_its_router_and_drops_the_oldest(tmp_path):
         await store.put("t", Stored(body | {"id": str(i)}, []))
     await store.close()
     store = ResponseStore(path, 5 * sized / GIB)
+    await store.put("t", Stored(body | {"id": "8"}, []))  # replaces one of the same size
     there = [i for i in range(9) if await store.get("t", str(i)) is not None]
     assert there == [5, 6, 7, 8]
     assert await store.get("other", "8") is None
