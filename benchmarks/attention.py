@@ -13,7 +13,6 @@ import torch
 
 from benchmarks.gpu.shapes import SMOLLM2, make_batch
 from benchmarks.gpu.timing import Timer
-from octavo.kernels.whole_numbers import NAMES
 
 # Name -> (query length, sequence length) of each sequence.
 BATCHES: dict[str, list[tuple[int, int]]] = {
@@ -35,12 +34,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--cache-dtype", choices=("float8_e4m3fn", *NAMES.values()))
+    parser.add_argument("--cache-dtype", choices=("float8_e4m3fn", "int8"))
     parser.add_argument("--repeat", type=int, default=10, help="walks over all layers")
     options = parser.parse_args()
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-    kinds = {name: kept_as for kept_as, name in NAMES.items()}
-    kept_as = kinds.get(options.cache_dtype) or getattr(torch, options.cache_dtype or "", None)
+    kept_as = getattr(torch, options.cache_dtype or "", None)
     timer = Timer(device, runs=options.repeat)
     for name, lengths in BATCHES.items():
         batch = make_batch(SMOLLM2, lengths, device, dtype=dtype, cache_dtype=kept_as)

@@ -21,7 +21,6 @@ from octavo.kernels.low_rank import LowRankBatch
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.quantized import QuantizedWeight
 from octavo.kernels.whole_numbers import MIN_BLOCK_SIZE as WHOLE_MIN_BLOCK_SIZE
-from octavo.kernels.whole_numbers import NAMES
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 FP8_DTYPES = (*E4M3_DTYPES, torch.float8_e5m2)
@@ -481,13 +480,13 @@ def check_supported(
             f"from {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
         )
     smaller = cache_dtype if cache_dtype != dtype else None
-    if smaller is not None and smaller not in (*FP8_DTYPES, *NAMES):
+    if smaller is not None and smaller not in (*FP8_DTYPES, torch.int8):
         raise ValueError(
-            f"a KV cache of {smaller} is not supported: use the model's dtype, fp8, int8 or int4"
+            f"a KV cache of {smaller} is not supported: use the model's dtype, fp8 or int8"
         )
-    if smaller in NAMES and block_size < WHOLE_MIN_BLOCK_SIZE:
+    if smaller == torch.int8 and block_size < WHOLE_MIN_BLOCK_SIZE:
         raise ValueError(
-            f"block size {block_size} is not supported for a KV cache of {NAMES[smaller]}: it must"
-            f" be at least {WHOLE_MIN_BLOCK_SIZE}"
+            f"block size {block_size} is not supported for a KV cache of int8: it must be at least"
+            f" {WHOLE_MIN_BLOCK_SIZE}"
         )
     find_backend(device.type).check_device(device, smaller)

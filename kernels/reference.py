@@ -15,7 +15,7 @@ from torch import Tensor
 from octavo.kernels.activation import Activation
 from octavo.kernels.metadata import AttentionMetadata
 from octavo.kernels.sampling_tensors import MIN_TEMPERATURE, SamplingTensors
-from octavo.kernels.whole_numbers import BITS, pack, unpack
+from octavo.kernels.whole_numbers import pack, unpack
 from octavo.kernels.widths import width_of_values
 
 
@@ -46,8 +46,8 @@ def round_for_cache(x: Tensor, dtype: torch.dtype, scale: float, *, keys: bool) 
     """Return keys or values as a cache of `dtype` stores them."""
     if x.dtype == dtype:
         return x
-    if dtype in BITS:
-        return pack(x, dtype, keys=keys)
+    if dtype == torch.int8:
+        return pack(x, keys=keys)
     largest = torch.finfo(dtype).max
     return (x.float() / scale).clamp(-largest, largest).to(dtype)
 
@@ -250,7 +250,7 @@ def _gather(cache: Tensor, blocks: Tensor, begin: int, end: int, *, keys: bool) 
     before = begin // block_size
     used = blocks[before : -(-end // block_size)].long()
     kept = slice(begin - before * block_size, end - before * block_size)
-    stored = unpack(cache[used], keys=keys) if cache.dtype in BITS else cache[used].float()
+    stored = unpack(cache[used], keys=keys) if cache.dtype == torch.int8 else cache[used].float()
     return stored.transpose(0, 1).flatten(1, 2)[:, kept]
 
 

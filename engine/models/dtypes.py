@@ -4,7 +4,6 @@ import torch
 from transformers import PreTrainedConfig
 
 from octavo.kernels.gpu import describe_gpu, e4m3_dtype
-from octavo.kernels.whole_numbers import NAMES
 
 
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
@@ -40,5 +39,4 @@ def choose_cache_dtype(name: str, dtype: torch.dtype, device: torch.device) -> t
         return e4m3_dtype(device) if has else torch.float8_e5m2
     if name == "fp8_e4m3":
         return e4m3_dtype(device)
-    whole = {name: kept_as for kept_as, name in NAMES.items()}
-    return torch.float8_e5m2 if name == "fp8_e5m2" else whole.get(name, dtype)
+    return {"fp8_e5m2": torch.float8_e5m2, "int8": torch.int8}.get(name, dtype)

@@ -20,7 +20,6 @@ from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.formats.base import Format
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.kernels.ops import check_supported
-from octavo.kernels.whole_numbers import NAMES
 
 
 @contextmanager
@@ -61,10 +60,10 @@ def check_kernels(
 ) -> None:
     """Refuse layers that no kernel supports."""
     for layer in set(shape.layers):
-        if layer.latent and cache_dtype in NAMES:
+        if layer.latent and cache_dtype == torch.int8:
             raise NotImplementedError(
-                f"--kv-cache-dtype {NAMES[cache_dtype]} keeps keys and values, and this model"
-                " caches latents: use fp8"
+                "--kv-cache-dtype int8 keeps keys and values, and this model caches latents:"
+                " use fp8"
             )
         check_supported(
             num_heads=layer.num_heads,

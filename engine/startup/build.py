@@ -39,7 +39,6 @@ from octavo.engine.startup.generation_config import Defaults
 from octavo.engine.startup.load import Loaded, load
 from octavo.engine.startup.threads import Threads, set_threads
 from octavo.kernels.ops import device_warning, kernel_path
-from octavo.kernels.whole_numbers import NAMES
 
 log = structlog.get_logger(__name__)
 
@@ -229,7 +228,7 @@ def _log(began: float, event: str, **fields: object) -> None:
 
 
 def _name(dtype: torch.dtype) -> str:
-    return NAMES.get(dtype) or str(dtype).removeprefix("torch.")
+    return str(dtype).removeprefix("torch.")
 
 
 def _device_name(device: torch.device) -> str:

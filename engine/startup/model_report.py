@@ -29,7 +29,6 @@ from octavo.engine.startup.capacity import (
     keeps_blocks,
     longest_sequence,
 )
-from octavo.kernels.whole_numbers import NAMES
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +152,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         device=empty.device.type,
         dtype=str(empty.dtype).removeprefix("torch."),
         quantization=settings.quantization if stored is None else stored.description,
-        cache_dtype=NAMES.get(empty.cache_dtype) or str(empty.cache_dtype).removeprefix("torch."),
+        cache_dtype=str(empty.cache_dtype).removeprefix("torch."),
         parameters=sum(weight.numel() for weight in empty.model.parameters()),
         weights=taken,
         weights_by_quantization=weights if stored is None else {stored.description: taken},

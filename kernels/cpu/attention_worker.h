@@ -56,7 +56,6 @@ struct Attention {
 struct Softmax {
   float* out;  // [rows][value_width]
   float maximum[kMaxRows] = {}, total[kMaxRows] = {};
-  float offsets[kMaxRows] = {};  // sum of the values' offsets, of codes in 4 bits
 };
 
 // One thread's buffers for an item.
@@ -88,8 +87,7 @@ struct Scratch {
   float* logits;                   // [rows][kTile]; the weights overwrite them, as T's words
   Softmax sums, merged;               // of the current part, and of those before it
   float rescale[kMaxRows];
-  float query_unit[kMaxRows], query_sum[kMaxRows];  // for codes: a row's unit, and its elements' sum
-  float weight_unit[kMaxRows];
+  float query_unit[kMaxRows], weight_unit[kMaxRows];  // for codes
 
  private:
   template <class Element>
@@ -167,8 +165,7 @@ struct ValueMatrix : Loads {
   int64_t stride;
 };
 
-// kBits is that of codes in the cache, or 0.
-template <class T, int kBits = 0>
+template <class T, bool kInCodes = false>
 class Worker {
   using Stored = typename T::Stored;
   using Widener = Fp8Widener<T>;
@@ -179,13 +176,13 @@ class Worker {
  public:
   Worker(const Attention& p, float* saved)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
-        words_(p.cache.key_dim / (kBits ? 2 : kPack)), width_(p.value_width()),
+        words_(p.cache.key_dim / (kInCodes ? 2 : kPack)), width_(p.value_width()),
         block_shift_(__builtin_ctz(p.cache.block_size)),
         joined_runs_(p.cache.block_size % kLanes ? 1 : kLanes / kRun),
         copies_keys_(p.cache.fp8 || p.cache.block_size % kLanes),
         copies_values_(p.cache.fp8 || p.latent() || p.value_dim % kLanes),
-        pack_(kBits ? 32 / std::max(kBits, 1) : p.cache.fp8 ? Widener::kPack : kPack),
-        pack_bytes_(kBits ? 4 : pack_ * p.cache.template element_bytes<T>()), widener_(p.cache.fp8),
+        pack_(kInCodes ? Codes::kPack : p.cache.fp8 ? Widener::kPack : kPack),
+        pack_bytes_(pack_ * p.cache.template element_bytes<T>()), widener_(p.cache.fp8),
         grown_(p.cache.fp8 ? std::ldexp(1.f, Widener::kGrown) : 1),
         scale_(p.scale * p.cache.key_scale * (p.cache.fp8 ? widener_.unit() : 1)),
         value_scale_(p.cache.value_scale * (p.cache.fp8 ? widener_.unit() : 1)),
@@ -220,7 +217,6 @@ class Worker {
       multiply_values(item.rows);
       std::swap(tile_, coming_);
       if (end % kPart && end < item.key_end) continue;
-      if (kBits == 4) add_offsets(item.rows);
       if (has_parts) {
         for (int row = 0; row < item.rows; row++)
           merge_row(row, scratch_.sums.maximum[row], scratch_.sums.total[row],
@@ -257,14 +253,7 @@ class Worker {
   void clear(Softmax& sums, int rows) {
     std::fill_n(sums.maximum, rows, kNoLogit);
     std::fill_n(sums.total, rows, 0.f);
-    std::fill_n(sums.offsets, rows, 0.f);
     std::fill_n(sums.out, rows * width_, 0.f);
-  }
-
-  void add_offsets(int rows) {
-    for (int row = 0; row < rows; row++)
-      for (int i = 0; i < width_; i++)
-        scratch_.sums.out[row * width_ + i] += scratch_.sums.offsets[row];
   }
 
   // Adds a part of a row, weighted by its share of the softmax.
@@ -286,7 +275,7 @@ class Worker {
                            token * p_.query_token_stride +
                            head_of(item, row) * p_.query_head_stride;
       uint32_t* to = scratch_.query + row * words_;
-      if constexpr (kBits) {
+      if constexpr (kInCodes) {
         round_query(from, row, to);
         continue;
       }
@@ -310,16 +299,15 @@ class Worker {
     const int count = cache_.key_dim;
     widen_head<T>(from, count, all);
     spread(all, count);
-    Floats greatest{}, sum{};
+    Floats greatest{}, nothing{};
     for (int i = 0; i < count; i += kLanes) {
       const Floats x = load<Floats>(all + i);
       greatest = max(max(x, -x), greatest);
-      sum += x;
+      nothing += x * 0.f;  // NaN if an element is not finite
     }
-    const float most = std::min(32767.f, 0x1p31f / ((1 << (kBits - 1)) * count) - 1);
+    const float most = std::min(32767.f, 0x1p31f / (128 * count) - 1);
     const float unit = std::max(reduce_max(greatest), 0x1p-100f) / most;
-    scratch_.query_sum[row] = reduce_add(sum);
-    scratch_.query_unit[row] = unit + scratch_.query_sum[row] * 0;  // NaN if an element is not finite
+    scratch_.query_unit[row] = unit + reduce_add(nothing);
     for (int i = 0; i < count; i += kLanes)
       store_first(static_cast<int16_t*>(to) + i, count - i,
                   __builtin_convertvector(round_to_ints(load<Floats>(all + i) / unit), Integers));
@@ -347,9 +335,9 @@ class Worker {
       if (p_.latent()) continue;
       const char* values = element(cache_.values, cache_.values_at(table[block], item.kv_head));
       tile.values[i] = values + offset / pack_ * p_.value_dim * pack_bytes_;
-      if (!kBits) continue;
-      tile.key_scales[i] = keys + cache_.block_size / pack_ * cache_.key_dim * 4 + offset * 2;
-      tile.value_scales[i] = values + cache_.block_size / pack_ * p_.value_dim * 4 + offset * 2;
+      if (!kInCodes) continue;
+      tile.key_scales[i] = keys + cache_.block_size * cache_.key_dim + offset * kScaleBytes;
+      tile.value_scales[i] = values + cache_.block_size * p_.value_dim + offset * kScaleBytes;
     }
   }
   const char* element(const void* first, int64_t index) const {
@@ -366,9 +354,9 @@ class Worker {
     const Fetcher fetcher(pieces, count, lines, kLine, words_);
     const int vectors = (tile_.count + kLanes - 1) / kLanes;
     const int columns = (vectors + kMicroColumns - 1) / kMicroColumns * kMicroColumns;
-    if constexpr (kBits)
+    if constexpr (kInCodes)
       return multiply_keys(
-          KeyMatrix<Codes<kBits>>({}, tile_.keys, cache_.block_size), rows, columns, fetcher);
+          KeyMatrix<Codes>({}, tile_.keys, cache_.block_size), rows, columns, fetcher);
     if constexpr (kWidensInProduct)
       if (widens_in_product(rows))
         return multiply_keys(KeyMatrix<Packs<T>>({widener_}, tile_.keys, cache_.block_size * 4),
@@ -389,15 +377,15 @@ class Worker {
     int count = 0;
     for (int run = 0; run * kRun < coming_.count; run += joined_runs_)
       pieces[count++] = coming_.keys[run];
-    const int depth = kBits ? (tile_.count + pack_ - 1) / pack_ * pack_ / 2
+    const int depth = kInCodes ? (tile_.count + pack_ - 1) / pack_ * pack_ / 2
                             : (tile_.count + kPack - 1) / kPack;
     const int stride = cache_.block_size * pack_bytes_;
     const int packs = cache_.key_dim / pack_;
     const int lines = stride < kLine ? (packs * stride + kLine - 1) / kLine : packs;
     const Fetcher fetcher(pieces, count, lines, std::max(stride, kLine), depth);
-    if constexpr (kBits)
+    if constexpr (kInCodes)
       return multiply_values(
-          ValueMatrix<Codes<kBits>>({}, tile_.values, p_.value_dim), rows, depth, fetcher);
+          ValueMatrix<Codes>({}, tile_.values, p_.value_dim), rows, depth, fetcher);
     if constexpr (kWidensInProduct)
       if (widens_in_product(rows))  // values past the end are finite and have weight zero
         return multiply_values(ValueMatrix<Packs<T>>({widener_}, tile_.values, p_.value_dim * 4),
@@ -495,8 +483,7 @@ class Worker {
     for (int i = 0; i < vectors; i++) {
       Ints key = lane + i * kLanes;
       x[i] = load<Floats>(logits + i * kLanes);
-      if (kBits) x[i] = x[i] * scratch_.query_unit[row] * beside(tile_.key_scales, i);
-      if (kBits == 4) x[i] += scratch_.query_sum[row] * beside(tile_.key_scales, i, true);
+      if (kInCodes) x[i] = x[i] * scratch_.query_unit[row] * scales(tile_.key_scales, i);
       if (p_.soft_cap)
         x[i] = cap(x[i] * (scale_ / p_.soft_cap)) * (p_.soft_cap * kLog2E);
       else
@@ -512,44 +499,41 @@ class Worker {
     for (int i = 0; i < vectors; i++) {
       x[i] = exp2(x[i] - maximum);
       sum += x[i];
-      if (!kBits) Weights::store_floats(weights + i * kLanes, x[i] * grown_);
+      if (!kInCodes) Weights::store_floats(weights + i * kLanes, x[i] * grown_);
     }
     Softmax& sums = scratch_.sums;
     const float rescale = exp2(broadcast(sums.maximum[row] - maximum))[0];
-    if constexpr (kBits) round_weights(row, x, vectors, rescale);
+    if constexpr (kInCodes) round_weights(row, x, vectors);
     sums.maximum[row] = maximum;
     sums.total[row] = sums.total[row] * rescale + reduce_add(sum);
     scratch_.rescale[row] = rescale;
   }
 
-  // Multiplies a row's weights by the values' scales, and rounds them to 16-bit integers. What is beside
+  // Multiplies a row's weights by the values' scales, and rounds them to 16-bit integers. Scales of
   // values past the end may be NaN, and their weights are zeros.
-  void round_weights(int row, Floats (&x)[kTile / kLanes], int vectors, float rescale) {
-    Floats greatest{}, offsets{}, nothing{};
+  void round_weights(int row, Floats (&x)[kTile / kLanes], int vectors) {
+    Floats greatest{}, nothing{};
     for (int i = 0; i < vectors; i++) {
-      if (kBits == 4) offsets += x[i] > 0.f ? x[i] * beside(tile_.value_scales, i, true) : Floats{};
-      x[i] = x[i] > 0.f ? x[i] * beside(tile_.value_scales, i) : Floats{};
+      x[i] = x[i] > 0.f ? x[i] * scales(tile_.value_scales, i) : Floats{};
       greatest = max(x[i], greatest);
       nothing += x[i] * 0.f;
     }
     const float unit = std::max(reduce_max(greatest), 0x1p-100f) / 32767;
     scratch_.weight_unit[row] = unit + reduce_add(nothing);
-    float& sum = scratch_.sums.offsets[row];
-    sum = sum * rescale + reduce_add(offsets);
     auto* to = reinterpret_cast<int16_t*>(scratch_.logits + row * kTile);
     for (int i = 0; i < vectors; i++)
       store(to + i * kLanes, __builtin_convertvector(round_to_ints(x[i] / unit), Integers));
   }
 
-  // Returns the scales or the offsets of a tile's vector of keys or of values.
-  Floats beside(const char* const* runs, int vector, bool offset = false) const {
-    return BFloat16::load_floats(reinterpret_cast<const uint16_t*>(
-        runs[vector * (kLanes / kRun)] + (offset ? cache_.block_size * 2 : 0)));
+  // Returns the scales of a tile's vector of keys or of values.
+  static Floats scales(const char* const* runs, int vector) {
+    return BFloat16::load_floats(
+        reinterpret_cast<const uint16_t*>(runs[vector * (kLanes / kRun)]));
   }
 
   // Stores the weights in words like V's.
   using Weights = std::conditional_t<kPack == 2, BFloat16, Float32>;
-  using Multiplied = std::conditional_t<kBits != 0, CodePairs, T>;
+  using Multiplied = std::conditional_t<kInCodes, CodePairs, T>;
   typedef int16_t Integers __attribute__((vector_size(kLanes * 2)));
 
   // tanh as 1 - 2 / (e^2y + 1), which does not overflow and keeps the sign.

@@ -15,8 +15,8 @@
 //
 // An fp8 cache stores bytes, with its own P (fp8.h): 4 where the model's type has 2.
 //
-// A cache of whole numbers (whole_numbers.h) has P = 4 or 8, the codes of a 32-bit word. After the words
-// of a block's head come the scales of its tokens, and then their offsets.
+// A cache of whole numbers (whole_numbers.h) has P = 4, the codes of a 32-bit word. After the words
+// of a block's head come the scales of its tokens.
 #pragma once
 
 #include <cstdint>
@@ -42,16 +42,16 @@ struct Cache {
   Fp8 fp8 = kNotFp8;
   float key_scale = 1;    // a key is its stored value times this
   float value_scale = 1;  // the same for values; for latents it equals key_scale
-  int32_t bits = 0;       // of a whole number, 8 or 4; 0 for other caches
+  int32_t in_codes = 0;   // whether it is of whole numbers
 
   // Returns the bytes of an element of T in the cache.
   template <class T>
   int64_t element_bytes() const {
-    return fp8 || bits ? 1 : sizeof(typename T::Stored);
+    return fp8 || in_codes ? 1 : sizeof(typename T::Stored);
   }
 
   // Returns the elements that a token's key or value takes.
-  int64_t width(int64_t dim) const { return bits ? dim * bits / 8 + beside_bytes(bits) : dim; }
+  int64_t width(int64_t dim) const { return in_codes ? dim + kScaleBytes : dim; }
 
   // Return the first element of a block's head.
   int64_t keys_at(int64_t block, int64_t head) const {

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from octavo.kernels.metadata import AttentionMetadata, LayerCache, StateCache
-from octavo.kernels.whole_numbers import BITS, MIN_BLOCK_SIZE, dim_of
+from octavo.kernels.whole_numbers import MIN_BLOCK_SIZE, dim_of
 
 DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _FP8_DTYPES = {torch.float8_e4m3fn: 1, torch.float8_e5m2: 2}
-_SMALLER = _FP8_DTYPES | BITS
+_SMALLER = {*_FP8_DTYPES, torch.int8}
 _NO_SCALES = 1.0, 1.0
 _UNIT = 8  # block and head sizes are multiples of it
 _MAX_KEY_DIM = 576  # as in cache.h
@@ -40,7 +40,7 @@ class Cache(Structure):
         ("fp8", c_int32),
         ("key_scale", c_float),
         ("value_scale", c_float),
-        ("bits", c_int32),
+        ("in_codes", c_int32),
     )
 
 
@@ -94,7 +94,7 @@ class CheckedCache:
             raise ValueError(f"scales of keys and values must be positive: they are {scales}")
         key_dim, value_dim = dim_of(key_cache), 0
         _check_block(key_cache)
-        if value_cache is None and key_cache.dtype in BITS:
+        if value_cache is None and key_cache.dtype == torch.int8:
             raise ValueError(f"a cache of {key_cache.dtype} has values, not latents")
         if value_cache is not None:
             value_dim = dim_of(value_cache)
@@ -120,7 +120,7 @@ class CheckedCache:
             _FP8_DTYPES.get(key_cache.dtype, 0),
             key_scale,
             key_scale if value_cache is None else value_scale,
-            BITS.get(key_cache.dtype, 0),
+            key_cache.dtype == torch.int8,
         )
 
     def is_of(
@@ -232,12 +232,12 @@ def _nothing() -> None:
 def _check_block(cache: Tensor) -> None:
     """Raise ValueError if C++ would misread a cache's memory."""
     _, _, block_size, width = cache.shape
-    if cache.dtype not in DTYPES | _SMALLER:
-        known = ", ".join(map(str, DTYPES | _SMALLER))
+    if cache.dtype not in {*DTYPES, *_SMALLER}:
+        known = ", ".join(map(str, [*DTYPES, *_FP8_DTYPES, torch.int8]))
         raise ValueError(f"the cache is {cache.dtype}: it must be one of {known}")
     if cache.stride()[1:] != (block_size * width, width, 1):
         raise ValueError(f"a block must be contiguous: strides are {cache.stride()}")
-    least, dim = MIN_BLOCK_SIZE if cache.dtype in BITS else _UNIT, dim_of(cache)
+    least, dim = MIN_BLOCK_SIZE if cache.dtype == torch.int8 else _UNIT, dim_of(cache)
     if block_size & (block_size - 1) or block_size < least or dim % _UNIT:
         raise ValueError(
             f"block size {block_size} must be a power of two from {least}, and head size "

@@ -28,12 +28,12 @@ namespace {
 
 constexpr int64_t kMinParallelWork = 1 << 17;  // fewer products do not pay for threads
 
-template <class T, int kBits>
+template <class T, bool kInCodes>
 void run(const Attention& p, const Plan& plan, int threads) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
   std::unique_ptr<float[]> saved;
   std::atomic<int> queue{0};
-  using Own = Worker<T, kBits>;
+  using Own = Worker<T, kInCodes>;
   if (merges) saved.reset(new float[plan.saved_rows * Own::saved_size(p.value_width())]);
   const int dims = (p.cache.key_dim + p.value_dim) / 2;
   const bool parallel = items > 1 && plan.work * dims >= kMinParallelWork;
@@ -69,8 +69,7 @@ void attend_to_blocks(const Cache& cache, const Batch& batch, const View& query,
   if (threads > 1 && int(plan.items.size()) < kItemsPerThread * threads) split_items(plan);
   with_dtype(cache.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto chosen = cache.bits == 8 ? run<T, 8> : cache.bits == 4 ? run<T, 4> : run<T, 0>;
-    chosen(attention, plan, threads);
+    (cache.in_codes ? run<T, true> : run<T, false>)(attention, plan, threads);
   });
 }
 

@@ -1,5 +1,4 @@
-// Keys and values as whole numbers of 8 or 4 bits, their codes, with a scale for each head of each
-// token. In 4 bits they have an offset too, since all codes count: x = scale * code + offset.
+// Keys and values as whole numbers of 8 bits, their codes, with a scale for each head of each token.
 //
 // Attention multiplies codes as 16-bit integers, whose sums are exact: queries and the softmax's
 // weights are rounded to 16 bits, each row with its own unit. The scales of keys multiply logits, and
@@ -17,8 +16,7 @@
 
 constexpr int kMaxKeyDim = 576;  // as in ops.py; values are not wider
 
-// Returns the bytes that a token has beside its codes: a scale and an offset in bfloat16.
-constexpr int beside_bytes(int bits) { return bits == 8 ? 2 : 4; }
+constexpr int kScaleBytes = 2;  // a scale is a bfloat16
 
 // Products of pairs of 16-bit integers.
 struct CodePairs {
@@ -26,32 +24,24 @@ struct CodePairs {
   static Ints multiply_add(Ints sum, Words a, Words b) { return add_products(sum, a, b); }
 };
 
-// Loads words of 8 or 4 codes as pairs. Codes of a word with even numbers come first, so that one shift
-// moves both codes of a pair.
-template <int kBits>
+// Loads words of 4 codes as pairs. Codes of a word with even numbers come first, so that one shift moves
+// both codes of a pair.
 struct Codes {
   using Stored = uint32_t;
-  static constexpr int kPack = 32 / kBits, kLane = 1, kWords = kPack / 2;
+  static constexpr int kPack = 4, kLane = 1, kWords = 2;
 
-  // Returns the first bit of a code in its word.
-  static constexpr int bit(int code) { return (code % 2 * kWords + code / 2) * kBits; }
+  // Returns the byte of a code in its word.
+  static constexpr int place(int code) { return code % 2 * 2 + code / 2; }
 
   Words load(const Stored* from) const { return ::load<Words>(from); }
-  Words word(Words loaded, int i) const {
-    return (Words)((Shorts)loaded << (16 - kBits - kBits * i) >> (16 - kBits));
-  }
+  Words word(Words loaded, int i) const { return (Words)((Shorts)loaded << (8 - 8 * i) >> 8); }
 };
 
-// Returns the number's upper half, rounded up to one that is not smaller or to the nearest.
+// Returns the number's upper half, rounded up to one that is not smaller.
 inline uint16_t bfloat16_above(float x) {
   uint32_t bits;
   std::memcpy(&bits, &x, sizeof bits);
   return x == x ? (bits + 0xffff) >> 16 : 0x7fc0;
-}
-inline uint16_t nearest_bfloat16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, sizeof bits);
-  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
 }
 inline float from_bfloat16(uint16_t half) {
   const uint32_t bits = uint32_t(half) << 16;
@@ -63,7 +53,7 @@ inline float from_bfloat16(uint16_t half) {
 // A key or a value in codes.
 struct Coded {
   int8_t codes[kMaxKeyDim + kLanes];
-  uint16_t scale, offset;
+  uint16_t scale;
 };
 
 // Widens a head of `count` elements to floats, of which there is room for kLanes more.
@@ -112,25 +102,18 @@ inline void spread(float* x, int count) {
 
 // Rounds `count` elements, a multiple of 8 with room for kLanes more. NaN and infinity make the scale
 // NaN.
-inline void encode(float* x, int count, int bits, bool is_key, Coded& to) {
+inline void encode(float* x, int count, bool is_key, Coded& to) {
   if (is_key) spread(x, count);
   std::fill_n(x + count, kLanes, *x);
-  Floats low = load<Floats>(x), high = low, nothing{};
+  Floats greatest{}, nothing{};
   for (int i = 0; i < count; i += kLanes) {
     const Floats some = load<Floats>(x + i);
-    low = min(some, low), high = max(some, high), nothing += some * 0.f;
+    greatest = max(max(some, -some), greatest), nothing += some * 0.f;
   }
-  const float least = -reduce_max(-low), greatest = reduce_max(high);
-  const bool whole = bits == 8;
-  float scale = whole ? std::max(-least, greatest) / 127 : (greatest - least) / 15;
-  to.scale = bfloat16_above(std::max(scale, 0x1p-126f) + reduce_add(nothing));
-  scale = from_bfloat16(to.scale);
-  to.offset = whole ? 0 : nearest_bfloat16((least + greatest) * .5f + scale * .5f);
-  const Floats offset = broadcast(from_bfloat16(to.offset));
-  const Floats first = broadcast(-float(1 << (bits - 1))), last = -1.f - first;
+  to.scale = bfloat16_above(std::max(reduce_max(greatest) / 127, 0x1p-126f) + reduce_add(nothing));
+  const float scale = from_bfloat16(to.scale);
   typedef int8_t Chars __attribute__((vector_size(kLanes)));
-  for (int i = 0; i < count; i += kLanes) {
-    const Floats code = min(max((load<Floats>(x + i) - offset) / scale, first), last);
-    store(to.codes + i, __builtin_convertvector(round_to_ints(code), Chars));
-  }
+  for (int i = 0; i < count; i += kLanes)
+    store(to.codes + i,
+          __builtin_convertvector(round_to_ints(load<Floats>(x + i) / scale), Chars));
 }

@@ -38,47 +38,26 @@ void put_value(const Cache& cache, int64_t slot, int64_t head, int place, const 
   for (int64_t at = 0; at < cache.value_dim; at++) to[at * kPack] = value[at];
 }
 
-// Write the codes of a key or a value into packed words; the scale and the offset follow them.
-template <int kBits>
-void put_beside(char* after, const Cache& cache, int64_t offset, const Coded& coded) {
-  std::memcpy(after + offset * 2, &coded.scale, 2);
-  if (kBits == 4) std::memcpy(after + (cache.block_size + offset) * 2, &coded.offset, 2);
-}
-
-template <int kBits>
-void put_key(const Cache& cache, int64_t slot, int64_t head, const Coded& key) {
-  using Words = Codes<kBits>;
-  const int64_t size = cache.block_size, offset = slot % size;
-  char* const to = static_cast<char*>(cache.keys) + cache.keys_at(slot / size, head);
-  for (int at = 0; at < cache.key_dim; at += Words::kPack) {
-    uint32_t word = 0;
-    for (int i = 0; i < Words::kPack; i++)
-      word |= (uint32_t(key.codes[at + i]) & ((1 << kBits) - 1)) << Words::bit(i);
-    std::memcpy(to + (at / Words::kPack * size + offset) * 4, &word, 4);
-  }
-  put_beside<kBits>(to + cache.key_dim / Words::kPack * size * 4, cache, offset, key);
-}
-
-template <int kBits>
-void put_value(const Cache& cache, int64_t slot, int64_t head, const Coded& value) {
-  using Words = Codes<kBits>;
-  const int64_t size = cache.block_size, offset = slot % size, dim = cache.value_dim;
-  char* const to = static_cast<char*>(cache.values) + cache.values_at(slot / size, head);
-  const int bit = Words::bit(offset % Words::kPack), mask = ((1 << kBits) - 1) << bit % 8;
-  char* const bytes = to + offset / Words::kPack * dim * 4 + bit / 8;
-  for (int at = 0; at < dim; at++)
-    bytes[at * 4] = (bytes[at * 4] & ~mask) | ((value.codes[at] << bit % 8) & mask);
-  put_beside<kBits>(to + size / Words::kPack * dim * 4, cache, offset, value);
+// Put the scale of a key or a value behind the codes of a block's head.
+void put_scale(int8_t* head, const Cache& cache, int64_t slot, int64_t dim, const Coded& coded) {
+  std::memcpy(head + cache.block_size * dim + slot % cache.block_size * kScaleBytes, &coded.scale,
+              kScaleBytes);
 }
 
 template <class T, class Stored = typename T::Stored>
 void write_key(const Cache& cache, int64_t slot, int64_t head, const Stored* key) {
-  if (cache.bits) {
+  if (cache.in_codes) {
     Coded coded;
     float all[kMaxKeyDim + kLanes];
+    int8_t packed[kMaxKeyDim];
     widen_head<T>(key, cache.key_dim, all);
-    encode(all, cache.key_dim, cache.bits, true, coded);
-    return (cache.bits == 8 ? put_key<8> : put_key<4>)(cache, slot, head, coded);
+    encode(all, cache.key_dim, true, coded);
+    for (int at = 0; at < cache.key_dim; at++)
+      packed[at / Codes::kPack * Codes::kPack + Codes::place(at % Codes::kPack)] = coded.codes[at];
+    put_key<Codes::kPack>(cache, slot, head, packed);
+    int8_t* const keys = static_cast<int8_t*>(cache.keys);
+    return put_scale(keys + cache.keys_at(slot / cache.block_size, head), cache, slot,
+                     cache.key_dim, coded);
   }
   if (!cache.fp8) return put_key<T::kPack>(cache, slot, head, key);
   using Widener = Fp8Widener<T>;
@@ -91,29 +70,21 @@ void write_key(const Cache& cache, int64_t slot, int64_t head, const Stored* key
 
 template <class T, class Stored = typename T::Stored>
 void write_value(const Cache& cache, int64_t slot, int64_t head, const Stored* value) {
-  if (cache.bits) {
+  if (cache.in_codes) {
     Coded coded;
     float all[kMaxKeyDim + kLanes];
     widen_head<T>(value, cache.value_dim, all);
-    encode(all, cache.value_dim, cache.bits, false, coded);
-    return (cache.bits == 8 ? put_value<8> : put_value<4>)(cache, slot, head, coded);
+    encode(all, cache.value_dim, false, coded);
+    put_value<Codes::kPack>(cache, slot, head, Codes::place(slot % Codes::kPack), coded.codes);
+    int8_t* const values = static_cast<int8_t*>(cache.values);
+    return put_scale(values + cache.values_at(slot / cache.block_size, head), cache, slot,
+                     cache.value_dim, coded);
   }
   if (!cache.fp8) return put_value<T::kPack>(cache, slot, head, slot % T::kPack, value);
   using Widener = Fp8Widener<T>;
   uint8_t bytes[kMaxKeyDim];
   to_fp8<T>(value, cache.value_dim, cache.value_scale, cache.fp8, bytes);
   put_value<Widener::kPack>(cache, slot, head, Widener::place(slot % Widener::kPack), bytes);
-}
-
-// Writes values head by head: in 4 bits, two tokens' codes share a byte.
-template <class T>
-void write_values(const Cache& cache, const Batch& batch, const Rows<typename T::Stored>& values) {
-#pragma omp parallel for num_threads(num_threads()) \
-    if (batch.num_tokens * cache.num_kv_heads * cache.value_dim >= kMinParallelElements)
-  for (int head = 0; head < cache.num_kv_heads; head++)
-    for (int64_t token = 0; token < batch.num_tokens; token++)
-      if (batch.slots[token] >= 0)
-        write_value<T>(cache, batch.slots[token], head, values.at(token, head));
 }
 
 // A token's angles: the cosine and sine of each pair.
@@ -167,17 +138,15 @@ void Layer::write(const View& key, const View* value) const {
     using T = decltype(type);
     using Stored = typename T::Stored;
     const auto keys = rows_of<Stored>(key), values = rows_of<Stored>(value ? *value : key);
-    const bool by_token = cache.values && cache.bits != 4;
     const int64_t elements = batch.num_tokens * cache.num_kv_heads * cache.key_dim;
 #pragma omp parallel for num_threads(num_threads()) if (elements >= kMinParallelElements)
     for (int64_t token = 0; token < batch.num_tokens; token++) {
       if (slots[token] < 0) continue;
       for (int64_t head = 0; head < cache.num_kv_heads; head++) {
         write_key<T>(cache, slots[token], head, keys.at(token, head));
-        if (by_token) write_value<T>(cache, slots[token], head, values.at(token, head));
+        if (cache.values) write_value<T>(cache, slots[token], head, values.at(token, head));
       }
     }
-    if (cache.bits == 4) write_values<T>(cache, batch, values);
   });
 }
 
@@ -195,7 +164,6 @@ void Layer::rotate_and_write(const View& query, const View& key, const View& val
     const int num_heads = query.sizes[1], dim = cache.key_dim;
     const auto queries = rows_of<Stored>(query), keys = rows_of<Stored>(key),
                values = rows_of<Stored>(value);
-    const bool by_token = cache.values && cache.bits != 4;
     const int64_t elements = batch.num_tokens * num_heads * dim;
 #pragma omp parallel for num_threads(num_threads()) if (elements >= kMinParallelElements)
     for (int64_t token = 0; token < batch.num_tokens; token++) {
@@ -209,10 +177,9 @@ void Layer::rotate_and_write(const View& query, const View& key, const View& val
         Stored rotated_key[kMaxKeyDim];
         rotate<T>(keys.at(token, head), dim / 2, angles, rotated_key);
         write_key<T>(cache, slots[token], head, rotated_key);
-        if (by_token) write_value<T>(cache, slots[token], head, values.at(token, head));
+        if (cache.values) write_value<T>(cache, slots[token], head, values.at(token, head));
       }
     }
-    if (cache.bits == 4) write_values<T>(cache, batch, values);
   });
 }
 

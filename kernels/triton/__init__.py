@@ -19,7 +19,6 @@ from octavo.kernels.triton.rotate_and_write import rotate_and_write
 from octavo.kernels.triton.selective_scan import selective_scan
 from octavo.kernels.triton.ssd import ssd
 from octavo.kernels.triton.write_kv import write_kv
-from octavo.kernels.whole_numbers import NAMES
 
 path = "triton"
 warning: str | None = None
@@ -31,8 +30,8 @@ AMD_ARCHS = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
     """Raise ValueError if a GPU cannot run the kernels; see `octavo.kernels.backend`."""
-    if cache_dtype in NAMES:
-        raise ValueError(f"a KV cache of {NAMES[cache_dtype]} needs a CPU: use fp8")
+    if cache_dtype == torch.int8:
+        raise ValueError("a KV cache of int8 needs a CPU: use fp8")
     if not torch.cuda.is_available():
         return
     gpu = describe_gpu(device)

@@ -17,7 +17,7 @@ from octavo.kernels import reference
 from octavo.kernels.activation import KINDS, Activation
 from octavo.kernels.metadata import AttentionMetadata, AttentionPlan, AttentionShape
 from octavo.kernels.sampling_tensors import SamplingTensors
-from octavo.kernels.whole_numbers import BITS, rounded, width_of
+from octavo.kernels.whole_numbers import rounded, width_of
 
 # Powers of two: any dtype represents an fp8 cache's values exactly.
 KEY_SCALE, VALUE_SCALE = 0.5, 0.125
@@ -79,7 +79,7 @@ class Case:
 
     @property
     def in_whole_numbers(self) -> bool:
-        return self.cache_dtype in BITS
+        return self.cache_dtype == torch.int8
 
 
 @dataclass
@@ -335,7 +335,7 @@ def _check_attention(
     kept = [
         None
         if cache is None
-        else rounded(cache, case.kept_as, keys=cache is batch.key_cache)
+        else rounded(cache, keys=cache is batch.key_cache)
         if case.in_whole_numbers
         else cache.float()
         for cache in (batch.key_cache, batch.value_cache)

@@ -106,17 +106,16 @@ float nearest(float x, float scale, Fp8 type) {
 }
 
 // Rounds each head of `x`, [tokens][heads][dim], to codes and back.
-void round_to_codes(std::vector<float>& x, int dim, int bits, bool keys) {
+void round_to_codes(std::vector<float>& x, int dim, bool keys) {
   for (size_t at = 0; at + dim <= x.size(); at += dim) {
     Coded coded;
     std::vector<float> head(&x[at], &x[at + dim]), made(dim);
     head.resize(dim + kLanes);
-    encode(head.data(), dim, bits, keys, coded);
-    const float scale = from_bfloat16(coded.scale), offset = from_bfloat16(coded.offset);
-    for (int i = 0; i < dim; i++) made[i] = scale * coded.codes[i] + offset;
+    encode(head.data(), dim, keys, coded);
+    for (int i = 0; i < dim; i++) made[i] = from_bfloat16(coded.scale) * coded.codes[i];
     if (keys) spread(made.data(), dim);
     for (int i = 0; i < dim; i++) {
-      expect("a code", made[i], x[at + i], bits == 8 ? 0.05 : 0.6);
+      expect("a code", made[i], x[at + i], 0.05);
       x[at + i] = made[i];
     }
   }
@@ -127,16 +126,14 @@ void round_to_codes(std::vector<float>& x, int dim, int bits, bool keys) {
 // that each is rounded once.
 template <class T>
 void check_attention(int dtype, int dim, int value_dim, bool latent, double tolerance,
-                     Fp8 fp8 = kNotFp8, int code_bits = 0) {
+                     Fp8 fp8 = kNotFp8, bool in_codes = false) {
   std::mt19937 random(dim);
   const Numbers<T> q(kTokens * kHeads * dim, random), k(kTokens * kKvHeads * dim, random),
       v(kTokens * kKvHeads * value_dim, random);
   std::vector<float> cos(kTokens * dim), sin(kTokens * dim);
-  const double turn = fp8 || code_bits ? 0 : .1;
+  const double turn = fp8 || in_codes ? 0 : .1;
   for (int i = 0; i < kTokens * dim; i++) cos[i] = std::cos(turn * i), sin[i] = std::sin(turn * i);
-  const auto width = [=](int dim) {
-    return code_bits ? dim * code_bits / 8 + beside_bytes(code_bits) : dim;
-  };
+  const auto width = [=](int dim) { return in_codes ? dim + kScaleBytes : dim; };
   const int64_t of_keys = int64_t(kKvHeads) * kBlock * width(dim),
                 of_block = of_keys + (latent ? 0 : int64_t(kKvHeads) * kBlock * width(value_dim));
   std::vector<typename T::Stored> memory(kBlocks * of_block), queries(kTokens * kHeads * dim),
@@ -147,14 +144,14 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
   for (int i = 0; i < kTokens; i++) slots[i] = table[i / kBlock] * kBlock + i % kBlock;
   const float key_scale = fp8 ? .37f : 1, value_scale = !fp8 ? 1 : latent ? key_scale : .011f;
   char* const values =
-      reinterpret_cast<char*>(memory.data()) + of_keys * (fp8 || code_bits ? 1 : sizeof memory[0]);
+      reinterpret_cast<char*>(memory.data()) + of_keys * (fp8 || in_codes ? 1 : sizeof memory[0]);
   const Cache cache{memory.data(), latent ? nullptr : values,
                     of_block,      of_block,
                     kBlocks,       kKvHeads,
                     dim,           latent ? 0 : value_dim,
                     kBlock,        dtype,
                     fp8,           key_scale,
-                    value_scale,   code_bits};
+                    value_scale,   in_codes};
   const int32_t starts[] = {0, kTokens}, lengths[] = {kTokens}, group = 0, written = 0;
   const Batch batch{starts, lengths, table.data(), kBlocks, kBlocks, 1, slots.data(), kTokens};
   const Step own{&cache, &group, &written, nullptr, &batch};
@@ -184,9 +181,9 @@ void check_attention(int dtype, int dim, int value_dim, bool latent, double tole
     for (float& x : key) x = nearest(x, key_scale, fp8);
     for (float& x : value) x = nearest(x, value_scale, fp8);
   }
-  if (code_bits) {
-    round_to_codes(key, dim, code_bits, true);
-    round_to_codes(value, value_dim, code_bits, false);
+  if (in_codes) {
+    round_to_codes(key, dim, true);
+    round_to_codes(value, value_dim, false);
   }
   for (int token = 0; token < kTokens; token++)
     for (int head = 0; head < kHeads; head++) {
@@ -273,11 +270,9 @@ int main() {
     check_attention<BFloat16>(2, 64, 64, latent, 2e-2, kE4M3);
     check_attention<BFloat16>(2, 64, 64, latent, 2e-2, kE5M2);
   }
-  for (const int bits : {8, 4}) {
-    check_attention<Float32>(0, 64, 48, false, 1e-3, kNotFp8, bits);
-    check_attention<Float16>(1, 72, 40, false, 3e-3, kNotFp8, bits);
-    check_attention<BFloat16>(2, 64, 64, false, 2e-2, kNotFp8, bits);
-  }
+  check_attention<Float32>(0, 64, 48, false, 1e-3, kNotFp8, true);
+  check_attention<Float16>(1, 72, 40, false, 3e-3, kNotFp8, true);
+  check_attention<BFloat16>(2, 64, 64, false, 2e-2, kNotFp8, true);
   check_tokens();
   std::printf("%d lanes, %d failures\n", kLanes, failures);
   return failures != 0;
