@@ -15,6 +15,10 @@ log-probability of all other tokens, each with 1 to 1,023 tokens before it.
 Each file of `--gguf` is a variant too, named after the file. It is served in bfloat16; on a CPU its
 weights stay in GGUF's blocks. Its tokenizer must give the same tokens as the model's.
 
+Then each variant looks for needles: four sentences, each with another name and a number of six
+digits, lie in 1,000 to 4,000 tokens of the text, and the prompt ends by asking for one of the
+numbers. A number is found if each of its tokens is the most likely one.
+
 A variant whose server does not start, for example because it lacks a flag, is skipped, and the page
 lists it. transformers' own forward pass also scores the first windows in the same type (for a GGUF
 file in float32, with dequantized weights), and both perplexities are printed. Results go to
@@ -25,13 +29,14 @@ import argparse
 import contextlib
 import math
 import os
+import random
 import subprocess
 import sys
 import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -50,8 +55,14 @@ SHA256 = "81de08ac11bcb85841e440c13611c00b67d3bf82698314928d0b676362546724"
 MEMBER = "Brotli-1.1.0/tests/testdata/alice29.txt"
 
 WINDOW = 1024
-SERVER = ("--num-blocks", "256", "--swap-space", "0", "--no-enable-prefix-caching")
-"""Blocks for two windows; no request repeats."""
+SERVER = ("--num-blocks", "288", "--swap-space", "0", "--no-enable-prefix-caching")
+"""Blocks for the longest prompt; no request repeats."""
+
+NEEDLE_LENGTHS = (1000, 2000, 4000)
+"""Tokens of the text that needles lie in."""
+NEEDLE_NAMES = ("Harriet", "Edmund", "Beatrice", "Oswald")
+NEEDLE_ROUNDS = 2
+"""Number of prompts for each length and name."""
 
 BASE = "bfloat16"
 VARIANTS = {
@@ -72,7 +83,10 @@ MARKS = {
 }
 """Maximum increase of each variant's perplexity over the baseline's, as a share."""
 
-COLUMNS = ("variant", "perplexity", f"ratio to {BASE}", "tokens", "seconds")
+COLUMNS = (
+    *("variant", "perplexity", f"ratio to {BASE}", "tokens", "seconds"),
+    *("needles found", "log-probability of a needle"),
+)
 RESULTS = Path(__file__).parent / "results" / "perplexity.md"
 
 
@@ -81,16 +95,33 @@ OWN_DTYPES = ("bfloat16", "float32")
 
 
 @dataclass(frozen=True, slots=True)
+class Needle:
+    """A prompt that ends with the answer to its question.
+
+    Attributes:
+        tokens: The prompt's tokens.
+        answer: Number of these that are the answer.
+    """
+
+    tokens: list[int]
+    answer: int
+
+
+@dataclass(frozen=True, slots=True)
 class Score:
     """The result of one variant.
 
     Attributes:
         logprobs: Natural-log probabilities of the scored tokens, by window.
-        seconds: Duration of scoring, without loading.
+        seconds: Duration of scoring them, without loading.
+        found: For each needle, whether its number was found.
+        answers: Natural-log probability of each needle's number.
     """
 
     logprobs: list[list[float]]
     seconds: float
+    found: list[bool] = field(default_factory=list)
+    answers: list[float] = field(default_factory=list)
 
     def perplexity(self, first: int | None = None) -> float:
         """Exp of the mean negative log-probability, over all windows or the first few."""
@@ -139,6 +170,40 @@ def windows(tokens: Sequence[int]) -> list[list[int]]:
     return [window for window in cut if len(window) > 1]
 
 
+def needles(tokenize: Callable[[str], list[int]], tokens: Sequence[int]) -> list[Needle]:
+    """Return the needles' prompts.
+
+    Args:
+        tokenize: Returns the tokens of a text, without special ones.
+        tokens: The tokens of the text around the needles.
+    """
+    draw, made = random.Random(0), []
+    for length in NEEDLE_LENGTHS:
+        for asked in NEEDLE_NAMES * NEEDLE_ROUNDS:
+            start = draw.randrange(len(tokens) - length)
+            hay, prompt = tokens[start : start + length], []
+            numbers = {name: draw.randrange(100_000, 1_000_000) for name in NEEDLE_NAMES}
+            step = length // len(numbers)
+            for i, (name, number) in enumerate(numbers.items()):
+                prompt += hay[i * step : i * step + step // 2]
+                prompt += tokenize(f"\n\nThe secret number of {name} is {number}.\n\n")
+                prompt += hay[i * step + step // 2 : (i + 1) * step]
+            question = tokenize(f"\n\nThe secret number of {asked} is")
+            answer = tokenize(f" {numbers[asked]}")
+            made.append(Needle([*prompt, *question, *answer], len(answer)))
+    return made
+
+
+def search(client: Client, needle: Needle) -> tuple[bool, float]:
+    """Return whether a server finds a needle's number, and the number's log-probability."""
+    completion = client.generate(
+        needle.tokens, max_tokens=1, temperature=0, prompt_logprobs=1
+    ).complete()
+    answer = completion.prompt_logprobs[-needle.answer :]
+    found = all(token.top[0].token_id == token.token_id for token in answer)
+    return found, math.fsum(token.logprob for token in answer)
+
+
 def served_logprobs(client: Client, window: Sequence[int]) -> list[float]:
     """Return a server's log-probabilities of a window's tokens from the second on."""
     completion = client.generate(window, max_tokens=1, temperature=0, prompt_logprobs=0).complete()
@@ -162,7 +227,9 @@ def score(logprobs: Callable[[list[int]], list[float]], cut: list[list[int]]) ->
     return Score([logprobs(window) for window in cut], time.perf_counter() - began)
 
 
-def score_served(model: str, flags: Sequence[str], cut: list[list[int]]) -> Score | None:
+def score_served(
+    model: str, flags: Sequence[str], cut: list[list[int]], hidden: Sequence[Needle]
+) -> Score | None:
     """Score a model with a new server with these flags; None if it does not start."""
     with contextlib.ExitStack() as stack:
         try:
@@ -170,7 +237,9 @@ def score_served(model: str, flags: Sequence[str], cut: list[list[int]]) -> Scor
         except typer.Exit:  # it has printed why
             return None
         client = stack.enter_context(Client(address))
-        return score(lambda window: served_logprobs(client, window), cut)
+        scored = score(lambda window: served_logprobs(client, window), cut)
+        found, answers = zip(*(search(client, needle) for needle in hidden), strict=True)
+        return replace(scored, found=list(found), answers=list(answers))
 
 
 def score_own(path: str, dtype: str, cut: list[list[int]]) -> Score:
@@ -247,6 +316,8 @@ def rows(scores: dict[str, Score | None]) -> list[tuple[str, ...]]:
             f"{score.perplexity() / base.perplexity():.4f}",
             f"{score.tokens:,}",
             f"{score.seconds:.0f}",
+            f"{sum(score.found)} of {len(score.found)}",
+            f"{math.fsum(score.answers) / max(len(score.answers), 1):.2f}",
         )
         for variant, score in scores.items()
         if score is not None
@@ -278,14 +349,18 @@ def main() -> None:
     arguments = parser.parse_args()
 
     path, text = models.resolve(arguments.model), fetch_text()
-    tokens = load_tokenizer(Path(path))(text, verbose=False).input_ids
+    tokenizer = load_tokenizer(Path(path))
+    tokens = tokenizer(text, verbose=False).input_ids
+    hidden = needles(lambda piece: tokenizer(piece, add_special_tokens=False).input_ids, tokens)
     files = by_name(arguments.gguf, text, tokens)
     cut = windows(tokens)[: arguments.windows]
     variants = [BASE, *(variant for variant in arguments.variants if variant != BASE)]
     scores = {
-        variant: score_served(arguments.model, VARIANTS[variant], cut) for variant in variants
+        variant: score_served(arguments.model, VARIANTS[variant], cut, hidden)
+        for variant in variants
     }
-    scores |= {name: score_served(str(file), VARIANTS[BASE], cut) for name, file in files.items()}
+    for name, file in files.items():
+        scores[name] = score_served(str(file), VARIANTS[BASE], cut, hidden)
     if scores[BASE] is None:
         sys.exit(f"{BASE} could not be served, and it is the baseline")
     notes = verdicts(scores)

@@ -8,9 +8,12 @@ import torch
 from transformers import AutoTokenizer
 
 from benchmarks.perplexity import (
+    NEEDLE_LENGTHS,
+    NEEDLE_NAMES,
     Score,
     agreement,
     by_name,
+    needles,
     own_logprobs,
     rows,
     score,
@@ -40,6 +43,20 @@ def test_windows_are_the_text_in_order(tokens, lengths):
     assert [token for window in windows for token in window] == list(range(sum(lengths)))
 
 
+def test_each_needle_is_asked_for_and_told_in_its_prompt():
+    made = needles(lambda text: list(map(ord, text)), [ord("a")] * 5000)
+    asked = []
+    for needle in made:
+        text = "".join(map(chr, needle.tokens))
+        question, answer = text[: -needle.answer], text[-needle.answer :]
+        asked.append(question.rsplit(maxsplit=2)[1])
+        assert question.count(f"of {asked[-1]} is{answer}.") == 1
+        assert question.count("The secret number of ") == len(NEEDLE_NAMES) + 1
+        assert text.count("a") > min(NEEDLE_LENGTHS)
+    assert sorted(set(asked)) == sorted(NEEDLE_NAMES)
+    assert len(asked) == len({tuple(needle.tokens) for needle in made})
+
+
 def test_the_figure_is_exp_of_transformers_own_loss():
     model = tiny_gguf.make_model()
     draw = torch.Generator().manual_seed(1)
@@ -57,7 +74,7 @@ def test_the_figure_is_exp_of_transformers_own_loss():
 
 def test_verdicts_hold_each_variant_to_its_mark():
     def of(perplexity: float) -> Score:
-        return Score([[-math.log(perplexity)] * 3], 1.0)
+        return Score([[-math.log(perplexity)] * 3], 1.0, [True, False], [-1.0, -2.0])
 
     scores = {"bfloat16": of(20.0), "int8": of(20.1), "int4": of(21.1), "float32": None}
     assert verdicts(scores) == [
@@ -65,7 +82,7 @@ def test_verdicts_hold_each_variant_to_its_mark():
         "NOT MET: int4 within 5% of bfloat16 (+5.50%).",
         "Left out: float32, whose server did not start.",
     ]
-    assert rows(scores)[1] == ("int8", "20.1000", "1.0050", "3", "1")
+    assert rows(scores)[1] == ("int8", "20.1000", "1.0050", "3", "1", "1 of 2", "-1.50")
     assert len(rows(scores)) == 3
     assert "first 1 windows: 20.0000 served, 21.1000" in agreement("bfloat16", of(20.0), of(21.1))
 
