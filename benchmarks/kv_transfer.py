@@ -20,6 +20,7 @@ per second. Outputs must be the same.
 import argparse
 import asyncio
 import itertools
+import math
 import random
 import statistics
 import subprocess
@@ -330,7 +331,7 @@ async def compare_roles(dtype: str, streams: int, long: int, seconds: float) -> 
         async with pair(dtype, "--swap-space", "1", roles=roles) as two:
             seen = await mix(two, streams, long, seconds)
         span = seconds * 2 / 3
-        gaps = statistics.quantiles(seen.gaps, n=100)
+        gaps = statistics.quantiles(seen.gaps or [math.nan] * 2, n=100)
         shared = outputs.keys() & seen.outputs.keys()
         right &= all(outputs[number] == seen.outputs[number] for number in shared)
         outputs = seen.outputs
@@ -352,11 +353,11 @@ def main() -> None:
     parser.add_argument("--lengths", type=int, nargs="+", default=[500, 2000, 7500])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--cuts", type=int, default=0)
-    parser.add_argument("--streams", type=int, default=0)
+    parser.add_argument("--streams", type=int)
     parser.add_argument("--long", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=30)
     options = parser.parse_args()
-    if options.streams:
+    if options.streams is not None:
         work = compare_roles(options.dtype, options.streams, options.long, options.seconds)
     elif options.cuts:
         work = cut_copies(options.dtype, options.cuts)

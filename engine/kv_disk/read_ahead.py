@@ -18,7 +18,8 @@ from octavo.engine.scheduling.sequence import GroupState, SequenceGroup
 
 Call = Callable[..., None]
 ASSUMED_TOKEN_SECONDS = 1e-3
-"""Time to compute a token of a prefill, until it is measured."""
+"""Time to compute a token of a prefill, until it is measured. A decode engine may compute none:
+then it assumes what a prefill engine takes, if this is longer."""
 TYPICAL_TOKENS = 1024
 """Length of the prefix whose reading time is reported."""
 
@@ -84,6 +85,7 @@ class ReadAhead:
         self.peers = peers
         self._call = call
         self._sent = 0
+        self._assumed_token_seconds = ASSUMED_TOKEN_SECONDS
         self._waiting: dict[Read, list[tuple[SequenceGroup, Iterator[_Choice]]]] = {}
         self._prefetches: dict[Read, Prefetch] = {}
         self.reads: dict[SequenceGroup, Read] = {}
@@ -110,7 +112,7 @@ class ReadAhead:
 
     def _prefill_seconds(self, tokens: int) -> float:
         measured = self._scheduler.policy.prefill_seconds(tokens)
-        return tokens * ASSUMED_TOKEN_SECONDS if measured is None else measured
+        return tokens * self._assumed_token_seconds if measured is None else measured
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a group for admission, at once or when its prefix has been read."""
@@ -148,6 +150,8 @@ class ReadAhead:
         read = next((read for read in reads if keys[:1] and keys[0] in read.keys), None)
         if read is None:
             return False
+        seconds = read.seconds_per_block / self._cache.block_size
+        self._assumed_token_seconds = max(self._assumed_token_seconds, seconds)
         self.peers.reads.hurry(read, self._prefill_seconds(tokens))
         self._wait(group, read, self._choices(group))
         return True

@@ -119,6 +119,13 @@ class Read:
         saved = self.prefill_seconds * done / all_ if done else 0.0
         return self.begun + saved + max(MAX_DELAY * self.prefill_seconds, MIN_DELAY_SECONDS)
 
+    @property
+    def seconds_per_block(self) -> float:
+        """Mean time between its blocks so far; 0 until there is one."""
+        if self.begun is None or not self._num_read:
+            return 0.0
+        return (time.monotonic() - self.begun) / self._num_read
+
     def hurry(self, prefill_seconds: float) -> None:
         """Begin to compare the rest with the time that computing it takes."""
         self._queued = time.monotonic()

@@ -6,6 +6,7 @@ preemption of whole sequence groups (PagedAttention, SOSP 2023, section 4.5).
 """
 
 import itertools
+import math
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -28,6 +29,8 @@ PREFILL_SHARE = 0.5
 MAX_SCORED_TOKENS = 1024
 """Maximum number of prompt tokens with log-probabilities in a step, over all requests. Each takes a
 row of logits as wide as the vocabulary, so this bounds a step's memory, and its time on a CPU."""
+DECODE_ENGINE_PREFILL_SECONDS = 0.1
+"""Maximum time for which a step of a decode engine computes prompts beside decodes."""
 WATERMARK = 0.01
 """Share of the blocks that stays free when a group is admitted or swapped in, so that the next few
 decodes do not preempt it at once."""
@@ -51,6 +54,7 @@ class Scheduler:
 
     Attributes:
         counters: Numbers since the start, by the names in `COUNTED`.
+        max_prefill_seconds: Maximum time for which a step computes prompts beside decodes.
     """
 
     def __init__(
@@ -61,6 +65,7 @@ class Scheduler:
         max_num_seqs: int,
         max_num_batched_tokens: int,
         max_scored_tokens: int = MAX_SCORED_TOKENS,
+        max_prefill_seconds: float = math.inf,
         adapter_limit: int | None = None,
         speculation: Speculation | None = None,
         draft_model: DraftModel | None = None,
@@ -78,7 +83,9 @@ class Scheduler:
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_tokens = max_scored_tokens
+        self.max_prefill_seconds = max_prefill_seconds
         self.adapter_limit = adapter_limit
+        self._step_tokens = max_num_batched_tokens  # limit of the step that is being scheduled
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
         self._watermark = int(WATERMARK * cache.device.num_blocks)
 
@@ -218,7 +225,9 @@ class Scheduler:
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
         drafts = self._draft(counts, decodes, budget)
-        budget -= sum(map(len, drafts.values()))
+        tokens = decodes + sum(map(len, drafts.values()))
+        self._step_tokens = self._limit_tokens(tokens)
+        budget = self._step_tokens - tokens
         others = [group for group in self.running if group.decode_row is None]
         begins_block = [group for group in begins_block if group.decode_row is not None]
         # If there are enough blocks for the whole step, all plain decodes get theirs at once.
@@ -240,6 +249,17 @@ class Scheduler:
                     preempted = True
         batch.plain, batch.plain_tables = self._decodes.next_step()
         return preempted
+
+    def _limit_tokens(self, decoded: int) -> int:
+        """Return the maximum number of tokens of a step with `decoded` tokens that are no prefill.
+
+        The rest, prefill, takes at most `max_prefill_seconds` as measured, but is one block.
+        """
+        seconds = self.policy.prefill_seconds(1)
+        if not decoded or seconds is None or self.max_prefill_seconds == math.inf:
+            return self.max_num_batched_tokens
+        prefill = max(self.cache.block_size, int(self.max_prefill_seconds / seconds))
+        return min(self.max_num_batched_tokens, decoded + prefill)
 
     def _draft(self, counts: dict[SequenceGroup, Counts], decodes: int, budget: int) -> Drafts:
         """Draft tokens; groups with drafts are not plain decodes in this step.
@@ -390,7 +410,7 @@ class Scheduler:
         """Return the numbers of sequences and tokens that the batch can still take."""
         taken = len(self._decodes)
         taken += sum(group.num_slots for group in self.running if group.decode_row is None)
-        return self.max_num_seqs - taken, self.max_num_batched_tokens - batch.num_tokens
+        return self.max_num_seqs - taken, self._step_tokens - batch.num_tokens
 
     def _fits(self, group: SequenceGroup, blocks: int, slack: int) -> bool:
         """Return whether a group may take `blocks` blocks now, and there is room for its adapter.

@@ -1,5 +1,6 @@
 """Builds the engine's parts, in six phases."""
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +22,7 @@ from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import return_freed
 from octavo.engine.parallel.place import RankPlace
-from octavo.engine.scheduling.scheduler import Scheduler
+from octavo.engine.scheduling.scheduler import DECODE_ENGINE_PREFILL_SECONDS, Scheduler
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import generation_config
@@ -190,11 +191,13 @@ def make_scheduler(
     draft_model = None
     if loaded.draft_model is not None:
         draft_model = loaded.draft_model.start(size.num_blocks, plan.max_num_batched_tokens)
+    decodes_first = settings.role == "decode"
     return Scheduler(
         cache,
         PreemptionPolicy(settings.preemption),
         max_num_seqs=plan.max_num_seqs,
         max_num_batched_tokens=plan.max_num_batched_tokens,
+        max_prefill_seconds=DECODE_ENGINE_PREFILL_SECONDS if decodes_first else math.inf,
         adapter_limit=loaded.adapter_limit,
         speculation=plan.speculation,
         draft_model=draft_model,

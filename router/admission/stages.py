@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from octavo.router.admission.claims import Claim
-from octavo.router.balancing.policy import RequestNeeds
+from octavo.router.balancing.policy import Loaded, RequestNeeds, taken
 from octavo.v1.generation_pb2 import GenerateRequest
 
 MIN_PREFILL_TOKENS = 128
@@ -12,7 +12,7 @@ MIN_PREFILL_TOKENS = 128
 other engine's streams by less than sending it takes."""
 
 
-class Staged(Protocol):
+class Staged(Loaded, Protocol):
     """The interface of an engine with a role."""
 
     @property
@@ -38,7 +38,10 @@ def successors(engine: Staged, engines: Sequence[E]) -> list[E]:
 
 
 def for_stage(engines: Sequence[E], claim: "Claim[E]") -> Sequence[E]:
-    """Return the engines that suit a request; all if none has the role that it needs."""
+    """Return the engines that suit a request; all if none has the role that it needs.
+
+    A prompt that would wait for others at every prefill engine may go to an idle engine.
+    """
     prefill = [engine for engine in engines if successors(engine, engines)]
     if not prefill:
         return engines
@@ -48,4 +51,7 @@ def for_stage(engines: Sequence[E], claim: "Claim[E]") -> Sequence[E]:
     if claim.state.output_tokens or is_beam:
         return others
     uncached = len(claim.prompt) - max(engine.saved_tokens(claim) for engine in others)
-    return prefill if uncached >= MIN_PREFILL_TOKENS else others
+    if uncached < MIN_PREFILL_TOKENS:
+        return others
+    idle = [engine for engine in others if not taken(engine)]
+    return [*prefill, *idle] if all(map(taken, prefill)) else prefill

@@ -6,8 +6,8 @@ from typing import Protocol, TypeVar
 from octavo.v1 import engine_pb2
 
 
-class Candidate(Protocol):
-    """The interface of an engine for policies."""
+class Loaded(Protocol):
+    """The interface of an engine with sequences."""
 
     load: engine_pb2.Load
     """The engine's last report."""
@@ -15,6 +15,10 @@ class Candidate(Protocol):
     @property
     def sequences(self) -> int:
         """Number of unfinished sequences that this router sent to the engine."""
+
+
+class Candidate(Loaded, Protocol):
+    """The interface of an engine for policies."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -70,7 +74,7 @@ def has_room(candidate: Candidate, sequences: int) -> bool:
     Always true if it runs none of this router's, or other routers could keep this one out.
     """
     limit = candidate.max_num_seqs + headroom(candidate.max_num_seqs)
-    return candidate.sequences == 0 or _taken(candidate) + sequences <= limit
+    return candidate.sequences == 0 or taken(candidate) + sequences <= limit
 
 
 def with_room(candidates: Iterable[C], request: RequestNeeds) -> list[C]:
@@ -80,10 +84,10 @@ def with_room(candidates: Iterable[C], request: RequestNeeds) -> list[C]:
 
 def batch_share(candidate: Candidate) -> float:
     """Return the used share of an engine's batch; above 1 if requests wait."""
-    return _taken(candidate) / max(candidate.max_num_seqs, 1)
+    return taken(candidate) / max(candidate.max_num_seqs, 1)
 
 
-def _taken(candidate: Candidate) -> int:
+def taken(candidate: Loaded) -> int:
     """Return the number of sequences that use or wait for an engine's batch.
 
     The report includes other routers' requests; this router's count includes those since then.

@@ -421,6 +421,27 @@ def test_a_prefetch_that_brings_nothing_costs_a_request_no_more_than_a_late_read
 
 
 @full_attention
+def test_a_prefetch_tells_how_long_computing_takes(model, monkeypatch):
+    monkeypatch.setattr(reads, "MIN_DELAY_SECONDS", 0.3)
+    one, other = engines = [Serving(model) for _ in range(2)]
+    read_ahead = other.core.read_ahead
+    try:
+        prompt = range(3, 3 + 2 * PROMPT)
+        call = prefetch(other, one.address, prompt_token_ids=prompt)
+        wait_until(lambda: one.sender.reading)
+        time.sleep(1.0)
+        one.generate()  # the blocks of the first half of the prompt
+        wait_until(lambda: next(iter(read_ahead._prefetches))._num_read == CACHED / 16)
+        other.submit("a", 2 * PROMPT, 1, kv_source=one.address)
+        outcome(other, "a")
+        assert 1.0 < CACHED * read_ahead._assumed_token_seconds < PATIENCE
+        call.result(PATIENCE)
+    finally:
+        for engine in engines:
+            engine.stop()
+
+
+@full_attention
 def test_a_cancelled_prefetch_leaves_nothing(model):
     with two(model) as (_, tokens, other):
         empty = Serving(model)

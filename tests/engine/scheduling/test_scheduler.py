@@ -1,5 +1,6 @@
 """The scheduler's rules hold for any mix of requests and any shortage of blocks."""
 
+import math
 import time
 
 import pytest
@@ -461,6 +462,25 @@ def test_auto_takes_the_cheaper_way(blocks, tokens, swaps):
     policy.observe_transfer(10, 0.010)
     policy.observe_prefill(100, 0.200)
     assert policy.prefers_swap(blocks=blocks, tokens=tokens) is swaps
+
+
+@pytest.mark.parametrize(
+    ("limit", "rate", "chunks"),
+    [(0.1, 0.01, [10, 10, 10, 6]), (0.1, 0.5, [4] * 9), (0.1, None, [36]), (math.inf, 0.5, [36])],
+)
+def test_prompts_beside_decodes_take_no_longer_than_allowed(limit, rate, chunks):
+    engine = scheduler(64, batched=64)
+    engine.max_prefill_seconds = limit
+    if rate is not None:
+        engine.policy.observe_prefill(100, 100 * rate)
+    engine.submit(group(0, range(40), 30))
+    assert step(engine).num_tokens == 40, "it is limited though nothing decodes"
+    for prompt in (group(1, range(50, 86), 1), group(2, range(100, 136), 1)):
+        engine.submit(prompt)
+        found = []
+        while prompt.state is not GroupState.FINISHED:
+            found.append(step(engine).num_tokens - 1)
+        assert found == chunks
 
 
 def crowd(count=40):

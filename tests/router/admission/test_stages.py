@@ -23,9 +23,21 @@ async def engine_of(replicas, **fields):
 
 
 async def test_a_prompt_goes_to_a_prefill_engine():
-    one, two = prefill(), other()
-    assert await engine_of([one, two], prompt_tokens=LONG) is one
-    assert await engine_of([two, one], prompt_tokens=LONG) is one
+    for backwards in (False, True):
+        replicas = [prefill(), other()]
+        engine = await engine_of(replicas[::-1] if backwards else replicas, prompt_tokens=LONG)
+        assert engine is replicas[0]
+
+
+async def test_a_prompt_that_would_wait_goes_to_an_idle_engine():
+    one, two, three = prefill(), other(), other()
+    admission = ManualAdmission(one, two, three)
+    admission.fill(two, 1)
+    claims = [await admission.admit(request(prompt_tokens=LONG)) for _ in range(3)]
+    assert [claim.engine for claim in claims] == [one, three, one]
+    admission.release(claims[1])
+    three.load.running = 1  # another router's
+    assert (await admission.admit(request(prompt_tokens=LONG))).engine is one
 
 
 @pytest.mark.parametrize("tokens", [1, LONG - 1])
