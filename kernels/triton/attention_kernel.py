@@ -67,6 +67,28 @@ def _fetch(  # noqa: PLR0917
 
 
 @triton.jit
+def _scaled(  # noqa: PLR0917
+    tile,
+    cache,
+    place,
+    slot,
+    real_key,
+    DIM: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
+    """Multiply a tile by the scales of keys or values in codes; other caches have none.
+
+    They lie behind the codes of a block's head.
+    """
+    if SCALE_BYTES > 0:
+        first = place - slot * DIM + BLOCK_SIZE * DIM
+        from_cache = (cache + first + slot * SCALE_BYTES).to(tl.pointer_type(tl.bfloat16))
+        tile *= tl.load(from_cache, mask=real_key, other=0.0).to(tl.float32)[None, :]
+    return tile
+
+
+@triton.jit
 def _cuts(  # noqa: PLR0917
     begin,
     end,
@@ -197,6 +219,7 @@ def _walk(  # noqa: PLR0917
     PADDED_VALUE: tl.constexpr,
     LATENT: tl.constexpr,
     SAME_PLACES: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     KEYS: tl.constexpr,
     MASKED: tl.constexpr,  # some rows do not see some of the keys
@@ -237,6 +260,9 @@ def _walk(  # noqa: PLR0917
             rest = _fetch(key_cache + MAIN, place, real_key, KEY_DIM - MAIN, PADDED_REST, MASKED)
             rest = tl.trans(rest.to(q.dtype))
             products = tl.dot(q_rest, rest, products, input_precision="ieee")
+        products = _scaled(
+            products, key_cache, place, slot, real_key, KEY_DIM, SCALE_BYTES, BLOCK_SIZE
+        )
         logits, to_log2 = _logits(
             products, key, real_key, position, slope, factor, soft_cap, span,
             MASKED, HAS_SPAN, CHUNKED, HAS_CAP, HAS_ALIBI, LOG2_E,
@@ -249,11 +275,12 @@ def _walk(  # noqa: PLR0917
         else:
             total = total * rescale + tl.sum(weights, 1)
         maximum = new_maximum
-        weights = weights.to(DTYPE)
-        v = v.to(DTYPE)
+        weights = _scaled(
+            weights, value_cache, value_place, slot, real_key, VALUE_DIM, SCALE_BYTES, BLOCK_SIZE
+        ).to(DTYPE)
         if UPCAST:
             weights = weights.to(tl.float32)
-            v = v.to(tl.float32)
+        v = v.to(weights.dtype)
         attended = attended * rescale[:, None]
         attended = tl.dot(weights, v, attended, input_precision="ieee")
     return maximum, total, attended
@@ -314,6 +341,7 @@ def paged_attention_kernel(  # noqa: PLR0917
     PADDED_VALUE: tl.constexpr,
     LATENT: tl.constexpr,  # a key's first part is its value
     SAME_PLACES: tl.constexpr,  # values are at their keys' offsets
+    SCALE_BYTES: tl.constexpr,  # of a token's key or value in codes; 0 in other caches
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,  # query rows per tile
     PARTIAL_ROWS: tl.constexpr,  # maximum rows of a tile that are not padding
@@ -354,8 +382,8 @@ def paged_attention_kernel(  # noqa: PLR0917
         if HAS_ALIBI:
             slope = tl.load(alibi_slopes + head, mask=real_row, other=0.0)
         table = block_tables + seq.to(tl.int64) * table_stride
-        key_cache += kv_head * (BLOCK_SIZE * KEY_DIM)
-        value_cache += kv_head * (BLOCK_SIZE * VALUE_DIM)
+        key_cache += kv_head * (BLOCK_SIZE * (KEY_DIM + SCALE_BYTES))
+        value_cache += kv_head * (BLOCK_SIZE * (VALUE_DIM + SCALE_BYTES))
 
         begin += split * piece * KEYS
         end = tl.minimum(begin + piece * KEYS, end)
@@ -379,7 +407,7 @@ def paged_attention_kernel(  # noqa: PLR0917
                 q, q_rest, position, slope, factors, key_cache, value_cache, table,
                 soft_cap, span, key_stride, value_stride,
                 DTYPE, KEY_DIM, VALUE_DIM, MAIN, PADDED_MAIN, PADDED_REST, PADDED_VALUE,
-                LATENT, SAME_PLACES, BLOCK_SIZE, KEYS, part != 1,
+                LATENT, SAME_PLACES, SCALE_BYTES, BLOCK_SIZE, KEYS, part != 1,
                 HAS_SPAN, CHUNKED, HAS_CAP, HAS_ALIBI, LOG2_E, UPCAST,
             )  # fmt: skip
 

@@ -14,6 +14,8 @@ from octavo.kernels.triton.merge_splits import merge_splits
 from octavo.kernels.triton.plan import plan_of
 from octavo.kernels.triton.splits import MIN_KEYS
 from octavo.kernels.triton.tiles import WIDE, WIDE_WARP, Heads, WorkKind, choose_tiles
+from octavo.kernels.triton.write_kv import spread_heads
+from octavo.kernels.whole_numbers import SCALE_BYTES
 from octavo.kernels.widths import width_of_values
 
 _SMALL = 2048
@@ -63,6 +65,8 @@ def paged_attention(
     """Compute paged attention; see `octavo.kernels.ops.paged_attention`."""
     if scale <= 0 or key_scale <= 0:
         raise ValueError(f"scales must be positive, not {scale} (logits) and {key_scale} (keys)")
+    if key_cache.dtype == torch.int8:
+        query = spread_heads(query, query.dtype)
     if query.stride(-1) != 1:
         query = query.contiguous()
     num_tokens, num_heads, key_dim = query.shape
@@ -99,10 +103,10 @@ def paged_attention(
 def _operands(dtype: torch.dtype, cache_dtype: torch.dtype) -> tl.dtype:
     """Return the dtype of the products' operands.
 
-    For fp8 this is float16: an H100 converts two fp8 to float16 in one instruction, to bfloat16 in
-    four.
+    For whole numbers it is that of queries, and for fp8 float16: an H100 converts two fp8 to
+    float16 in one instruction, to bfloat16 in four.
     """
-    if cache_dtype.itemsize == 1 and dtype.itemsize == 2:
+    if cache_dtype.is_floating_point and cache_dtype.itemsize == 1 and dtype.itemsize == 2:
         return tl.float16
     return getattr(tl, str(dtype).removeprefix("torch."))
 
@@ -180,6 +184,7 @@ def _launch(call: _Call, kind: WorkKind, items: Tensor, pieces: int, splits: int
         LATENT=heads.latent,
         SAME_PLACES=heads.key_dim == heads.value_dim
         and call.key_cache.stride(0) == values.stride(0),
+        SCALE_BYTES=SCALE_BYTES if call.key_cache.dtype == torch.int8 else 0,
         BLOCK_SIZE=block_size,
         HAS_CAP=call.soft_cap is not None,
         HAS_ALIBI=call.alibi_slopes is not None,

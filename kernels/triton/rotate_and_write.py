@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu import describe_gpu
-from octavo.kernels.triton.write_kv import largest, stored, warps_for
+from octavo.kernels.triton.write_kv import largest, stored, warps_for, write_kv
 
 
 @triton.jit
@@ -135,6 +135,12 @@ def rotate_and_write(  # noqa: PLR0917
     _, num_kv_heads, value_dim = value.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_tokens == 0:
+        return out
+    if key_cache.dtype == torch.int8:  # a token's keys are rotated in a block of their own
+        keys, values = (x.new_empty(num_tokens, num_kv_heads, 1, x.shape[2]) for x in (key, value))
+        slots = torch.arange(num_tokens, device=query.device)
+        out = rotate_and_write(query, key, value, cos, sin, keys, values, slots)
+        write_kv(keys[:, :, 0], value, key_cache, value_cache, slot_mapping)
         return out
     padded_heads, padded_half = map(triton.next_power_of_2, (num_heads, key_dim // 2))
     _rotate_and_write_kernel[(num_tokens,)](

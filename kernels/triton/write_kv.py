@@ -1,7 +1,13 @@
-"""Writes new keys and values to the paged cache: one program per token."""
+"""Writes new keys and values to the paged cache: one program per token.
+
+A block's head in a cache of whole numbers (`octavo.kernels.whole_numbers`) has the codes of all its
+tokens, and behind them their scales in bfloat16.
+"""
 
 # Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
+
+from functools import cache
 
 import torch
 import triton
@@ -9,6 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from octavo.kernels.gpu import Gpu, describe_gpu
+from octavo.kernels.whole_numbers import SCALE_BYTES, part_of, spread
 
 _ELEMENTS = 8  # per thread
 _MAX_THREADS = 512
@@ -114,6 +121,12 @@ def write_kv(
     num_tokens, num_kv_heads, key_dim = key.shape
     if num_tokens == 0:
         return
+    if key_cache.dtype == torch.int8:
+        assert value is not None, "latents are refused"
+        assert value_cache is not None
+        _write_codes(spread_heads(key, torch.float32), key_cache, slot_mapping)
+        _write_codes(value, value_cache, slot_mapping)
+        return
     value_dim = 0
     if value is None or value_cache is None:
         value, value_cache = key, key_cache  # the kernel reads neither: any tensor will do
@@ -146,3 +159,77 @@ def write_kv(
         LARGEST=largest(key_cache),
         num_warps=warps_for(max(padded, padded_values), describe_gpu(key.device)),
     )
+
+
+@triton.jit
+def _write_codes_kernel(  # noqa: PLR0917
+    x,
+    cache,
+    slot_mapping,
+    token_stride,
+    head_stride,
+    block_stride,
+    block_size,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    SCALE_BYTES: tl.constexpr,
+    PADDED_HEADS: tl.constexpr,  # next powers of two
+    PADDED_DIM: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
+    slot = tl.load(slot_mapping + token)
+    if slot >= 0:
+        head = tl.arange(0, PADDED_HEADS)
+        dim = tl.arange(0, PADDED_DIM)[None, :]
+        real_head = head < HEADS
+        real = real_head[:, None] & (dim < DIM)
+        from_x = x + token * token_stride + head[:, None] * head_stride + dim
+        values = tl.load(from_x, mask=real, other=0.0).to(tl.float32)
+        # Products with zero are NaN where an element is not finite.
+        nothing = tl.sum(values * 0.0, 1)
+        scale = tl.maximum(tl.max(tl.abs(values), 1) / 127.0, 1.1754943508222875e-38) + nothing
+        bits = (scale.to(tl.int32, bitcast=True) + 0xFFFF) >> 16  # rounded up
+        scale = (bits << 16).to(tl.float32, bitcast=True)
+        codes = tl.floor(values / scale[:, None] + 0.5)
+        codes = tl.minimum(tl.maximum(codes, -127.0), 127.0).to(tl.int8)
+        to_head = cache + slot // block_size * block_stride
+        to_head += head * (block_size * (DIM + SCALE_BYTES))
+        offset = slot % block_size
+        tl.store(to_head[:, None] + offset * DIM + dim, codes, mask=real)
+        to_scale = to_head + block_size * DIM + offset * SCALE_BYTES
+        tl.store(to_scale.to(tl.pointer_type(tl.int16)), bits.to(tl.int16), mask=real_head)
+
+
+def _write_codes(x: Tensor, cache: Tensor, slot_mapping: Tensor) -> None:
+    """Write keys, which are spread already, or values `[num_tokens, num_kv_heads, dim]`."""
+    num_tokens, num_heads, dim = x.shape
+    x = x if x.stride(-1) == 1 else x.contiguous()
+    heads, padded = map(triton.next_power_of_2, (num_heads, dim))
+    _write_codes_kernel[(num_tokens,)](
+        x,
+        cache,
+        slot_mapping,
+        x.stride(0),
+        x.stride(1),
+        cache.stride(0),
+        cache.shape[2],
+        HEADS=num_heads,
+        DIM=dim,
+        SCALE_BYTES=SCALE_BYTES,
+        PADDED_HEADS=heads,
+        PADDED_DIM=padded,
+        num_warps=warps_for(heads * padded, describe_gpu(x.device)),
+    )
+
+
+def spread_heads(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return `octavo.kernels.whole_numbers.spread` of heads by one product, in a dtype."""
+    part = part_of(x.shape[-1])
+    matrix = _matrix(part, dtype, x.device)
+    parts = x.to(dtype).reshape(*x.shape[:-1], -1, part)
+    return (parts @ matrix).reshape(x.shape)
+
+
+@cache
+def _matrix(part: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    return spread(torch.eye(part)).to(dtype).to(device)

@@ -39,7 +39,8 @@ from octavo.kernels.triton.quantized_linear import (
 from octavo.kernels.triton.rotate_and_write import _rotate_and_write_kernel
 from octavo.kernels.triton.tiles import Heads, Tiles, WorkKind, choose_tiles
 from octavo.kernels.triton.unpack import UnpackedTiles, choose_unpacked_tiles, constants_of
-from octavo.kernels.triton.write_kv import _write_kv_kernel, warps_for
+from octavo.kernels.triton.write_kv import _write_codes_kernel, _write_kv_kernel, warps_for
+from octavo.kernels.whole_numbers import SCALE_BYTES
 
 KIB = 1024
 NAMES = {
@@ -49,9 +50,11 @@ NAMES = {
     torch.float8_e4m3fn: "fp8e4nv",
     torch.float8_e4m3fnuz: "fp8e4b8",
     torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
 }
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 E4M3, E4M3FNUZ, E5M2 = torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2
+INT8 = torch.int8
 CACHES = ("key_cache", "value_cache")
 
 
@@ -89,6 +92,8 @@ VARIANTS = [
     Shape(head_dim=32),
     Shape(group=71, head_dim=64),
     Shape(cache_dtype=E5M2),
+    Shape(cache_dtype=INT8),
+    Shape(group=3, head_dim=64, cache_dtype=INT8, block_size=256),
     Shape(dtype=FP32, cache_dtype=FP32, features="window"),
     Shape(dtype=FP32, cache_dtype=FP32, head_dim=256),
     Shape(dtype=FP16, cache_dtype=FP16),
@@ -163,6 +168,7 @@ def compile_attention(gpu: Gpu, kind: str, shape: Shape) -> tuple[CompiledKernel
         "PADDED_VALUE": heads.padded_value,
         "LATENT": heads.latent,
         "SAME_PLACES": heads.key_dim == heads.value_dim,
+        "SCALE_BYTES": SCALE_BYTES if cache_dtype == INT8 else 0,
         "BLOCK_SIZE": shape.block_size,
         "ROWS": tiles.rows,
         "PARTIAL_ROWS": min(tiles.rows, heads.group),
@@ -296,6 +302,15 @@ def compile_write(gpu: Gpu, cache_dtype: torch.dtype) -> CompiledKernel:
     constants = {"NUM_KV_HEADS": 3, "KEY_DIM": 80, "VALUE_DIM": 80, "LARGEST": largest}
     constants |= {"PADDED_KEYS": 256, "PADDED_VALUES": 256}
     return compile_for(gpu, _write_kv_kernel, types, constants, warps=warps_for(256, gpu))
+
+
+def compile_code_write(gpu: Gpu, dtype: torch.dtype) -> CompiledKernel:
+    """Compile the writes of a token's keys or values to a cache of whole numbers."""
+    types = {"x": "*" + NAMES[dtype], "cache": "*" + NAMES[INT8], "slot_mapping": "*i64"}
+    constants = {"HEADS": 3, "DIM": 80, "SCALE_BYTES": SCALE_BYTES}
+    constants |= {"PADDED_HEADS": 4, "PADDED_DIM": 128}
+    warps = warps_for(4 * 128, gpu)
+    return compile_for(gpu, _write_codes_kernel, types, constants, warps=warps, large=("cache",))
 
 
 def compile_rotation(gpu: Gpu) -> CompiledKernel:

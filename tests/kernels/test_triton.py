@@ -88,6 +88,39 @@ def test_attention(harness, kernels, data):
     harness.check_attention(kernels, case, DEVICE, splits)
 
 
+@given(data=st.data())
+@settings(fixtures_are_shared, max_examples=4 if INTERPRETED else MAX_EXAMPLES)
+def test_attention_to_whole_numbers(harness, kernels, data):
+    sizes = (40, 120, 3) if INTERPRETED else (300, 1400, 9)
+    case = data.draw(harness.cases(*sizes, whole=[torch.int8]))
+    splits = data.draw(st.none() | st.integers(1, 8))
+    harness.check_attention(kernels, case, DEVICE, splits)
+
+
+def test_rotated_keys_in_whole_numbers(harness, kernels):
+    case = harness.case(
+        lengths=[(1, 1)], num_kv_heads=3, group=2, head_dim=40, value_dim=24, cache_dtype=torch.int8
+    )
+    generator = torch.Generator().manual_seed(3)
+    query, key, value = (
+        torch.randn((20, heads, dim), generator=generator).to(DEVICE)
+        for heads, dim in ((6, 40), (3, 40), (3, 24))
+    )
+    # Quarter turns need no rounding.
+    quarters = torch.randint(4, (20, 40), generator=generator).to(DEVICE)
+    cos, sin = torch.tensor([[1.0, 0, -1, 0], [0, 1, 0, -1]], device=DEVICE)[:, quarters]
+    slots = torch.randperm(48, generator=generator)[:20].to(DEVICE)
+    slots[::5] = -1
+    ours = torch.zeros((3, 2, harness.elements(case, torch.int8)), dtype=torch.int8, device=DEVICE)
+    theirs = ours.clone()
+    found = kernels.rotate_and_write(query, key, value, cos, sin, *harness.carve(ours, case), slots)
+    assert torch.equal(found, reference.rotate(query, cos, sin))
+    rotated = reference.rotate(key, cos, sin)
+    kernels.write_kv(rotated, value, *harness.carve(theirs, case), slots)
+    assert ours.any()
+    assert torch.equal(ours, theirs)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
 @given(data=st.data())

@@ -23,11 +23,13 @@ from tests.kernels.compiling import (  # noqa: E402
     E4M3,
     E5M2,
     FP32,
+    INT8,
     KIB,
     LATENT,
     VARIANTS,
     compile_attention,
     compile_beside_products,
+    compile_code_write,
     compile_copies,
     compile_draws,
     compile_experts,
@@ -94,6 +96,7 @@ def first_loop(path):
 FAST = [
     (H100, "decode", COMMON, 340),
     (H100, "decode", replace(COMMON, cache_dtype=E4M3), 600),
+    (H100, "decode", replace(COMMON, cache_dtype=INT8), 900),
     (H100, "chunk", COMMON, 410),
     (A100, "decode", COMMON, 330),
     (A100, "chunk", COMMON, 390),
@@ -125,8 +128,8 @@ def check_attention(gpu, kind, case, path):
     code = made.asm["ptx"]
     widths = set(re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^;]*?, 0x(\w+)", code))
     assert widths, "nothing is fetched ahead"
-    # fp8 values, whose rows become columns, are copied by 8 bytes.
-    assert widths <= ({"10", "8"} if case.cache_dtype in (E4M3, E5M2) else {"10"})
+    # Values of one byte, whose rows become columns, are copied by 8 bytes.
+    assert widths <= ({"10", "8"} if case.cache_dtype.itemsize == 1 else {"10"})
     if case.dtype != FP32:
         product = IN_PLACE.get(gpu, "mma.sync") if tiles.rows >= 64 else "mma.sync"
         assert product in code
@@ -221,6 +224,7 @@ def test_quantized_experts_widely(tmp_path, gpu, kind, rows):
 )
 def test_the_others(gpu, tmp_path):
     made = compile_merges(gpu) + compile_merges(gpu, 512)
+    made += [compile_code_write(gpu, dtype) for dtype in (BF16, FP32)]
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2)]
     made += [compile_rotation(gpu), compile_copies(gpu), compile_masks(gpu)]
     made += [*compile_low_rank(gpu), *compile_beside_products(gpu)]

@@ -29,6 +29,7 @@ from tests.kernels.compiling import (  # noqa: E402
     Shape,
     compile_attention,
     compile_beside_products,
+    compile_code_write,
     compile_copies,
     compile_draws,
     compile_experts,
@@ -196,6 +197,7 @@ def test_the_others(gpu, record_property):
         compile_masks(gpu),
         *compile_low_rank(gpu),
     ]
+    made += [compile_code_write(gpu, dtype) for dtype in (BF16, FP32)]
     made += [compile_write(gpu, dtype) for dtype in (BF16, E5M2, gpu.e4m3) if dtype is not None]
     codes = [read(kernel) for kernel in made]
     record_property("code", str(codes))
