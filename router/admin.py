@@ -109,7 +109,7 @@ class AdminService(admin_pb2_grpc.AdminServiceServicer):
             rpc.RpcError: NOT_FOUND if it is not offered.
         """
         model = self._pool.names_of(name)[0]
-        if self._on_demand is None or model not in self._on_demand.offered:
+        if self._on_demand is None or model not in self._on_demand.offered():
             there = ", ".join(sorted(self._pool.offered)) or "none"
             raise rpc.not_found(
                 "model", f"model {name[:128]!r} cannot be loaded or unloaded; there is: {there}"

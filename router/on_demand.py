@@ -10,9 +10,8 @@ from octavo.v1 import generation_pb2
 class OnDemandModels(Protocol):
     """Loads models when requests name them, and unloads them."""
 
-    @property
     def offered(self) -> Mapping[str, Sequence[str]]:
-        """Aliases of each model that can be loaded, by its name."""
+        """Return the aliases of each model that can be loaded, by its name."""
 
     def hold(self, model: str) -> AbstractAsyncContextManager[None]:
         """Load a model, and keep it loaded within the block; do nothing if it is not offered.

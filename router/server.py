@@ -95,7 +95,7 @@ class Router:
             self._tokenizers,
             self._engines_changed,
             self._load_reported,
-            offered=None if on_demand is None else on_demand.offered,
+            offered=dict if on_demand is None else on_demand.offered,
         )
         self.admission: Admission[Engine] = Admission(
             self.pool.candidates,

@@ -94,27 +94,28 @@ def _serve_on_demand(
 ) -> None:
     """Serve several models, each with an engine that is started when a request names it."""
     from octavo.cli.models.catalog import read_catalog  # noqa: PLC0415 - in an extra, like the next
-    from octavo.cli.models.serve_models import serve_models  # noqa: PLC0415
+    from octavo.cli.models.serve_models import WatchedFile, serve_models  # noqa: PLC0415
 
     of_router = ("host", "port", "metrics_port", "max_message_bytes", *PORT_OF_ENGINE)
     shared = {n: flags[n] for n in flags if EngineSettings.has(n) and n not in of_router}
     if "model" in shared and names:
         raise typer.BadParameter("models are given as arguments and by --model; use one of them")
     names = names or [shared.pop("model")] if "model" in shared else names
+    limit = own_settings.max_memory
+    read = partial(read_catalog, own_settings, names, shared, limit)
     try:
-        catalog = read_catalog(own_settings, names, shared)
-        if "metrics_port" in router.model_fields_set:
-            catalog = catalog.with_metrics_ports(
-                partial(_metrics_port_of_engine, router.metrics_port)
-            )
+        catalog = read()
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
+    watched = None if own_settings.models is None else WatchedFile(own_settings.models, read)
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(
         update={**dict.fromkeys(LINK_TO_ENGINE), "engine": [], "tokenizer": None}
     )
     running.run(
-        lambda progress: running.unless_stopped(serve_models(router, catalog, progress)),
+        lambda progress: running.unless_stopped(
+            serve_models(router, catalog, limit, watched, progress)
+        ),
         router.log_format,
     )
 

@@ -5,10 +5,13 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from octavo.common.resources import memory
 from octavo.common.settings import Settings, flag
 from octavo.router.settings import RAY_NAME
 
 Words = Literal["auto", "off"]
+SHARE_OF_MEMORY = 0.9
+"""Share of the free memory that several models use by default."""
 
 
 def _check(value: object) -> object:
@@ -93,6 +96,13 @@ class ServeSettings(Settings):
         ge=0,
         description="Seconds for which fewer engines must suffice before one is drained.",
     )
+
+    @property
+    def max_memory(self) -> int:
+        """Maximum memory of all loaded models together, in bytes."""
+        if self.memory is None:
+            return int(memory().available * SHARE_OF_MEMORY)
+        return int(self.memory * 2**30)
 
     @property
     def on_demand(self) -> bool:

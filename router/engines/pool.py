@@ -34,7 +34,7 @@ class EnginePool:
         on_change: Called with a model's name when one of its engines comes up, goes down or starts
             to drain.
         on_load: Called with a model's name when one of its engines reports its load.
-        offered: Aliases of models that are loaded when requests name them, by name.
+        offered: Returns the aliases of models that are loaded when requests name them, by name.
     """
 
     def __init__(
@@ -43,9 +43,9 @@ class EnginePool:
         tokenizers: Tokenizers,
         on_change: Callable[[str], None],
         on_load: Callable[[str], None],
-        offered: Mapping[str, Sequence[str]] | None = None,
+        offered: Callable[[], Mapping[str, Sequence[str]]] = dict,
     ) -> None:
-        self.offered = offered or {}
+        self._offered = offered
         self._settings = settings
         self._tokenizers = tokenizers
         self._tell_change = on_change
@@ -58,6 +58,11 @@ class EnginePool:
 
     def __contains__(self, address: str) -> bool:
         return address in self._links
+
+    @property
+    def offered(self) -> Mapping[str, Sequence[str]]:
+        """Aliases of models that are loaded when requests name them, by name."""
+        return self._offered()
 
     @property
     def links(self) -> list[EngineLink]:

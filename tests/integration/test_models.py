@@ -120,6 +120,45 @@ def test_loads_what_is_asked_for_and_unloads_the_least_recently_used(serve):
     wait_until(lambda: not any(child.is_running() for child in children), what="no child left")
 
 
+def test_reads_the_file_again(launch, tmp_path):
+    path, port = tmp_path / "models.toml", free_port()
+    path.write_text("[models.a]\n[models.b]\naliases = ['c']")
+    server = launch("serve", "--models", str(path), "--http-port", str(port)).wait_ready()
+    server.http = f"127.0.0.1:{port}"
+    assert states(server).keys() == {"a", "b", "c"}
+    path.write_text("[models.a]\nblock_sizes = 1")
+    wait_until(lambda: "models' file not reloaded" in server.logs())
+    assert "there is no setting 'block_sizes'" in server.logs()
+    assert states(server).keys() == {"a", "b", "c"}
+    path.write_text("[models.b]\n[models.d]\nmodel = './none'")
+    wait_until(lambda: states(server).keys() == {"b", "d"})
+
+
+@pytest.mark.slow
+def test_a_model_with_other_settings_is_loaded_again(launch, models_file, tmp_path):
+    path = tmp_path / "models.toml"
+    path.write_text(models_file.read_text())
+    port = free_port()
+    flags = "--memory", TWO_MODELS, "--http-port", str(port)
+    server = launch("serve", "--models", str(path), *flags, program=True).wait_ready()
+    server.http = f"127.0.0.1:{port}"
+    first = [generate(server, name, "Hello") for name in ("one", "two")]
+    with octavo.Client(server.address) as client:
+        stream = client.generate("Hello", model="one", max_tokens=900, temperature=0)
+        pieces = iter(stream)
+        next(pieces)
+        changed = path.read_text().replace("max_model_len = 1024", "max_model_len = 512", 1)
+        path.write_text(changed.partition("[models.two]")[0])
+        wait_until(lambda: states(server).keys() == {"one", "one-alias"}, 20)
+        assert sum(1 for _ in pieces) > 0  # it is complete, as the engine waits for it
+    assert generate(server, "one", "Hello") == first[0]
+    card = httpx.get(f"http://{server.http}/v1/models/one").json()
+    assert card["max_model_len"] == 512
+    wait_until(lambda: len(engines(server)) == 1, 20)
+    with pytest.raises(octavo.Error, match="model 'two' is not served"):
+        generate(server, "two", "Hello")
+
+
 @pytest.mark.slow
 def test_engines_end_with_a_killed_server(serve):
     server = serve(ONE_MODEL)

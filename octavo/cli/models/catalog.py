@@ -1,10 +1,10 @@
 """The models that `octavo serve` may load, from the command line or a TOML file."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, ValidationError
 
@@ -13,11 +13,10 @@ from octavo.cli.serve_settings import ServeSettings
 from octavo.common.models.gguf.reader import parts_of
 from octavo.common.models.resolve import gguf_file, resolve_checkpoint
 from octavo.common.models.safetensors_files import weight_files
-from octavo.common.resources import memory
 from octavo.common.settings import SettingsError, parse_toml
 from octavo.engine.settings import EngineSettings
 
-FIXED = frozenset({"host", "port", "metrics_port", "served_model_name", "config"})
+FIXED = frozenset({"host", "port", "served_model_name", "config"})
 """Engine settings that a model's table cannot change."""
 MAX_CACHE_MEMORY = 4.0
 """Maximum default size of a model's KV cache, in GiB; else an eighth of the memory."""
@@ -74,35 +73,16 @@ class CatalogModel:
         return int(weights + tables * 2**30) + OVERHEAD
 
 
-@dataclass(frozen=True, slots=True)
-class Catalog:
-    """The models of a server.
-
-    Attributes:
-        models: The models.
-        memory: Maximum memory of all loaded models together, in bytes.
-    """
-
-    models: Sequence[CatalogModel]
-    memory: int
-
-    def with_metrics_ports(self, port_of: Callable[[int], int]) -> Self:
-        """Return the catalog with other metrics ports: `port_of` a model's number, from 0."""
-        settings = [
-            model.settings.model_copy(update={"metrics_port": port_of(number)})
-            for number, model in enumerate(self.models)
-        ]
-        pairs = zip(self.models, settings, strict=True)
-        return replace(self, models=[replace(model, settings=own) for model, own in pairs])
-
-
-def read_catalog(settings: ServeSettings, names: Sequence[str], shared: Flags) -> Catalog:
+def read_catalog(
+    settings: ServeSettings, names: Sequence[str], shared: Flags, limit: int
+) -> list[CatalogModel]:
     """Return the models to serve: those of --models, or those named on the command line.
 
     Args:
-        settings: The file, the memory and the default of `idle_timeout`.
+        settings: The file, and the default of `idle_timeout`.
         names: Models named on the command line.
         shared: Engine settings of all models.
+        limit: Maximum memory of all loaded models together, in bytes.
 
     Raises:
         SettingsError: A setting or the file is invalid, or two models have a name in common.
@@ -115,7 +95,6 @@ def read_catalog(settings: ServeSettings, names: Sequence[str], shared: Flags) -
         where, tables = f"{settings.models} (--models): ", _read_tables(settings.models)
     if len(names) > len(tables):
         raise SettingsError("a model is named twice")
-    limit = int(settings.memory * 2**30) if settings.memory else int(memory().available * 0.9)
     models = []
     for name, table in tables.items():
         try:
@@ -124,7 +103,7 @@ def read_catalog(settings: ServeSettings, names: Sequence[str], shared: Flags) -
             raise SettingsError(f"{where}model {name!r}: {error}") from None
     if doubled := _doubled(models):
         raise SettingsError(f"{where}the name {doubled!r} is used twice")
-    return Catalog(models, limit)
+    return models
 
 
 def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
@@ -166,9 +145,10 @@ def _model(
     except ValidationError as error:
         details = error.errors()[0]
         raise SettingsError(f"{details['loc'][0]}: {details['msg']}") from None
-    names = [name, *own.aliases]
     settings = EngineSettings.load(
-        **{"model": name, **shared, **engine, "served_model_name": names, "host": "127.0.0.1"}
+        **{"model": name, "metrics_port": 0, **shared, **engine},
+        served_model_name=[name],
+        host="127.0.0.1",
     )
     unset = {
         "cache_memory": min(limit / 2**30 / 8, MAX_CACHE_MEMORY),

@@ -17,6 +17,7 @@ from octavo.cli.running import StartError
 from octavo.common import rpc
 from octavo.common.background import call_in_thread, joined
 from octavo.common.models.errors import ModelError
+from octavo.engine.settings import EngineSettings
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class HostedModel:
         news: Tells of every change of any model.
 
     Attributes:
-        model: The model.
+        model: The model; with other settings it is loaded again.
         state: Whether it is loaded.
         loaded_at: Monotonic time at which it was loaded last.
         used_at: Monotonic time at which a request last held it.
@@ -62,6 +63,7 @@ class HostedModel:
         self._address = f"unix:{socket}"
         self._reserve = reserve
         self._news = news
+        self._retired = False
         self._holders = 0
         self._waiting = 0
         self._failures = 0
@@ -93,7 +95,9 @@ class HostedModel:
         self._waiting += 1
         self._news.tell()
         try:
-            await self._news.until(lambda: self.loaded or self._failures > failures)
+            await self._news.until(
+                lambda: self.loaded or self._failures > failures or self._retired
+            )
             if not self.loaded:
                 self._refuse()
             self._holders += 1
@@ -111,19 +115,26 @@ class HostedModel:
         if self.loaded:
             self._become(generation_pb2.MODEL_STATE_UNLOADING)
 
+    def retire(self) -> None:
+        """Take no more requests; `run` ends once those that hold the model are complete."""
+        self._retired = True
+        self.leave()
+
     async def unload(self) -> None:
         """Unload it once no request holds it; wait until its memory is free."""
         self.leave()
         await self._news.until(lambda: not self.leaving)
 
-    async def run(self, pool: "EnginePool") -> NoReturn:
-        """Load and unload it, until cancelled.
+    async def run(self, pool: "EnginePool") -> None:
+        """Load and unload it, until it is retired or this is cancelled.
 
         Args:
             pool: The router's engines.
         """
-        while True:
-            await self._news.until(lambda: self.model.pinned or self.in_use)
+        while not self._retired:
+            await self._news.until(lambda: self.model.pinned or self.in_use or self._retired)
+            if self._retired:
+                break
             self._become(generation_pb2.MODEL_STATE_LOADING)
             try:
                 memory = await call_in_thread(self.model.memory)
@@ -138,6 +149,9 @@ class HostedModel:
                 self._failures += 1
                 self._become(generation_pb2.MODEL_STATE_FAILED)
                 await asyncio.sleep(RETRY_SECONDS)
+        if self._address in pool:
+            await pool.remove(self._address)
+        self._news.tell()
 
     async def _serve(self, pool: "EnginePool") -> None:
         """Run its engine until it is unloaded.
@@ -145,8 +159,8 @@ class HostedModel:
         Raises:
             StartError: The engine failed to start, or ended.
         """
-        begun, name = time.monotonic(), self.model.name
-        engine = EngineProcess(self.model.settings, self._socket, f"the engine of {name!r}")
+        begun, name, settings = time.monotonic(), self.model.name, self.model.settings
+        engine = EngineProcess(settings, self._socket, f"the engine of {name!r}")
         log.info("model loading", model=name)
         try:
             engine.start()
@@ -157,7 +171,7 @@ class HostedModel:
             self.loaded_at = self.used_at = time.monotonic()
             self._become(generation_pb2.MODEL_STATE_LOADED)
             log.info("model loaded", model=name, seconds=round(self.loaded_at - begun, 2))
-            async with joined(engine.ended(), self._until_unwanted()) as works:
+            async with joined(engine.ended(), self._until_unwanted(settings)) as works:
                 await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             engine.check()
             self._become(generation_pb2.MODEL_STATE_UNLOADING)
@@ -167,10 +181,17 @@ class HostedModel:
             await self._end(engine, pool)
         log.info("model unloaded", model=name)
 
-    async def _until_unwanted(self) -> None:
-        """Wait until it is to be unloaded and no request holds it."""
-        timeout = self.model.idle_timeout
+    async def _until_unwanted(self, settings: EngineSettings) -> None:
+        """Wait until it is to be unloaded and no request holds it.
+
+        Args:
+            settings: The settings of its engine.
+        """
         while not (self.leaving and not self._holders):
+            if self._retired or self.model.settings != settings:
+                self.leave()
+                continue
+            timeout = self.model.idle_timeout
             unused = time.monotonic() - self.used_at
             expires = bool(timeout) and not (self.model.pinned or self.in_use)
             if expires and unused >= timeout:
@@ -188,7 +209,9 @@ class HostedModel:
         self._news.tell()
 
     def _refuse(self) -> NoReturn:
-        """Raise the error of a request for a model that failed to load."""
+        """Raise the error of a request for a model that failed to load, or is gone."""
+        if self._retired:
+            raise rpc.not_found("model", f"model {self.model.name!r} is not served any more")
         if isinstance(self._failure, NoRoomError):
             raise rpc.RpcError(grpc.StatusCode.FAILED_PRECONDITION, str(self._failure))
         raise rpc.unavailable(

@@ -1,31 +1,78 @@
 """Runs the router of several models, and loads them on demand."""
 
 import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+import structlog
+
 from octavo.cli import preflight, running
-from octavo.cli.models.catalog import Catalog
+from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.models.supervisor import Supervisor
 from octavo.cli.run_router import import_router
 from octavo.common.background import call_in_thread, joined
+from octavo.common.file_signature import signature
 from octavo.common.models import cache
+from octavo.common.settings import SettingsError
 from octavo.router.settings import RouterSettings
 
 if TYPE_CHECKING:
     from octavo.router.server import Router
 
+log = structlog.get_logger(__name__)
+
+POLL_SECONDS = 1.0
+"""Seconds between two looks at the file of models."""
+
+
+@dataclass
+class WatchedFile:
+    """The file of models, which is read again when it changes.
+
+    Attributes:
+        path: The file.
+        read: Returns its models.
+    """
+
+    path: Path
+    read: Callable[[], Sequence[CatalogModel]]
+
+    async def watch(self, supervisor: Supervisor) -> None:
+        """Apply the file's changes, until cancelled; ignore an invalid file."""
+        seen = found = signature(self.path)
+        while True:
+            await asyncio.sleep(POLL_SECONDS)
+            before, found = found, signature(self.path)
+            if found == seen or found != before:
+                continue  # unchanged, or perhaps still being written
+            seen = found
+            try:
+                models = await call_in_thread(self.read)
+            except SettingsError as error:
+                log.warning("models' file not reloaded", reason=str(error))
+                continue
+            supervisor.apply(models)
+            log.info("models' file reloaded", models=[model.name for model in models])
+
 
 async def serve_models(
-    settings: RouterSettings, catalog: Catalog, progress: running.Progress
+    settings: RouterSettings,
+    models: Sequence[CatalogModel],
+    memory: int,
+    file: WatchedFile | None,
+    progress: running.Progress,
 ) -> None:
     """Run a router for the models of a catalog until a signal; then end their engines.
 
     Args:
         settings: The router's settings, without engines.
-        catalog: The models.
+        models: The models.
+        memory: Maximum memory of all loaded models together, in bytes.
+        file: The file that they come from, if any.
         progress: Display of the start's stages.
 
     Raises:
@@ -38,15 +85,20 @@ async def serve_models(
     server = await call_in_thread(import_router)
     made: asyncio.Future[Router] = asyncio.get_running_loop().create_future()
     with TemporaryDirectory(prefix="octavo-") as directory:  # mode 0700
-        supervisor = Supervisor(catalog.models, catalog.memory, Path(directory))
+        supervisor = Supervisor(memory, Path(directory))
+        supervisor.apply(models)
 
         async def supervise() -> None:
-            await supervisor.run((await made).pool)
+            if file is None:
+                await supervisor.run((await made).pool)
+                return
+            async with joined(file.watch(supervisor), names=("models-file",)):
+                await supervisor.run((await made).pool)
 
         serving = server.serve(
             settings,
             on_made=made.set_result,
-            on_ready=partial(_announce, settings, catalog, progress),
+            on_ready=partial(_announce, settings, models, memory, progress),
             on_demand=supervisor,
         )
         async with joined(serving, supervise(), names=("router", "models")) as works:
@@ -56,13 +108,17 @@ async def serve_models(
 
 
 def _announce(
-    settings: RouterSettings, catalog: Catalog, progress: running.Progress, address: str
+    settings: RouterSettings,
+    models: Sequence[CatalogModel],
+    memory: int,
+    progress: running.Progress,
+    address: str,
 ) -> None:
     """Show the address and the models when requests are accepted."""
     facts = {
         "address": address,
-        "models": ", ".join(model.name for model in catalog.models),
-        "memory": f"{catalog.memory / 2**30:.1f} GiB",
+        "models": ", ".join(model.name for model in models),
+        "memory": f"{memory / 2**30:.1f} GiB",
     }
     if settings.serves_http:
         facts["http"] = settings.http_url

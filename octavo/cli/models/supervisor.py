@@ -1,11 +1,13 @@
 """Loads the models of a catalog on demand, within a bound of memory."""
 
 import asyncio
+import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import grpc
 
@@ -13,7 +15,7 @@ from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.models.hosted_model import HostedModel, NoRoomError
 from octavo.cli.models.news import News
 from octavo.common import rpc
-from octavo.common.background import first_to_end
+from octavo.common.background import end, keep_running
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -28,30 +30,44 @@ class Supervisor:
     """Hosts the models of a catalog: `octavo.router.on_demand.OnDemandModels`.
 
     Args:
-        models: The models.
         memory: Maximum memory of all loaded models together, in bytes.
         directory: Directory of the engines' sockets.
     """
 
-    def __init__(self, models: Sequence[CatalogModel], memory: int, directory: Path) -> None:
+    def __init__(self, memory: int, directory: Path) -> None:
         self._memory = memory
+        self._directory = directory
         self._news = News()
-        self._hosted = {
-            model.name: HostedModel(
-                model, directory / f"model-{number}.sock", self._reserve, self._news
-            )
-            for number, model in enumerate(models)
-        }
-        self._adapters = {name: each.name for each in models for name in each.settings.adapters}
+        self._hosted: dict[str, HostedModel] = {}
+        self._sockets = itertools.count()
         self._reserved: dict[HostedModel, int] = {}
         self._turn = asyncio.Lock()  # models get memory in the order in which they ask
 
-    @property
+    def apply(self, models: Sequence[CatalogModel]) -> None:
+        """Offer these models instead of the present ones.
+
+        A model with other settings is loaded again once its requests are complete, and a model that
+        is gone is unloaded then.
+        """
+        before, self._hosted = self._hosted, {}
+        for model in models:
+            hosted = before.pop(model.name, None)
+            if hosted is None:
+                socket = self._directory / f"model-{next(self._sockets)}.sock"
+                hosted = HostedModel(model, socket, self._reserve, self._news)
+            hosted.model = model
+            self._hosted[model.name] = hosted
+        for hosted in before.values():
+            hosted.retire()
+        self._news.tell()
+
     def offered(self) -> Mapping[str, Sequence[str]]:
-        """Aliases of each model and adapter that can be loaded, by its name."""
-        return {
-            name: hosted.model.aliases for name, hosted in self._hosted.items()
-        } | dict.fromkeys(self._adapters, ())
+        """Return the aliases of each model and adapter that can be loaded, by its name."""
+        models: dict[str, Sequence[str]] = {}
+        for name, hosted in self._hosted.items():
+            models[name] = hosted.model.aliases
+            models |= dict.fromkeys(hosted.model.settings.adapters, ())
+        return models
 
     def hold(self, model: str) -> AbstractAsyncContextManager[None]:
         """Load a model, and keep it loaded within the block; do nothing if it is not offered.
@@ -85,12 +101,23 @@ class Supervisor:
             )
         await hosted.unload()
 
-    async def run(self, pool: "EnginePool") -> None:
+    async def run(self, pool: "EnginePool") -> NoReturn:
         """Load and unload models until cancelled, then end their engines."""
-        await first_to_end(**{name: each.run(pool) for name, each in self._hosted.items()})
+        tasks: dict[HostedModel, asyncio.Task[None]] = {}
+        try:
+            while True:
+                for hosted in {*self._hosted.values()} - tasks.keys():
+                    tasks[hosted] = keep_running(partial(hosted.run, pool), hosted.model.name)
+                tasks = {hosted: task for hosted, task in tasks.items() if not task.done()}
+                await self._news.wait()
+        finally:
+            await end(*tasks.values())
 
     def _find(self, model: str) -> HostedModel | None:
-        return self._hosted.get(self._adapters.get(model, model))
+        for hosted in self._hosted.values():
+            if model == hosted.model.name or model in hosted.model.settings.adapters:
+                return hosted
+        return None
 
     @asynccontextmanager
     async def _reserve(self, hosted: HostedModel, size: int) -> AsyncIterator[None]:
