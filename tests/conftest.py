@@ -2,6 +2,7 @@
 
 import ipaddress
 import os
+import re
 import signal
 import ssl
 from collections.abc import Generator
@@ -14,9 +15,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadFileScheduling
 
 from octavo.common.models.resolve import DEMO
-from octavo.engine.models.resolve_or_convert import resolve
 
 LONG = {"test_traced_forward.py", "test_triton_compiled.py", "test_triton_interpreted.py"}
 """The slowest files besides the integration tests."""
@@ -53,6 +55,23 @@ def pytest_xdist_auto_num_workers() -> Generator[None, int, int]:
     return (yield) * 3 // 2
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFileScheduling | None:
+    """Give all files that use the server `served` to one process, which starts it once."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    folder = Path(__file__).parent / "integration"
+    uses = re.compile(r"def \w+\([^)]*\bserved\b")
+    served = {path.name for path in folder.glob("test_*.py") if uses.search(path.read_text())}
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            path = super()._split_scope(nodeid)
+            return "served" if Path(path).name in served else path
+
+    return Scheduling(config, log)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run the slowest files first, so that short ones balance the end."""
 
@@ -67,6 +86,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Return the demo model's directory; the first run on a machine fetches and converts it."""
+    # Not above: the process that shares out the tests would import PyTorch before they begin.
+    from octavo.engine.models.resolve_or_convert import resolve
+
     return Path(resolve(DEMO))
 
 

@@ -80,7 +80,7 @@ def test_masks(harness, kernels, data):
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=6 if INTERPRETED else MAX_EXAMPLES)
+@settings(fixtures_are_shared, max_examples=4 if INTERPRETED else MAX_EXAMPLES)
 def test_attention(harness, kernels, data):
     sizes = (40, 120, 3) if INTERPRETED else (300, 1400, 9)
     case = data.draw(harness.cases(*sizes, fp8=FP8))
@@ -213,7 +213,9 @@ def test_nothing_is_drawn_outside_the_vocabulary(kernels):
     assert all(0 <= token < 70 for token in kernels.draw_tokens(logits.to(DEVICE), draws).tolist())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+)
 def test_mixed_batch(harness, kernels, dtype):
     harness.check_attention(
         kernels,
@@ -262,7 +264,9 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
         harness.check_attention(kernels, case, DEVICE, splits)
 
 
-@pytest.mark.parametrize("window", [None, 3, pytest.param(40, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "window", [3, *(pytest.param(wide, marks=pytest.mark.slow) for wide in (None, 40))]
+)
 def test_fewer_queries_than_are_planned_for(harness, kernels, window):
     """Plans have room as in CUDA graphs with drafts: the last sequence is padding."""
     lengths = [(9, 70), (1, 100), (1, 64), (3, 9), (0, 0), (31, 0)]
@@ -325,7 +329,9 @@ def test_scales_are_positive(harness, kernels, scales):
         )
 
 
-@pytest.mark.parametrize("window", [1, 5, 64, 100])
+@pytest.mark.parametrize(
+    "window", [5, 64, *(pytest.param(other, marks=pytest.mark.slow) for other in (1, 100))]
+)
 def test_window_skips_tiles(harness, kernels, window):
     lengths = [(1, 200), (70, 200)]
     harness.check_attention(

@@ -146,8 +146,8 @@ def check_attention(gpu, kind, case, path):
 
 LINEAR = [  # weights, inputs of a group, rows, instructions for 64 bytes of each output
     ("nibbles", 128, 16, 780),
-    ("e4m3", 128, 16, 520),
-    ("e2m1", 32, 16, 860),
+    pytest.param("e4m3", 128, 16, 520, marks=pytest.mark.slow),
+    pytest.param("e2m1", 32, 16, 860, marks=pytest.mark.slow),
     ("nested", 32, 64, 640),
 ]
 

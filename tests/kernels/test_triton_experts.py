@@ -25,7 +25,7 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=5 if INTERPRETED else 50)
+@settings(deadline=None, max_examples=3 if INTERPRETED else 50)
 def test_experts(
     rows, hidden, inner, num_experts, chosen, activation, biased, transposed, dtype, seed
 ):
@@ -81,7 +81,7 @@ def test_experts(
     dtype=st.sampled_from(list(TOLERANCES)),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=5 if INTERPRETED else 100)
+@settings(deadline=None, max_examples=3 if INTERPRETED else 100)
 def test_quantized_experts(
     rows, hidden, inner, num_experts, chosen, activation, biased, kinds, group, dtype, seed
 ):

@@ -739,7 +739,7 @@ class Contents(RuleBasedStateMachine):
 
 TestContents = Contents.TestCase
 TestContents.settings = settings(
-    max_examples=200,
+    max_examples=120,
     stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

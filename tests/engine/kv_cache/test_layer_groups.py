@@ -376,7 +376,7 @@ class Contents(RuleBasedStateMachine):
 
 TestContents = Contents.TestCase
 TestContents.settings = settings(
-    max_examples=150,
+    max_examples=90,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

@@ -135,7 +135,7 @@ requests = st.lists(
     prefix_caching=st.booleans(),
     async_scheduling=st.booleans(),
 )
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_steps_are_those_built_from_scratch(
     requests, aborts, ends, drafts, num_blocks, swap, mode, prefix_caching, async_scheduling
 ):

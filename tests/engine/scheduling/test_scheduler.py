@@ -209,7 +209,7 @@ requests = st.lists(
     prefix_caching=st.booleans(),
     async_scheduling=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_every_request_that_fits_is_finished(
     requests, num_blocks, swap, mode, seqs, batched, scored, prefix_caching, async_scheduling
 ):
@@ -271,7 +271,7 @@ def test_every_request_that_fits_is_finished(
     prefix_caching=st.booleans(),
     async_scheduling=st.booleans(),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_outputs_that_end_at_any_moment_leave_the_others_whole(
     requests, ends, eos_every, num_blocks, swap, mode, batched, prefix_caching, async_scheduling
 ):

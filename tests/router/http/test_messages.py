@@ -26,7 +26,10 @@ def claude(frontend, scripted):
         options = {"max_model_len": 4096, "features": {"constraints": True}, **options}
         engine = scripted(text, eos=eos, **options)
         async with frontend(engine, **settings) as (app, _):
-            client = anthropic.AsyncAnthropic(base_url=app.url, api_key=key, max_retries=0)
+            http = anthropic.DefaultAsyncHttpxClient(verify=False)
+            client = anthropic.AsyncAnthropic(
+                base_url=app.url, api_key=key, max_retries=0, http_client=http
+            )
             async with client:
                 yield app, engine, client
 
