@@ -101,7 +101,7 @@ class AbsorbedProducts(nn.Module):
         return self.expand(output.transpose(0, 1)).transpose(0, 1)
 
     def absorb(self, query: Tensor) -> Tensor:
-        """Map queries of keys to queries of latents.
+        """Map queries, which match keys, to queries that match latents.
 
         Args:
             query: `[num_heads, num_tokens, key_dim + rest]`; its last elements match the part of a

@@ -56,13 +56,13 @@ class Reserve:
                 self._held.append(os.open(os.devnull, os.O_RDONLY))
 
     def release(self) -> bool:
-        """Release one; return whether there was one."""
+        """Close one of the descriptors; return whether one was left."""
         if self._held:
             os.close(self._held.pop())
             return True
         return False
 
     def close(self) -> None:
-        """Give all back."""
+        """Close all."""
         while self.release():
             pass

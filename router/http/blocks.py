@@ -56,7 +56,7 @@ class Block:
 class BlockAnswer(Calls):
     """An answer of one output whose API shows it as a list of blocks.
 
-    White space alone is no block of text: models write it between reasoning and calls.
+    White space alone makes no text block: models write it between reasoning and calls.
 
     Args:
         request: The body of the HTTP request.

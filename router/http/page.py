@@ -25,7 +25,7 @@ _HEADERS = {
     "Content-Security-Policy": "; ".join(_POLICY),
     "Referrer-Policy": "no-referrer",
     "X-Content-Type-Options": "nosniff",
-    "X-DNS-Prefetch-Control": "off",  # else browsers resolve the hosts of links in outputs
+    "X-DNS-Prefetch-Control": "off",  # else browsers look up the hosts of links in outputs
 }
 
 

@@ -185,7 +185,7 @@ class GenerateStream:
         )
 
     def _complete(self, index: int, output: _Output) -> vllm_pb2.GenerateComplete:
-        """Return an output's last response; a streamed output's has its last tokens again."""
+        """Return an output's last response; of a stream, it repeats the last tokens."""
         reason, tokens = output.finish_reason, output.token_ids
         assert reason is not None
         stopped = reason is FinishReason.STOP_TOKEN
