@@ -18,11 +18,12 @@ from octavo.common.limits import (
     check_token_ids,
     output_length,
 )
-from octavo.common.sampling_parameters import SamplingParams, set_values
+from octavo.common.sampling_parameters import set_values
 from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.kv_disk.read_ahead import Prefetch
 from octavo.engine.scheduling.request import BeamSearch, Request, RequestAdapter, Resumption
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.v1 import engine_pb2, sampling_pb2
 
 FindAdapter = Callable[[str], RequestAdapter | None]

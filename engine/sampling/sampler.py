@@ -13,10 +13,10 @@ from itertools import chain
 import numpy as np
 import torch
 
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Samples
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import argmax, draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors

@@ -6,9 +6,9 @@ from enum import IntEnum
 from typing import Protocol
 
 from octavo.common.kv_cache.prefix_hash import prefix_salt
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.constraints.constraint import Constraint
 from octavo.engine.constraints.matcher import EndRule
+from octavo.engine.scheduling.sampling_params import SamplingParams
 
 
 class RequestAdapter(Protocol):

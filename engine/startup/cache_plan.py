@@ -8,7 +8,7 @@ import structlog
 import torch
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
-from octavo.common.sampling_parameters import MAX_LOGPROBS, SamplingParams
+from octavo.common.sampling_parameters import MAX_LOGPROBS
 from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.execution.cuda_graphs import cuda_recorder
 from octavo.engine.execution.executor import Executor
@@ -18,6 +18,7 @@ from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.scheduler import MAX_SCORED_TOKENS
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup
 from octavo.engine.settings import EngineSettings

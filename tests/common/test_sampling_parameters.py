@@ -10,8 +10,9 @@ import pytest
 from octavo.cli.bench.grpc_endpoint import OPTIONS
 from octavo.cli.parameter_flags import FLAGS
 from octavo.client.requests import generate_request
-from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES, SamplingParams
+from octavo.common.sampling_parameters import NEUTRAL, PARAMETERS, TYPES
 from octavo.engine.rpc.validation import _sampling
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.router.http.schema import ChatRequest, CompletionRequest
 from octavo.v1 import generation_pb2, sampling_pb2
 from tools import parameter_table

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import ScheduledSequence
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 from octavo.engine.startup.build import Parts
 

@@ -9,13 +9,13 @@ from functools import partial
 
 import pytest
 
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.core import EngineCore, EngineFailedError
 from octavo.engine.core import step as core_step
 from octavo.engine.events import Failure, FailureCode, OutputEvent, PrefixChange, Started
 from octavo.engine.kv_transfer.grpc_peers import GrpcPeers
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import FinishReason, Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.server import _drain
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build

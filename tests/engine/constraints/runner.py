@@ -12,13 +12,13 @@ from typing import Any
 from tokenizers import pre_tokenizers
 
 from benchmarks.fixture import EOS
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.core import EngineCore
 from octavo.engine.events import Event, Failure, OutputEvent, PrefixChange
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
 from octavo.v1.engine_pb2 import Load

@@ -18,11 +18,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.sampling import sampler
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 
 VOCAB = 512

@@ -7,12 +7,12 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.execution.inputs import make_inputs
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.scheduling.batch import Batch
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupState
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy

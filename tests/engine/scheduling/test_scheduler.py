@@ -9,13 +9,13 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.sampling.reports import Continued
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.request import BeamSearch, FinishReason, Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
