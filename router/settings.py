@@ -171,6 +171,15 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         gt=0,
         description="Maximum GiB of stored responses and their inputs; the oldest are dropped.",
     )
+    batch_dir: Path | None = Field(
+        None,
+        description="Directory for the files and batches of /v1/files and /v1/batches. Default: "
+        "they are off.",
+    )
+    batch_space: float = Field(10.0, gt=0, description="Maximum GiB of files in --batch-dir.")
+    batch_in_flight: int = Field(
+        64, ge=1, description="Maximum requests in progress of each batch of /v1/batches."
+    )
     tokenizer: str | None = Field(
         None,
         description="Hub name, directory or `demo` to load the tokenizer from. Default: the "
@@ -338,6 +347,8 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         for name in ("uds", "http_uds"):
             if getattr(self, name) is not None and self.workers > 1:
                 raise ValueError(f"{flag(name)} needs --workers 1 (given: {self.workers})")
+        if self.batch_dir is not None and self.workers > 1:
+            raise ValueError(f"--batch-dir needs --workers 1 (given: {self.workers})")
         if self.uds is not None and self.tls is not None:
             raise ValueError("--uds and --tls-cert exclude each other")
         return self

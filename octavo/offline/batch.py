@@ -11,6 +11,7 @@ from uuid import uuid4
 import httpx2
 
 from octavo.common.background import start
+from octavo.common.sampling_parameters import MAX_PRIORITY
 from octavo.offline.batch_files import BatchFiles, custom_id
 from octavo.offline.in_order import in_order
 
@@ -30,12 +31,24 @@ class Batch:
         client: HTTP client, whose base URL is the server's.
         in_flight: Maximum number of requests at once.
         priority: Priority of requests that name none; None leaves it to the server.
+        lowest: Whether all requests have the lowest priority.
+        endpoint: Path of all requests; None: each has its own.
     """
 
-    def __init__(self, client: httpx2.AsyncClient, in_flight: int, priority: int | None) -> None:
+    def __init__(
+        self,
+        client: httpx2.AsyncClient,
+        in_flight: int,
+        priority: int | None = None,
+        *,
+        lowest: bool = False,
+        endpoint: str | None = None,
+    ) -> None:
         self._client = client
         self._in_flight = in_flight
-        self._priority = priority
+        self._defaults = {} if priority is None else {"priority": priority}
+        self._fixed = {"priority": -MAX_PRIORITY} if lowest else {}
+        self._endpoint = endpoint
         self._places = asyncio.Semaphore(in_flight)
 
     async def run(self, files: BatchFiles, on_result: Callable[[Result], None]) -> None:
@@ -63,11 +76,10 @@ class Batch:
             "error": None,
         }
         try:
-            url, body = read_request(line)
+            url, body = read_request(line, self._endpoint)
         except ValueError as error:
             return result | {"error": {"code": "invalid_request", "message": str(error)}}
-        if self._priority is not None:
-            body = {"priority": self._priority, **body}
+        body = {**self._defaults, **body, **self._fixed}
         async with self._places:
             response = await self._post(url, body)
         try:
@@ -104,11 +116,12 @@ class Batch:
             await asyncio.sleep(int(wait) if wait.isdecimal() else RETRY_SECONDS)
 
 
-def read_request(line: bytes) -> tuple[str, dict[str, Any]]:
+def read_request(line: bytes, endpoint: str | None = None) -> tuple[str, dict[str, Any]]:
     """Return the path and the body of a request.
 
     Raises:
-        ValueError: The line is no request, or asks for a stream.
+        ValueError: The line is no request, asks for a stream, or is for another path than
+            `endpoint`.
     """
     try:
         request = json.loads(line)
@@ -119,6 +132,8 @@ def read_request(line: bytes) -> tuple[str, dict[str, Any]]:
             raise ValueError("method must be POST")
         case {"body": {"stream": stream}} if stream:
             raise ValueError("body.stream must be false")
+        case {"url": str(url)} if endpoint is not None and url != endpoint:
+            raise ValueError(f"url must be {endpoint}, the batch's endpoint")
         case {"url": str(url), "body": dict(body)} if url.startswith("/v1/"):
             return url, body
     raise ValueError("url must be a path such as /v1/chat/completions, and body an object")

@@ -26,7 +26,8 @@ class BatchFiles:
         errors: Everything else.
 
     Attributes:
-        done: Number of requests that had a result or an error before.
+        completed: Number of requests that were answered before.
+        failed: Number of requests that had an error before.
 
     Raises:
         BatchFileError: The results are of other requests.
@@ -40,9 +41,14 @@ class BatchFiles:
             self._errors = stack.enter_context(errors.open("ab+"))
             self._lines = (line for line in self._requests if line.strip())
             written = [_read_written(file) for file in (self._results, self._errors)]
-            self.done = sum(count for count, _ in written)
+            (self.completed, _), (self.failed, _) = written
             self._skip([last for _, last in written])
             self._stack = stack.pop_all()
+
+    @property
+    def done(self) -> int:
+        """Number of requests that had a result or an error before."""
+        return self.completed + self.failed
 
     def _skip(self, last_ids: list[Any]) -> None:
         """Skip the requests that are done; the last one is the last of a file.

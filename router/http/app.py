@@ -5,6 +5,7 @@ import functools
 import time
 from collections.abc import Awaitable, Callable, Iterable
 from importlib.metadata import version
+from typing import cast
 from urllib.parse import quote
 
 from prometheus_client.exposition import choose_encoder
@@ -23,6 +24,9 @@ from octavo.router.http import headers, tokens
 from octavo.router.http.answers import Answer, Vocabularies
 from octavo.router.http.anthropic.answer import MessageAnswer
 from octavo.router.http.anthropic.schema import CountRequest, MessagesRequest
+from octavo.router.http.batches.endpoints import BatchEndpoints, batches_are_off
+from octavo.router.http.batches.runner import BatchRunner
+from octavo.router.http.batches.storage import BatchStorage
 from octavo.router.http.bodies import OpenBody
 from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.calls import Calls, GeneratingBody
@@ -57,6 +61,7 @@ UNENFORCED = "X-Unenforced-Schema"
 """Header with the parts of schemas that are not enforced, percent-encoded."""
 MAX_UNENFORCED = 1_000
 """Maximum characters of that header; the response body lists all parts."""
+METHODS = ("GET", "POST", "DELETE")
 
 
 class Api:
@@ -70,6 +75,7 @@ class Api:
         is_serving: Whether an engine is available.
         stats: Content of GET /status and GET /metrics.
         store: The responses that later requests may continue.
+        batches: The files and batches; None: they are off.
     """
 
     def __init__(
@@ -82,6 +88,7 @@ class Api:
         is_serving: Callable[[], bool],
         stats: RouterStats,
         store: ResponseStore,
+        batches: BatchStorage | None,
     ) -> None:
         self._settings = settings
         self._generator = generator
@@ -97,6 +104,20 @@ class Api:
             authenticate=self._authenticate,
             answer=self._answer,
         )
+        self.runner: BatchRunner | None = None
+        self._batch_routes: list[BaseRoute] = [
+            Route(f"/v1/{name}{{_:path}}", _answered(batches_are_off), methods=list(METHODS))
+            for name in ("files", "batches")
+        ]
+        if batches is not None:
+            app = headers.RequestIds(
+                Starlette(routes=self._generating_routes(), exception_handlers=ERRORS)
+            )
+            self.runner = BatchRunner(batches, app, authenticator.find, settings.batch_in_flight)
+            endpoints = BatchEndpoints(
+                batches, self.runner, parse=self._parse, authenticate=self._authenticate
+            )
+            self._batch_routes = endpoints.routes(_answered)
         self._refusing = False
         self._created = int(time.time())
 
@@ -108,7 +129,7 @@ class Api:
                 Middleware(
                     CORSMiddleware,
                     allow_origins=self._settings.http_cors_origin,
-                    allow_methods=["GET", "POST", "DELETE"],
+                    allow_methods=METHODS,
                     allow_headers=["*"],
                     expose_headers=[
                         *(headers.REQUEST_ID, "Retry-After", "Retry-After-Ms"),
@@ -123,18 +144,17 @@ class Api:
         return Starlette(
             routes=[*routes, Mount(root, routes=routes)] if root else routes,
             middleware=middleware,
-            exception_handlers={HTTPException: _not_there, Exception: _broken},
+            exception_handlers=ERRORS,
         )
 
     def _routes(self) -> list[BaseRoute]:
         return [
-            Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
-            Route("/v1/completions", _answered(self._completions), methods=["POST"]),
+            *self._generating_routes(),
+            *self._batch_routes,
             Route("/v1/messages", _answered(self._messages), methods=["POST"]),
             Route("/v1/messages/count_tokens", _answered(self._count_tokens), methods=["POST"]),
             *self._response_routes(),
             *self._ollama_routes(),
-            Route("/v1/embeddings", _answered(self._embeddings), methods=["POST"]),
             Route("/v1/models", _answered(self._models)),
             Route("/v1/models/{model:path}", _answered(self._model)),
             Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
@@ -148,11 +168,19 @@ class Api:
             Route("/playground/{name:path}", page),
         ]
 
+    def _generating_routes(self) -> list[BaseRoute]:
+        """Return the routes of requests that may be in batches."""
+        return [
+            Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
+            Route("/v1/completions", _answered(self._completions), methods=["POST"]),
+            Route("/v1/responses", _answered(self._responses.create), methods=["POST"]),
+            Route("/v1/embeddings", _answered(self._embeddings), methods=["POST"]),
+        ]
+
     def _response_routes(self) -> list[BaseRoute]:
         endpoints, path = self._responses, "/v1/responses"
         one = f"{path}/{{id}}"
         return [
-            Route(path, _answered(endpoints.create), methods=["POST"]),
             Route(f"{path}/input_tokens", _answered(endpoints.count), methods=["POST"]),
             Route(one, _answered(endpoints.retrieve)),
             Route(one, _answered(endpoints.delete), methods=["DELETE"]),
@@ -218,6 +246,8 @@ class Api:
         return tenant, await parse(request, model, self._settings.max_message_bytes)
 
     def _authenticate(self, request: Request) -> Tenant:
+        if (tenant := getattr(request.state, "tenant", None)) is not None:
+            return cast("Tenant", tenant)  # of a batch
         authorization = dict(headers.metadata(request)).get("authorization")
         peer = request.client.host if request.client else ""
         tenant = self._authenticator.authenticate(authorization, peer=peer, method=request.url.path)
@@ -377,3 +407,7 @@ async def _not_there(request: Request, error: Exception) -> Response:
 async def _broken(request: Request, error: Exception) -> Response:  # noqa: ARG001 - it is logged
     message = "an unexpected error; the server's log has the details"
     return ApiError(500, message, kind="server_error").response(request.scope)
+
+
+ERRORS = {HTTPException: _not_there, Exception: _broken}
+"""The answers to errors that no endpoint handles."""

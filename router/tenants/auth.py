@@ -78,6 +78,7 @@ class Authenticator:
         self._found: Signature = None  # signature at the last check
         self._by_key: dict[str, Tenant] = {}
         self._by_certificate: dict[str, Tenant] = {}
+        self._by_name: dict[str, Tenant] = {}
         self.open = path is None and api_key is None
         if api_key is not None:
             self._index(
@@ -128,6 +129,10 @@ class Authenticator:
             raise rpc.RpcError(grpc.StatusCode.UNAUTHENTICATED, why)
         return tenant
 
+    def find(self, name: str) -> Tenant | None:
+        """Return the tenant of a name; None if there is none."""
+        return ANONYMOUS if self.open else self._by_name.get(name)
+
     def check(self, method: str, context: rpc.Context) -> None:
         """Authenticate a gRPC call and set its `caller`.
 
@@ -173,6 +178,7 @@ class Authenticator:
     def _index(self, tenants: Sequence[Tenant]) -> None:
         self._by_key = {key: tenant for tenant in tenants for key in tenant.keys}
         self._by_certificate = {name: tenant for tenant in tenants for name in tenant.certificates}
+        self._by_name = {tenant.name: tenant for tenant in tenants}
 
 
 def check_model(tenant: Tenant, names: Collection[str], model: str) -> None:
