@@ -61,6 +61,7 @@ class EngineMetrics:
         restored_blocks = counter(
             "restored_blocks", "Prefix blocks copied back from CPU swap space, not recomputed."
         )
+        spilled_blocks = counter("spilled_blocks", "Blocks of long sequences moved to --kv-spill.")
         disk_blocks = counter(
             "disk_blocks", "Prefix blocks of --kv-disk: read, written, dropped.", "what"
         )
@@ -91,6 +92,7 @@ class EngineMetrics:
             "accepted_tokens": (self.accepted_tokens,),
             "offloaded_blocks": (offloaded_blocks,),
             "restored_blocks": (restored_blocks,),
+            "spilled_blocks": (spilled_blocks,),
             **{outcome: (constraints, outcome) for outcome in ("compiled", "refused", "cached")},
             **{what: (disk_blocks, what) for what in ("read", "written", "dropped")},
             "late": (late_disk_reads,),

@@ -159,6 +159,14 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     kv_disk_space: float = Field(
         10.0, gt=0, description="Maximum GiB of all files in --kv-disk; the least recently used go."
     )
+    kv_spill: Path | None = Field(
+        None,
+        description="On a CPU, directory for the blocks of a sequence that the KV cache has no room"
+        " for: each step reads them from a file there. One such sequence runs at a time.",
+    )
+    kv_spill_space: float = Field(
+        10.0, gt=0, description="GiB of the file of --kv-spill, reserved at the start."
+    )
     preemption: PreemptionMode = Field(
         "auto",
         description="How to preempt a request: swap its blocks out or recompute them. auto: the"
@@ -306,6 +314,15 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
                 "--kv-disk does not work with --tensor-parallel-size"
                 f" {self.tensor_parallel_size}: ranks do not write their blocks yet"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _spills_alone(self) -> Self:
+        if self.kv_spill is None:
+            return self
+        if self.tensor_parallel_size > 1 or self.draft_model is not None:
+            why = "does not work with --tensor-parallel-size above 1, nor with --draft-model"
+            raise ValueError(f"--kv-spill {why}")
         return self
 
     @model_validator(mode="after")

@@ -127,7 +127,12 @@ class Steps:
                 # On a CPU the model needs the cores that compute the masks.
                 self._masks.wait()
                 late = batch.late
-            return self._executor.launch(batch, inputs, late)
+            launched = self._executor.launch(batch, inputs, late)
+        spilled = batch.spilled
+        if spilled is not None and self._executor.spill_failed():
+            why = "the file of --kv-spill cannot be read or written"
+            self._requests.fail(spilled[1].group, FailureCode.INTERNAL, why)
+        return launched
 
     def _sample(self, step: PendingStep) -> None:
         """Sample a step's tokens for the sequences whose masks are ready."""

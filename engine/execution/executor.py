@@ -1,7 +1,7 @@
 """The executor: copies a batch's blocks, runs the model on it and samples tokens."""
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -176,6 +176,10 @@ class Executor:
         self.sample(step)
         return step.collect()
 
+    def spill_failed(self) -> bool:
+        """Return whether the spilled sequence's last results are wrong, as its file failed."""
+        return self.cache.spill is not None and self.cache.spill.take_failed()
+
     def device_lost(self) -> bool:
         """Return whether the device can no longer compute, as after some GPU errors.
 
@@ -312,10 +316,14 @@ class Executor:
 
     @contextmanager
     def _attending(self, inputs: StepInputs) -> Iterator[None]:
-        """Set the step's batch, cache and adapters."""
+        """Set the step's batch, cache and adapters, and read its spilled blocks."""
         cache, scales = self.cache, self._loaded.kv_scales
         step = PagedStep(inputs.groups, cache.layers, scales, cache.states)
-        with attending(step), applying(inputs.adapters):
+        reading: AbstractContextManager[None] = nullcontext()
+        if inputs.spilled is not None:
+            assert cache.spill is not None
+            reading = cache.spill.reading(*inputs.spilled)
+        with attending(step), applying(inputs.adapters), reading:
             yield
 
     def _score(self, logits: torch.Tensor, row: int, scheduled: ScheduledSequence) -> list[Report]:

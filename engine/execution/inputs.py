@@ -53,6 +53,7 @@ class StepInputs:
             prompt's logits.
         adapters: The sequences' adapters; None if no sequence has one.
         num_chunks: Number of sequences with several tokens: chunks of prompts and drafts.
+        spilled: Index of the sequence whose first tokens are in a file, and their number of units.
     """
 
     token_ids: torch.Tensor
@@ -66,6 +67,7 @@ class StepInputs:
     scored: list[tuple[ScheduledSequence, int]] = field(default_factory=list)
     adapters: StepAdapters | None = None
     num_chunks: int = 0
+    spilled: tuple[int, int] | None = None
 
     @property
     def take_greatest(self) -> bool:
@@ -102,13 +104,14 @@ def make_inputs(
         seqs, positions = np.repeat(seqs, query_lens), np.arange(laid.shape[1]) + shifts
     laid[1] = positions
     tables = [batch.table(group) for group in range(len(layout.groups))]
+    spilled = batch.spilled
     for group, layers in enumerate(layout.groups):
         if layers.state_blocks:
             laid[2 + group] = -1
             continue
         places, offsets = np.divmod(positions, layers.block_size)
         laid[2 + group] = tables[group][seqs, places] * layers.block_size + offsets
-        if layers.bounded:
+        if layers.bounded or spilled is not None:
             tables[group][tables[group] == RELEASED] = 0  # attention does not read them
     samples = batch.samples()
     # A token is sampled from the logits of the token before it.
@@ -144,6 +147,7 @@ def make_inputs(
         beams=beams,
         beam_rows=beam_rows,
         scored=scored,
+        spilled=None if spilled is None else (spilled[0], spilled[1].num_units),
     )
     return arrays, inputs
 

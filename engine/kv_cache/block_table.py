@@ -7,7 +7,7 @@ from typing import NamedTuple
 from octavo.common.kv_cache.prefix_hash import ROOT_KEY
 
 RELEASED = -1
-"""Entry of a block table whose block was released, as no later token attends to it."""
+"""Entry of a block table whose block was released: no token attends to it, or a file has it."""
 
 
 class Span(NamedTuple):

@@ -46,3 +46,7 @@ def check_table(groups: Sequence[LayerGroup], table: BlockTable, step_tokens: in
             assert len(blocks) == layers.blocks_for(table.num_tokens), (
                 "a table has more blocks than its tokens need"
             )
+        if layers.kept is not None:
+            assert passed * layers.block_size % layers.unit == 0
+            most = layers.held(table.num_tokens, step_tokens)
+            assert len(blocks) - passed <= most, "a table holds more than it keeps"

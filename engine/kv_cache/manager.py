@@ -4,7 +4,10 @@ Blocks are mapped to sequences by block tables, as in "Efficient Memory Manageme
 Language Model Serving with PagedAttention" (Kwon et al., SOSP 2023, section 4). Each layer group
 has its own table for each sequence (`octavo.common.kv_cache.layer_groups`), and all groups take
 blocks from one pool. A method that raises changes nothing, except that blocks outside a window stay
-released.
+released or spilled.
+
+A sequence that has more tokens than its layer group keeps is spilled: its earlier blocks are copied
+to a file, in units, and released. There is one such sequence at a time.
 
 `prefixes.py` makes blocks findable by other requests and finds them, and `swap_moves.py` orders
 copies. Sequences that got blocks in a step keep them until its copies are
@@ -18,9 +21,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held
+from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held, most_kept
 from octavo.common.kv_cache.prefix_hash import root_key
-from octavo.engine.kv_cache.block_pool import BlockPool
+from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
 from octavo.engine.kv_cache.invariants import check_pool, check_table
@@ -30,6 +33,10 @@ from octavo.engine.kv_cache.swap_moves import SwapMoves
 from octavo.engine.kv_cache.transfers import Transfers
 
 
+class FileTakenError(OutOfBlocksError):
+    """The file of the spilled sequence holds another one."""
+
+
 class KVCacheManager:
     """Allocates, shares, copies on write, swaps and frees blocks.
 
@@ -37,6 +44,7 @@ class KVCacheManager:
         groups: The model's layer groups.
         device: The device's blocks.
         swap: The blocks of swap space.
+        spilling: Id of the sequence whose tokens the file holds; None if it holds none.
         prefixes: Finds and publishes prefixes in both.
         moves: Orders copies between both.
     """
@@ -69,6 +77,8 @@ class KVCacheManager:
         self.moves = SwapMoves(self.device, self.swap, self.prefixes)
         self._keeps_states = prefix_caching and self.prefixes.keeps_states
         self._grows_only = not any(g.state_blocks or g.bounded for g in self.groups)
+        self._kept = most_kept(self.groups)
+        self.spilling: int | None = None
         self._tables: dict[int, BlockTable] = {}
 
     # State.
@@ -82,6 +92,17 @@ class KVCacheManager:
         table = self._tables[sequence_id]
         assert not table.swapped, f"sequence {sequence_id} is swapped out"
         return table.groups
+
+    def outgrows(self, num_tokens: int) -> bool:
+        """Return whether a sequence of `num_tokens` tokens has more than stay in blocks."""
+        return num_tokens > self._kept
+
+    def num_units(self, sequence_id: int) -> int:
+        """Return the number of units of the file that hold a sequence's first tokens."""
+        if sequence_id != self.spilling:
+            return 0
+        (layers,) = self.groups
+        return self._tables[sequence_id].passed[0] * layers.block_size // layers.unit
 
     def holds(self, sequence_id: int) -> bool:
         """Return whether a sequence has a block table, on the device or swapped out."""
@@ -140,7 +161,9 @@ class KVCacheManager:
     def admit(
         self, sequence_id: int, token_ids: Tokens[int], *, reuse: bool = True, salt: str = ""
     ) -> int:
-        """Allocate blocks for all tokens of a new sequence; reuse cached ones if possible.
+        """Allocate blocks for the tokens of a new sequence; reuse cached ones if possible.
+
+        They are for all tokens, but for no more than a group keeps.
 
         Args:
             sequence_id: A new id.
@@ -156,8 +179,9 @@ class KVCacheManager:
         """
         assert sequence_id not in self._tables
         prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
-        self.device.require(self._blocks_beside(prefix, len(token_ids)))
-        table = BlockTable([], len(token_ids), [], root=root_key(salt), keys=list(prefix.keys))
+        num_tokens = min(len(token_ids), self._kept)
+        self.device.require(self._blocks_beside(prefix, num_tokens))
+        table = BlockTable([], num_tokens, [], root=root_key(salt), keys=list(prefix.keys))
         table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
         table.computed = prefix.num_tokens
         restored: list[tuple[Hit, int]] = []
@@ -169,7 +193,7 @@ class KVCacheManager:
                 undo.callback(pool.release, hit.block)
             undo.callback(self._release, taken)
             for group, hits in enumerate(prefix.groups):
-                first, end = self._reserved(group, prefix.num_tokens, len(token_ids))
+                first, end = self._reserved(group, prefix.num_tokens, num_tokens)
                 table.passed.append(first)
                 blocks = [RELEASED] * first
                 table.groups.append(blocks)
@@ -199,7 +223,7 @@ class KVCacheManager:
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Return the number of available blocks that `admit` would take."""
         prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
-        return self._blocks_beside(prefix, len(token_ids))
+        return self._blocks_beside(prefix, min(len(token_ids), self._kept))
 
     def _reserved(self, group: int, num_cached: int, num_tokens: int) -> tuple[int, int]:
         """Return the first block that a new sequence needs, and the end of its initial blocks.
@@ -225,23 +249,27 @@ class KVCacheManager:
     def reserve(self, sequence_id: int, end: int) -> None:
         """Grow the tables of unbounded groups to `end` tokens, to reserve a prefill's blocks.
 
+        A group that spills gets no more than it keeps.
+
         Raises:
             OutOfBlocksError: Not enough blocks are available.
         """
         self.device.require(self.blocks_to_reserve(sequence_id, end))
-        table = self._tables[sequence_id]
+        table, end = self._tables[sequence_id], min(end, self._kept)
         self._grow(table, end, (g for g, layers in enumerate(self.groups) if not layers.bounded))
         table.num_tokens = max(table.num_tokens, end)
 
     def blocks_to_reserve(self, sequence_id: int, end: int) -> int:
-        """Return the number of blocks that `reserve`, then bounded groups' first step, take.
+        """Return the number of blocks that `reserve`, then the first step of others, take.
 
         The sequence may be swapped out.
         """
         table, needed = self._tables[sequence_id], 0
         for layers, blocks in zip(self.groups, table.groups, strict=True):
             if not layers.state_blocks:
-                least = min(end, table.computed + self._step_tokens) if layers.bounded else end
+                least, soon = end, table.computed + self._step_tokens
+                if layers.releases:
+                    least = min(end, max(soon, layers.kept or 0))
                 needed += max(0, layers.blocks_for(least) - len(blocks))
         return needed
 
@@ -272,6 +300,7 @@ class KVCacheManager:
 
         Raises:
             OutOfBlocksError: Not enough blocks are available for all spans.
+            FileTakenError: A sequence must be spilled, and the file holds another one.
         """
         spans = list(spans)
         for span in spans:
@@ -321,7 +350,7 @@ class KVCacheManager:
             place = position // layers.block_size
             if place >= len(blocks) or device.references(blocks[place]) > 1:
                 return False
-            if layers.bounded and layers.first_block(position) > passed:
+            if layers.releases and layers.first_block(position) > passed:
                 return False
         table.num_tokens = max(table.num_tokens, position + 1)
         table.computed = position + 1
@@ -353,14 +382,20 @@ class KVCacheManager:
             blocks.append(self.moves.allocate())
         return True
 
-    def own_table(self, sequence_id: int) -> BlockTable | None:
+    def own_table(self, sequence_id: int, most_tokens: int) -> BlockTable | None:
         """Return a sequence's block table if writes within a block do not change it; else None.
 
         Once one token of a block is writable, the block's other tokens are too, until the sequence
-        is forked, trimmed or swapped out. This does not hold with states or windows. The caller
-        that writes such tokens counts them in the table.
+        is forked, trimmed or swapped out. This does not hold with states, windows or spilled
+        blocks. The caller that writes such tokens counts them in the table.
+
+        Args:
+            sequence_id: The sequence.
+            most_tokens: Number of tokens that it may grow to.
         """
-        return self._tables[sequence_id] if self._grows_only else None
+        if not self._grows_only or self.outgrows(most_tokens):
+            return None
+        return self._tables[sequence_id]
 
     def _copy_on_write(self, table: BlockTable, entry: Entry, start: int) -> None:
         """Replace a shared block by a copy of the tokens before `start`, or of the state."""
@@ -371,7 +406,7 @@ class KVCacheManager:
         blocks[entry.place] = copy
 
     def _release_passed(self, span: Span) -> None:
-        """Release the blocks that no token from the span's start on attends to."""
+        """Release or spill the blocks before those that tokens from the span's start on read."""
         table = self._tables[span.sequence_id]
         for group, layers in enumerate(self.groups):
             if layers.bounded:
@@ -380,6 +415,20 @@ class KVCacheManager:
                     self.device.release(blocks[i])
                     blocks[i] = RELEASED
                 table.passed[group] = max(first, table.passed[group])
+            elif layers.kept is not None and layers.first_block(span.start) > table.passed[group]:
+                self._spill(span)
+
+    def _spill(self, span: Span) -> None:
+        """Spill the blocks that tokens from the span's start on do not read in blocks."""
+        if self.spilling not in (None, span.sequence_id):
+            raise FileTakenError(f"the file holds tokens of sequence {self.spilling}")
+        self.spilling = span.sequence_id
+        table, (layers,) = self._tables[span.sequence_id], self.groups
+        size, (blocks,) = layers.unit // layers.block_size, table.groups
+        for begin in range(table.passed[0], layers.first_block(span.start), size):
+            self.moves.spill(blocks[begin : begin + size], begin // size)
+            blocks[begin : begin + size] = [RELEASED] * size
+            table.passed[0] = begin + size
 
     def _unpublish_states(self, spans: list[Span]) -> None:
         for span in spans:
@@ -390,6 +439,7 @@ class KVCacheManager:
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
         """Share the blocks of a parent's first `num_tokens` tokens with a new sequence."""
         assert child_id not in self._tables
+        assert parent_id != self.spilling
         parent = self._tables[parent_id]
         pool = self.swap if parent.swapped else self.device
         groups = [
@@ -439,6 +489,8 @@ class KVCacheManager:
         pool = self.swap if table.swapped else self.device
         for block in table.blocks():  # each group's last first: prefixes are evicted from the end
             pool.release(block)
+        if sequence_id == self.spilling:
+            self.spilling = None
 
     # Swap.
 
@@ -477,3 +529,4 @@ class KVCacheManager:
         assert not self._tables, f"sequences left: {list(self._tables)[:8]}"
         assert self.device.num_in_use == 0
         assert self.swap.num_in_use == 0
+        assert self.spilling is None

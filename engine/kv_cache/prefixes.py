@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from octavo.common.kv_cache.layer_groups import LayerGroup
+from octavo.common.kv_cache.layer_groups import LayerGroup, most_kept
 from octavo.common.kv_cache.prefix_hash import ROOT_KEY, block_key, chain_keys, root_key
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import BlockTable
@@ -109,6 +109,8 @@ class PrefixCache:
             for i, group in enumerate(groups)
             if not group.bounded and not group.state_blocks
         ]
+        # Blocks of a longer prefix would have to be spilled before they could be used.
+        self._most_tokens = most_kept(groups)
         self.nothing = Prefix(0, [], [[] for _ in groups])
         self.keeps_states = any(group.state_blocks for group in groups)
         self.contents: dict[bytes, BlockContents] | None = None
@@ -132,7 +134,7 @@ class PrefixCache:
         keys: list[bytes] = []
         known: dict[int, list[Hit]] = {group: [] for group, _ in self._unbounded}
         key = root_key(salt)
-        for end in range(size, len(token_ids), size):
+        for end in range(size, min(len(token_ids), self._most_tokens + 1), size):
             key = block_key(key, token_ids[end - size : end])
             if not self._extend(known, key, end // size, is_stored):
                 break

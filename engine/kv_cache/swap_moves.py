@@ -1,4 +1,4 @@
-"""Moves of blocks between the device and swap space, ordered now and copied before the step.
+"""Moves of blocks from the device and back, ordered now and copied before the step.
 
 PagedAttention, section 4.5: all blocks of a preempted sequence are swapped out together, as none of
 its tokens can be computed without all of them. `--swap-space` sets the size.
@@ -11,9 +11,9 @@ blocks that are never reused would slow the steps for nothing. A prefix counts a
 memory has it.
 
 Copies are done in the order of `Transfers`: all `swap_out` before all `swap_in` before all
-`copies`. So a device block may be swapped out and allocated again in the same step. A block that is
-read in a step stays in use until its copy has been taken (`_reading`, `_copying`), so that nothing
-overwrites it first.
+`copies` and `spills`. So a device block may be swapped out and allocated again in the same step. A
+block that is read in a step stays in use until its copy has been taken (`_reading`, `_copying`), so
+that nothing overwrites it first.
 """
 
 from collections import Counter
@@ -30,14 +30,15 @@ class SwapMoves:
     """Orders the copies of blocks, and allocates the blocks that they need.
 
     Attributes:
-        counters: Numbers of prefix blocks copied to swap space when evicted, and copied back.
+        counters: Numbers of prefix blocks copied to swap space when evicted, and copied back, and
+            of blocks spilled.
     """
 
     def __init__(self, device: BlockPool, swap: BlockPool, prefixes: PrefixCache) -> None:
         self._device = device
         self._swap = swap
         self._prefixes = prefixes
-        self.counters = Counter(offloaded_blocks=0, restored_blocks=0)
+        self.counters = Counter(offloaded_blocks=0, restored_blocks=0, spilled_blocks=0)
         self._transfers = Transfers()
         self._offloading: dict[int, int] = {}  # swap block: the evicted device block copied there
         self._reading: list[int] = []  # swap blocks held until the copies from them are taken
@@ -100,6 +101,12 @@ class SwapMoves:
         self._transfers.swap_in.append((kept, block))
         self._prefixes.publish_block(self._device, block, key)
         self.counters["restored_blocks"] += 1
+
+    def spill(self, blocks: list[int], unit: int) -> None:
+        """Give up a sequence's blocks, which are copied to a unit of the file."""
+        self._transfers.spills.append((blocks, unit))
+        self._copying += blocks
+        self.counters["spilled_blocks"] += len(blocks)
 
     def swap_out(self, tables: Sequence[BlockTable]) -> None:
         """Move sequences to swap space; blocks that they share stay shared there.

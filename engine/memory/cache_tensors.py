@@ -9,6 +9,7 @@ from octavo.common.resources import Memory
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_layout import CacheLayout, LayerPlace
 from octavo.engine.memory.pinned import pin
+from octavo.engine.memory.spill_file import SpillFile
 from octavo.engine.memory.swap import make_swapper
 from octavo.kernels import huge_pages
 from octavo.kernels.metadata import LayerCache, StateCache
@@ -31,6 +32,7 @@ class CacheTensors:
         layers: Each layer's cache, a view of the device's tensor.
         states: Each state's location in a block.
         swapper: Copies blocks between the device and swap space.
+        spill: The file of the spilled sequence, or None.
 
     Args:
         layout: The layout of the cache's blocks.
@@ -39,6 +41,7 @@ class CacheTensors:
         dtype: Type of keys and values.
         device: The cache's device.
         model_dtype: Type of the model; default `dtype`.
+        spill: The file of the spilled sequence, on a CPU.
     """
 
     def __init__(
@@ -50,8 +53,10 @@ class CacheTensors:
         dtype: torch.dtype,
         device: torch.device,
         model_dtype: torch.dtype | None = None,
+        spill: SpillFile | None = None,
     ) -> None:
         self.layout = layout
+        self.spill = spill
         size = layout.block_elements
         self.device = torch.empty((num_blocks, size), dtype=dtype, device=device)
         self._populating: Iterator[bool] = iter(())
@@ -83,6 +88,9 @@ class CacheTensors:
             self.swapper.swap_in(transfers.swap_in)
         for pairs in _independent(transfers.copies):
             copy_blocks(self.device, torch.tensor(pairs))
+        for blocks, unit in transfers.spills:
+            assert self.spill is not None
+            self.spill.write(self.device, blocks, unit)
 
 
 def layer_caches(blocks: torch.Tensor, layout: CacheLayout) -> list[LayerCache]:

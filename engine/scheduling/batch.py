@@ -36,6 +36,7 @@ class ScheduledSequence(NamedTuple):
             within a prefill, the sequence itself at its end, all siblings if they share the prompt.
         draft: Drafted tokens after the last known token. The logits of that token and of each
             drafted one are sampled, so `sampled` is the sequence itself.
+        num_units: Number of units of the file that hold its first tokens.
     """
 
     group: SequenceGroup
@@ -45,6 +46,7 @@ class ScheduledSequence(NamedTuple):
     tables: list[list[int]]
     sampled: list[Sequence]
     draft: Tokens[int] = ()
+    num_units: int = 0
 
     @property
     def scored(self) -> range:
@@ -236,6 +238,12 @@ class Batch:
     def scored(self) -> list[tuple[int, ScheduledSequence]]:
         """Sequences with prompt log-probabilities to compute, with their indices."""
         return [(i, each) for i, each in enumerate(self.rest, len(self.plain)) if each.scored]
+
+    @property
+    def spilled(self) -> tuple[int, ScheduledSequence] | None:
+        """The sequence whose first tokens are in the file, with its index."""
+        rest = enumerate(self.rest, len(self.plain))
+        return next(((i, each) for i, each in rest if each.num_units), None)
 
     @property
     def num_sequences(self) -> int:

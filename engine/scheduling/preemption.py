@@ -26,13 +26,20 @@ def with_blocks(group: SequenceGroup, cache: KVCacheManager) -> list[Sequence]:
     return [sequence for sequence in group.live if cache.holds(sequence.id)]
 
 
+def waits_to_spill(group: SequenceGroup, cache: KVCacheManager) -> bool:
+    """Return whether a group must be spilled and the file still holds another one."""
+    if cache.spilling is None:
+        return False
+    return any(cache.outgrows(s.num_tokens) and s.id != cache.spilling for s in group.live)
+
+
 def preempt(
     group: SequenceGroup, cache: KVCacheManager, policy: PreemptionPolicy, counters: Counter[str]
 ) -> None:
     """Take all blocks from all sequences of a group.
 
     Afterwards the group is SWAPPED if its blocks were copied to swap space, or WAITING if they were
-    dropped and its tokens must be recomputed.
+    dropped and its tokens must be recomputed. The file keeps what is spilled of a swapped group.
     """
     sequences = with_blocks(group, cache)
     for sequence in sequences:
@@ -40,7 +47,8 @@ def preempt(
     ids = [sequence.id for sequence in sequences]
     blocks = cache.blocks_to_swap(ids)
     tokens = sum(sequence.num_computed for sequence in sequences)
-    if blocks and policy.prefers_swap(blocks=blocks, tokens=tokens):
+    waits = waits_to_spill(group, cache)
+    if blocks and not waits and policy.prefers_swap(blocks=blocks, tokens=tokens):
         try:
             cache.swap_out(ids)
         except OutOfBlocksError:

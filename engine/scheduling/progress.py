@@ -112,7 +112,7 @@ def update(scheduler: Scheduler, batch: Batch, samples: Samples) -> None:
 
 def _end_drafts(scheduler: Scheduler, batch: Batch, speculation: Speculation) -> None:
     """Count the right drafted tokens; roll back the others."""
-    for group, sequence, start, end, _, _, draft in batch.rest:
+    for group, sequence, start, end, _, _, draft, _ in batch.rest:
         if not draft:
             continue
         # One token was sampled after the last right one; none if the output was aborted.

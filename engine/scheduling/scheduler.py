@@ -12,13 +12,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
-from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
+from octavo.engine.kv_cache import FileTakenError, KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.chunks import Counts, most_blocks, next_spans, prefill_ends
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
 from octavo.engine.scheduling.plain_decodes import KeptDecodes
-from octavo.engine.scheduling.preemption import choose_victim, preempt, with_blocks
+from octavo.engine.scheduling.preemption import (
+    choose_victim,
+    preempt,
+    waits_to_spill,
+    with_blocks,
+)
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, Sequence, SequenceGroup
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
@@ -244,8 +249,9 @@ class Scheduler:
                     else:
                         budget -= self._schedule_group(batch, group, counts[group], budget, drafts)
                     break
-                except OutOfBlocksError:
-                    self._preempt(choose_victim(self.running))
+                except OutOfBlocksError as error:
+                    taken = isinstance(error, FileTakenError)
+                    self._preempt(group if taken else choose_victim(self.running))
                     preempted = True
         batch.plain, batch.plain_tables = self._decodes.next_step()
         return preempted
@@ -307,15 +313,14 @@ class Scheduler:
                 return used
         elif (decoder := group.decoder) is not None:
             self._make_writable(decoder)
-            table = self.cache.own_table(decoder.id)
+            most_tokens = decoder.num_prompt + group.request.max_tokens
+            table = self.cache.own_table(decoder.id, most_tokens)
             plain = group.request.plain and decoder.matcher is None
             if table is not None and plain and decoder.num_output >= group.request.min_tokens:
                 self._decodes.add(group, table)
                 return 0
-            start, tables = decoder.num_computed, self.cache.table(decoder.id)
-            batch.rest.append(
-                ScheduledSequence(group, decoder, start, start + 1, tables, [decoder])
-            )
+            start = decoder.num_computed
+            self._add(batch, group, [Span(decoder.id, start, start + 1)])
             return 0
         else:
             spans, used = next_spans(counts, budget, self.cache)
@@ -400,8 +405,9 @@ class Scheduler:
             sequence = by_id[id_]
             sampled = [s for s in (sequence, *siblings) if s.num_tokens == end]
             tables, draft = self.cache.table(id_), drafts.get(id_, ()) if drafts else ()
+            units, last = self.cache.num_units(id_), end + len(draft)
             batch.rest.append(
-                ScheduledSequence(group, sequence, start, end + len(draft), tables, sampled, draft)
+                ScheduledSequence(group, sequence, start, last, tables, sampled, draft, units)
             )
 
     # Swapped and waiting groups.
@@ -424,8 +430,12 @@ class Scheduler:
             return False
         return adapters_fit(self.running, group, self.adapter_limit)
 
+    def _first_ready(self, queue: list[SequenceGroup]) -> SequenceGroup | None:
+        """Return the first group of a queue that waits neither for a mask nor for the file."""
+        return next((g for g in queue if g.ready and not waits_to_spill(g, self.cache)), None)
+
     def _swap_in(self, batch: Batch) -> None:
-        while (group := _first_ready(self.swapped)) is not None:
+        while (group := self._first_ready(self.swapped)) is not None:
             ends = prefill_ends(group, self.cache)
             ids = [sequence.id for sequence, _ in ends]
             seqs, tokens = self._room(batch)
@@ -442,7 +452,7 @@ class Scheduler:
             self._start(batch, group, tokens)
 
     def _admit_waiting(self, batch: Batch) -> None:
-        while (group := _first_ready(self.waiting)) is not None:
+        while (group := self._first_ready(self.waiting)) is not None:
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
             if group.num_slots > seqs or tokens < 1:
@@ -472,8 +482,3 @@ class Scheduler:
         self.cache.extend(spans)
         insort(self.running, group, key=ORDER)
         self._add(batch, group, spans)
-
-
-def _first_ready(queue: list[SequenceGroup]) -> SequenceGroup | None:
-    """Return the first group of a queue that does not wait for a mask."""
-    return next((group for group in queue if group.ready), None)

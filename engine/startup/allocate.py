@@ -4,6 +4,7 @@ from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.execution.leader import Leader
 from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.memory.spill_file import SpillFile
 
 
 def allocate(
@@ -12,6 +13,8 @@ def allocate(
     num_blocks: int,
     num_swap_blocks: int,
     leader: Leader | None = None,
+    *,
+    spill: SpillFile | None = None,
 ) -> CacheTensors:
     """Return the cache's tensors, or this rank's part of them.
 
@@ -21,6 +24,7 @@ def allocate(
         num_blocks: Blocks on the device.
         num_swap_blocks: Blocks in swap space.
         leader: Makes the other ranks allocate theirs; None except on rank 0 of several.
+        spill: The file of the spilled sequence, or None.
     """
     if leader is not None:
         leader.allocate(num_blocks, num_swap_blocks)
@@ -31,4 +35,5 @@ def allocate(
         dtype=loaded.cache_dtype,
         device=loaded.device,
         model_dtype=loaded.dtype,
+        spill=spill,
     )

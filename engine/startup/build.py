@@ -38,6 +38,7 @@ from octavo.engine.startup.disk_tier import block_layout, open_disk_tier
 from octavo.engine.startup.find_model import ModelFiles, find_model
 from octavo.engine.startup.generation_config import Defaults
 from octavo.engine.startup.load import Loaded, load
+from octavo.engine.startup.spill import open_spill
 from octavo.engine.startup.threads import Threads, set_threads
 from octavo.kernels.ops import device_warning, kernel_path
 
@@ -161,8 +162,11 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
 
 def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: CacheSize) -> Executor:
     """Return the executor with its cache, warmed up."""
+    spill = None
+    if size.spill is not None and settings.kv_spill is not None:
+        spill = open_spill(settings.kv_spill, size.spill)
     tensors = allocate(
-        plan.layout, loaded.model, size.num_blocks, size.num_swap_blocks, loaded.leader
+        plan.layout, loaded.model, size.num_blocks, size.num_swap_blocks, loaded.leader, spill=spill
     )
     executor = Executor(loaded.model, tensors, loaded.leader, loaded.device_adapters())
     if not loaded.on_gpu:  # the self-check has run all of a CPU's kernels
@@ -183,7 +187,7 @@ def make_scheduler(
     """Return the scheduler, with an empty cache."""
     cache = KVCacheManager(
         num_blocks=size.num_blocks,
-        groups=plan.layout.groups,
+        groups=size.budget.groups,
         num_swap_blocks=size.num_swap_blocks,
         prefix_caching=settings.enable_prefix_caching,
         step_tokens=plan.max_num_batched_tokens,

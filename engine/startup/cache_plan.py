@@ -1,5 +1,6 @@
 """Plans the KV cache: its layout, its memory and its size."""
 
+import sys
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -15,6 +16,7 @@ from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.graph_sizes import GraphSize, step_sizes
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak_memory
+from octavo.engine.memory.spill_file import SpillPlan
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.request import Request
@@ -33,6 +35,7 @@ from octavo.engine.startup.capacity import (
     longest_sequence,
 )
 from octavo.engine.startup.load import Loaded
+from octavo.engine.startup.spill import plan_spill
 
 log = structlog.get_logger(__name__)
 
@@ -71,12 +74,14 @@ class CacheSize:
         num_swap_blocks: Blocks in swap space.
         budget: The blocks that sequences need.
         max_model_len: Maximum tokens of a sequence.
+        spill: Sizes of the file of --kv-spill; None without it.
     """
 
     num_blocks: int
     num_swap_blocks: int
     budget: BlockBudget
     max_model_len: int
+    spill: SpillPlan | None = None
 
 
 def plan_cache(settings: EngineSettings, loaded: Loaded) -> CachePlan:
@@ -133,12 +138,22 @@ def size_cache(settings: EngineSettings, loaded: Loaded, plan: CachePlan, taken:
     )
     if loaded.leader is not None:
         blocks, swap_blocks = loaded.leader.count(blocks, swap_blocks)
-    budget = BlockBudget(blocks, plan.layout.groups, plan.max_num_batched_tokens)
-    context = loaded.model.shape.max_position
-    max_model_len = longest_sequence(settings, context, budget)
+    groups, spill, most = plan.layout.groups, None, sys.maxsize
+    model, step_tokens = loaded.model, plan.max_num_batched_tokens
+    spilling = plan_spill(
+        *(settings, plan.layout, model.cache_dtype, model.device),
+        num_blocks=blocks,
+        step_tokens=step_tokens,
+    )
+    if spilling is not None:
+        spill, group = spilling
+        groups, most = (group,), spill.num_units * spill.unit_tokens + (group.kept or 0)
+    budget = BlockBudget(blocks, groups, step_tokens)
+    context = model.shape.max_position
+    max_model_len = longest_sequence(settings, context, budget, most)
     if settings.max_model_len is None and max_model_len < context:
         log.warning("context limited by the cache", model=context, max_model_len=max_model_len)
-    return CacheSize(blocks, swap_blocks, budget, max_model_len)
+    return CacheSize(blocks, swap_blocks, budget, max_model_len, spill)
 
 
 def count_pool(

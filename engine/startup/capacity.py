@@ -1,5 +1,7 @@
 """The number of blocks of the KV cache, and the maximum length of a sequence."""
 
+import sys
+
 import torch
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
@@ -100,18 +102,21 @@ def count_swap_blocks(settings: EngineSettings, block_bytes: int) -> int:
     return blocks_in(gib, block_bytes)
 
 
-def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget) -> int:
+def longest_sequence(
+    settings: EngineSettings, context: int, budget: BlockBudget, spilled: int = sys.maxsize
+) -> int:
     """Return the maximum tokens of a sequence that the model, the settings and the cache allow.
 
     Args:
         settings: The engine's settings.
         context: Tokens of the model's context.
         budget: The cache's blocks.
+        spilled: Maximum tokens of a sequence in blocks and the file of --kv-spill, if there is one.
 
     Raises:
         StartupError: The maximum is below the setting.
     """
-    capacity = budget.capacity(context)
+    capacity = min(budget.capacity(context), spilled)
     asked = settings.max_model_len
     if asked is None:
         return min(context, capacity)
@@ -122,7 +127,7 @@ def longest_sequence(settings: EngineSettings, context: int, budget: BlockBudget
     if asked > capacity:
         raise StartupError(
             f"--max-model-len is {asked}, but the cache holds {capacity} tokens: raise"
-            " --cache-memory or --num-blocks, or lower --max-model-len"
+            " --cache-memory, --num-blocks or --kv-spill-space, or lower --max-model-len"
         )
     return asked
 

@@ -54,6 +54,7 @@ linear = None if _kernels is None else _kernels.linear
 experts = None if _kernels is None else _kernels.experts
 blocks = None if _kernels is None else _kernels.blocks
 rounding = None if _kernels is None else _kernels.rounding
+spill = None if _kernels is None else _kernels.spill
 dequantize_blocks = dequantize if _kernels is None else _kernels.blocks.dequantize
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""

@@ -174,7 +174,7 @@ class Worker {
   static constexpr int kMostWidening = 4;  // maximum rows whose sums also fit into registers
 
  public:
-  Worker(const Attention& p, float* saved)
+  Worker(const Attention& p, float* saved, float* carried = nullptr)
       : p_(p), cache_(p.cache), group_(p.num_heads / p.cache.num_kv_heads),
         words_(p.cache.key_dim / (kInCodes ? 2 : kPack)), width_(p.value_width()),
         block_shift_(__builtin_ctz(p.cache.block_size)),
@@ -186,7 +186,7 @@ class Worker {
         grown_(p.cache.fp8 ? std::ldexp(1.f, Widener::kGrown) : 1),
         scale_(p.scale * p.cache.key_scale * (p.cache.fp8 ? widener_.unit() : 1)),
         value_scale_(p.cache.value_scale * (p.cache.fp8 ? widener_.unit() : 1)),
-        scratch_(scratch_for<T>(p.cache.key_dim, width_)), saved_(saved) {}
+        scratch_(scratch_for<T>(p.cache.key_dim, width_)), saved_(saved), carried_(carried) {}
 
   // Finds the first item's keys; each `run` finds the next item's.
   void start(const Item& item) { find_tile(item, item.key_begin, tile_); }
@@ -195,10 +195,10 @@ class Worker {
   void run(const Item& item, const Item* next) {
     const int seq_len = p_.batch.seq_lens[item.seq];
     const int context = seq_len - p_.batch.query_count(item.seq);
-    const bool has_parts = item.key_end > end_of_part(item.key_begin);
+    const bool merges = item.saved < 0 && (item.carried >= 0 || item.key_end > end_of_part(item.key_begin));
     load_queries(item);
     clear(scratch_.sums, item.rows);
-    if (has_parts) clear(scratch_.merged, item.rows);
+    if (merges) begin_merging(item);
     for (int begin = item.key_begin, end; begin < item.key_end; begin = end) {
       end = end_of_tile(begin);
       if (end < item.key_end)
@@ -217,7 +217,7 @@ class Worker {
       multiply_values(item.rows);
       std::swap(tile_, coming_);
       if (end % kPart && end < item.key_end) continue;
-      if (has_parts) {
+      if (merges) {
         for (int row = 0; row < item.rows; row++)
           merge_row(row, scratch_.sums.maximum[row], scratch_.sums.total[row],
                     scratch_.sums.out + row * width_);
@@ -226,15 +226,15 @@ class Worker {
     }
     if (item.key_begin == item.key_end && next) start(*next);
     if (item.saved < 0)
-      finish(item, has_parts ? scratch_.merged : scratch_.sums);
+      finish(item, merges ? scratch_.merged : scratch_.sums);
     else
-      save_part(item);
+      save(item, scratch_.sums, saved_ + item.saved * saved_size(width_));
   }
 
   // Merges the parts of a result.
   void merge(const Merge& merge) {
     const float* saved = saved_ + merge.saved * saved_size(width_);
-    clear(scratch_.merged, merge.item.rows);
+    begin_merging(merge.item);
     for (int part = 0; part < merge.parts; part++)
       for (int row = 0; row < merge.item.rows; row++, saved += saved_size(width_))
         merge_row(row, saved[0], saved[1], saved + 2);
@@ -254,6 +254,19 @@ class Worker {
     std::fill_n(sums.maximum, rows, kNoLogit);
     std::fill_n(sums.total, rows, 0.f);
     std::fill_n(sums.out, rows * width_, 0.f);
+  }
+
+  // Begins with no keys, or with those before the item's.
+  void begin_merging(const Item& item) {
+    Softmax& merged = scratch_.merged;
+    clear(merged, item.rows);
+    if (item.carried < 0) return;
+    const float* from = carried_ + item.carried * saved_size(width_);
+    for (int row = 0; row < item.rows; row++, from += saved_size(width_)) {
+      merged.maximum[row] = from[0];
+      merged.total[row] = from[1];
+      std::copy_n(from + 2, width_, merged.out + row * width_);
+    }
   }
 
   // Adds a part of a row, weighted by its share of the softmax.
@@ -543,6 +556,7 @@ class Worker {
   }
 
   void finish(const Item& item, const Softmax& sums) {
+    if (!item.is_last) return save(item, sums, carried_ + item.carried * saved_size(width_));
     for (int row = 0; row < item.rows; row++) {
       const int64_t token = p_.batch.query_starts[item.seq] + token_of(item, row);
       Stored* to = static_cast<Stored*>(p_.out) +
@@ -571,9 +585,7 @@ class Worker {
     return share / (total * share + std::exp2(sink - greatest));
   }
 
-  void save_part(const Item& item) {
-    const Softmax& sums = scratch_.sums;
-    float* to = saved_ + item.saved * saved_size(width_);
+  void save(const Item& item, const Softmax& sums, float* to) const {
     for (int row = 0; row < item.rows; row++, to += saved_size(width_)) {
       to[0] = sums.maximum[row];
       to[1] = sums.total[row];
@@ -590,6 +602,6 @@ class Worker {
   const Widener widener_;
   const float grown_, scale_, value_scale_;
   Scratch<T>& scratch_;
-  float* const saved_;
+  float *const saved_, *const carried_;
   Tile tile_, coming_;  // the current one and the next one
 };

@@ -39,6 +39,7 @@ from octavo.kernels.cpu.linear import LinearKernels
 from octavo.kernels.cpu.low_rank import LowRankStructs
 from octavo.kernels.cpu.program import Programs
 from octavo.kernels.cpu.rounding import RoundingKernels
+from octavo.kernels.cpu.spill import SpillKernels
 from octavo.kernels.cpu.states import StateKernels
 from octavo.kernels.cpu.sums import RankSums
 from octavo.kernels.low_rank import LowRankBatch, StepAdapters
@@ -80,6 +81,7 @@ class NativeKernels:
         experts: Packer of mixtures of experts.
         programs: The operators, and the builder of programs of operators.
         sums: The sum over ranks.
+        spill: Opens readers of files of spilled blocks.
         isa: Name in isa.cpp of the instruction set that the kernels use.
     """
 
@@ -99,6 +101,7 @@ class NativeKernels:
         self.blocks, self.rounding = BlockKernels(_operators, panel), RoundingKernels(_operators)
         self.experts, self.latents = ExpertKernels(library, self.linear), LatentKernels(self.linear)
         self.states, self.sums = StateKernels(self._set_states), RankSums(library)
+        self.spill = SpillKernels(library)
         self._adapters = LowRankStructs()
         self._caches: dict[int, CheckedCache] = {}
         # The latest call's batches, and their structs.

@@ -20,16 +20,18 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <vector>
 
 #include "attention.h"
 #include "attention_worker.h"
+#include "spill.h"
 
 namespace {
 
 constexpr int64_t kMinParallelWork = 1 << 17;  // fewer products do not pay for threads
 
 template <class T, bool kInCodes>
-void run(const Attention& p, const Plan& plan, int threads) {
+void run(const Attention& p, const Plan& plan, float* carried, int threads) {
   const int items = int(plan.items.size()), merges = int(plan.merges.size());
   std::unique_ptr<float[]> saved;
   std::atomic<int> queue{0};
@@ -39,7 +41,7 @@ void run(const Attention& p, const Plan& plan, int threads) {
   const bool parallel = items > 1 && plan.work * dims >= kMinParallelWork;
 #pragma omp parallel num_threads(threads) if (parallel)
   {
-    Own worker(p, saved.get());
+    Own worker(p, saved.get(), carried);
     // Threads take items one ahead, to prefetch the next item's keys.
     int i = queue++;
     if (i < items) worker.start(plan.items[i]);
@@ -56,21 +58,65 @@ void run(const Attention& p, const Plan& plan, int threads) {
   }
 }
 
+// Computes attention to each sequence's span of keys; `carried` holds the softmaxes that go on.
+void attend_to_spans(const Attention& p, const KeySpan* spans = nullptr, float* carried = nullptr) {
+  const int threads = num_threads();
+  const Cache& cache = p.cache;
+  Plan plan =
+      make_plan(p.batch, p.num_heads / cache.num_kv_heads, cache.num_kv_heads, p.sight, spans);
+  if (threads > 1 && int(plan.items.size()) < kItemsPerThread * threads) split_items(plan);
+  with_dtype(cache.dtype, [&](auto type) {
+    using T = decltype(type);
+    (cache.in_codes ? run<T, true> : run<T, false>)(p, plan, carried, threads);
+  });
+}
+
+// Attends to the units of the spilled sequence as they come, and then to all that is in the cache.
+// Parts are merged in the same order as if the cache held all keys, so results have the same bits.
+void attend_to_spilled(Spill& file, const Attention& p) {
+  const int index = file.index();
+  const int64_t rows = p.batch.query_count(index) * int64_t(p.num_heads);
+  const int64_t width = Worker<Float32>::saved_size(p.value_width());
+  std::vector<float> carried(rows * width);
+  for (int64_t row = 0; row < rows; row++) carried[row * width] = kNoLogit;
+  std::vector<KeySpan> spans(p.batch.num_seqs);
+  KeySpan& span = spans[index];
+  span = {0, 0, 0, false};
+  Batch batch = p.batch;
+  batch.query_starts += index;
+  batch.seq_lens += index;
+  batch.num_seqs = 1;
+  const Cache ring = file.ring(p.cache);
+  Attention of_file{ring,    batch,     p.query, p.query_token_stride, p.query_head_stride, p.out,
+                    p.out_token_stride, p.alibi_slopes, p.sinks, p.num_heads, p.value_dim, p.sight,
+                    p.scale, p.soft_cap};
+  for (int first = 0, end; first < file.units(); first = end) {
+    end = std::min(file.units(), first + file.most_units());
+    file.wait(first, end - first);
+    batch.block_tables = file.table();
+    span.begin = span.end;
+    span.end = file.tokens_of(end, ring);
+    attend_to_spans(of_file, &span, carried.data());
+    file.release(end - first);
+  }
+  span = {span.end, KeySpan().end, 0, true};
+  attend_to_spans(p, spans.data(), carried.data());
+}
+
+Attention attention_of(const Cache& cache, const Batch& batch, const View& query, void* out,
+                       int64_t value_dim, const Attending& how) {
+  const int num_heads = query.sizes[1];
+  return {cache,          batch,          query.data,          query.strides[0],
+          query.strides[1], out,          num_heads * value_dim, how.alibi_slopes,
+          how.sinks,      num_heads,      int(value_dim),      how.sight,
+          how.scale,      how.soft_cap};
+}
+
 }  // namespace
 
 void attend_to_blocks(const Cache& cache, const Batch& batch, const View& query, void* out,
                       int64_t value_dim, const Attending& how) {
-  const int num_heads = query.sizes[1], threads = num_threads();
-  const Attention attention{cache,          batch,          query.data,          query.strides[0],
-                            query.strides[1], out,          num_heads * value_dim, how.alibi_slopes,
-                            how.sinks,      num_heads,      int(value_dim),      how.sight,
-                            how.scale,      how.soft_cap};
-  Plan plan = make_plan(batch, num_heads / cache.num_kv_heads, cache.num_kv_heads, how.sight);
-  if (threads > 1 && int(plan.items.size()) < kItemsPerThread * threads) split_items(plan);
-  with_dtype(cache.dtype, [&](auto type) {
-    using T = decltype(type);
-    (cache.in_codes ? run<T, true> : run<T, false>)(attention, plan, threads);
-  });
+  attend_to_spans(attention_of(cache, batch, query, out, value_dim, how));
 }
 
 namespace {
@@ -81,7 +127,8 @@ void attend_to_layer(const Layer& layer, const View& query, void* out, int64_t v
   require(value_dim <= (layer.cache.values ? layer.cache.value_dim : layer.cache.key_dim),
           "values are not so wide");
   layer.check_tables(how.sight);
-  attend_to_blocks(layer.cache, layer.batch, query, out, value_dim, how);
+  const Attention attention = attention_of(layer.cache, layer.batch, query, out, value_dim, how);
+  spill ? attend_to_spilled(*spill, attention) : attend_to_spans(attention);
 }
 
 Attending attending(double scale, int64_t sliding_window, double soft_cap, int64_t chunk,

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <climits>
 #include <cstdint>
 #include <vector>
 
@@ -57,7 +58,16 @@ struct Item {
   int seq, kv_head;
   int row_begin, rows;
   int key_begin, key_end;
-  int saved;               // first saved row, if the item is one part; -1: the result is complete
+  int saved;               // first saved row, if the item is one part; else -1
+  int64_t carried = -1;    // first row of the softmax of earlier keys, from which it goes on; or -1
+  bool is_last = true;     // whether no keys follow; else the softmax is carried on
+};
+
+// A part of a sequence's keys, where they are read in several calls; begins at a multiple of kPart.
+struct KeySpan {
+  int begin = 0, end = INT_MAX;
+  int64_t carried = -1;  // the sequence's first row of the softmax of earlier keys, or -1
+  bool is_last = true;
 };
 
 // A result that merges parts, whose rows are saved from `saved` on.
@@ -73,10 +83,13 @@ struct Plan {
   int64_t work = 0;  // (query row, key) pairs
 };
 
-// Divides the batch into items; a sequence's last (longest) rows come first.
-inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sight) {
+// Divides the batch into items; a sequence's last (longest) rows come first. `spans` holds each
+// sequence's keys of this call; null: all.
+inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sight,
+                      const KeySpan* spans = nullptr) {
   Plan plan;
   for (int seq = 0; seq < batch.num_seqs; seq++) {
+    const KeySpan span = spans ? spans[seq] : KeySpan();
     const int queries = batch.query_count(seq);
     const int context = batch.seq_lens[seq] - queries;
     const int rows = queries * group;
@@ -85,11 +98,15 @@ inline Plan make_plan(const Batch& batch, int group, int num_kv_heads, Sight sig
       Item item{seq, 0, piece * kMaxRows, std::min(kMaxRows, rows - piece * kMaxRows), 0, 0, -1};
       const int first = context + item.row_begin / group;
       const int last = context + (item.row_begin + item.rows - 1) / group;
-      item.key_begin = begin_at(sight.first_key(std::max(0, first)));
-      item.key_end = std::max(item.key_begin, sight.last_key(last, batch.seq_lens[seq]) + 1);
+      item.key_begin = std::max(span.begin, begin_at(sight.first_key(std::max(0, first))));
+      const int last_key = std::min(span.end - 1, sight.last_key(last, batch.seq_lens[seq]));
+      item.key_end = std::max(item.key_begin, last_key + 1);
+      item.is_last = span.is_last;
       plan.work += int64_t(item.rows) * (item.key_end - item.key_begin) * num_kv_heads;
-      for (item.kv_head = 0; item.kv_head < num_kv_heads; item.kv_head++)
+      for (item.kv_head = 0; item.kv_head < num_kv_heads; item.kv_head++) {
+        if (span.carried >= 0) item.carried = span.carried + item.kv_head * rows + item.row_begin;
         plan.items.push_back(item);
+      }
     }
   }
   return plan;

@@ -11,6 +11,7 @@ def to_message(group: LayerGroup) -> engine_pb2.LayerGroup:
         window=group.window,
         chunk=group.chunk,
         state_blocks=group.state_blocks,
+        kept=group.kept,
     )
 
 
@@ -22,6 +23,7 @@ def to_budget(info: engine_pb2.GetEngineInfoResponse, total_blocks: int) -> Bloc
             group.window if group.HasField("window") else None,
             group.chunk if group.HasField("chunk") else None,
             group.state_blocks,
+            group.kept if group.HasField("kept") else None,
         )
         for group in info.layer_groups
     ]

@@ -5,9 +5,10 @@ has its own block table for each sequence, and its own rule for which blocks can
 groups take their blocks from one pool.
 """
 
+import sys
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 ALIGNMENT = 16
@@ -24,24 +25,36 @@ class LayerGroup:
         window: Number of tokens to which a token attends, including itself; None: all before it.
         chunk: A token attends to tokens since the last multiple of this; None: all before it.
         state_blocks: Blocks of a sequence's state, independent of its length; 0 for K and V.
+        kept: Maximum number of tokens before the next one that stay in blocks; earlier ones are
+            spilled to a file. None: all stay.
+        unit: Number of tokens that are spilled together, a multiple of the block size.
     """
 
     block_size: int
     window: int | None = None
     chunk: int | None = None
     state_blocks: int = 0
+    kept: int | None = field(default=None, repr=False)  # contents of blocks do not depend on it
+    unit: int = field(default=1, repr=False)
 
     @property
     def bounded(self) -> bool:
-        """Whether blocks can be released before their sequence ends."""
+        """Whether tokens attend to a bounded number of tokens."""
         return self.window is not None or self.chunk is not None
 
+    @property
+    def releases(self) -> bool:
+        """Whether blocks can be released before their sequence ends."""
+        return self.bounded or self.kept is not None
+
     def first_block(self, position: int) -> int:
-        """Return the first logical block that tokens from `position` on read."""
+        """Return the first logical block that tokens from `position` on read in blocks."""
         if self.window is not None:
             first = max(0, position - self.window + 1)
         elif self.chunk is not None:
             first = position - position % self.chunk
+        elif self.kept is not None:
+            first = -(-max(0, position - self.kept) // self.unit) * self.unit
         else:
             return 0
         return first // ALIGNMENT * ALIGNMENT // self.block_size
@@ -60,10 +73,17 @@ class LayerGroup:
         if self.state_blocks:
             return self.state_blocks
         reach = self.window or self.chunk
+        if self.kept is not None:  # spilled blocks are held until they have been written
+            reach = self.kept + step_tokens
         if reach is None:
             return self.blocks_for(num_tokens)
         most = self.blocks_for(reach + step_tokens + ALIGNMENT) + 1
         return min(most, self.blocks_for(num_tokens))
+
+
+def most_kept(groups: Sequence[LayerGroup]) -> int:
+    """Return the maximum tokens of a sequence of which nothing is spilled."""
+    return min((group.kept for group in groups if group.kept is not None), default=sys.maxsize)
 
 
 def blocks_held(groups: Sequence[LayerGroup], num_tokens: int, step_tokens: int) -> int:
@@ -102,17 +122,20 @@ class BlockBudget:
     def needed(self, prompt_tokens: int, output_tokens: int, outputs: int) -> int:
         """Return the maximum blocks that a request holds at any time.
 
-        Its outputs share the prompt's full blocks, except those that can be released.
+        Its outputs share the prompt's full blocks, except those that can be released. Only one
+        output of a request may be spilled, so several do not fit if they are too long.
 
         Args:
             prompt_tokens: Tokens of the prompt.
             output_tokens: Tokens of each output in the cache.
             outputs: Number of outputs.
         """
-        blocks = 0
+        blocks, num_tokens = 0, prompt_tokens + output_tokens
+        if outputs > 1 and num_tokens > most_kept(self.groups):
+            return self.total_blocks + 1
         for group in self.groups:
-            if group.bounded or group.state_blocks:
-                blocks += outputs * group.held(prompt_tokens + output_tokens, self.step_tokens)
+            if outputs == 1 or group.bounded or group.state_blocks:
+                blocks += outputs * group.held(num_tokens, self.step_tokens)
             else:
                 shared, rest = divmod(prompt_tokens, group.block_size)
                 blocks += shared + outputs * group.blocks_for(rest + output_tokens)

@@ -129,7 +129,7 @@ def test_blocks_are_appended_to_all_tables_or_to_none():
     cache = manager(num_blocks=6)
     for id_ in (0, 1):
         cache.admit(id_, [id_] * 4)
-    tables = [cache.own_table(id_) for id_ in (0, 1)]
+    tables = [cache.own_table(id_, 64) for id_ in (0, 1)]
     assert not cache.append_blocks(tables, [4, 4], spare=3)  # 4 are free
     assert cache.device.num_in_use == 2
     assert cache.append_blocks(tables, [4, 4], spare=2)
@@ -150,7 +150,7 @@ def test_an_appended_block_is_offloaded_like_any_other():
         cache.free(id_)
     cache.admit(2, [9] * 8)
     cached = found(cache, prompt)[0].block
-    assert cache.append_blocks([cache.own_table(2)], [8], spare=0)
+    assert cache.append_blocks([cache.own_table(2, 64)], [8], spare=0)
     assert table(cache, 2)[2] == cached
     assert [block for block, _ in cache.take_transfers().swap_out] == [cached]
 

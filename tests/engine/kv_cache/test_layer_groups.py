@@ -1,4 +1,4 @@
-"""Windows, chunks and states beside full attention: block accounting against tokens' needs."""
+"""Windows, chunks, states and spilled blocks: block accounting against tokens' needs."""
 
 import pytest
 from hypothesis import HealthCheck, event, settings
@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
-from octavo.engine.kv_cache import KVCacheManager, OutOfBlocksError, Span
+from octavo.engine.kv_cache import FileTakenError, KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.kv_cache.block_table import RELEASED
 
 FULL = LayerGroup(16)
@@ -15,6 +15,7 @@ WINDOW = LayerGroup(16, window=24)
 CHUNK = LayerGroup(32, chunk=48)
 STATE = LayerGroup(16, state_blocks=3)
 SMALL_STATE = LayerGroup(16, state_blocks=1)
+SPILL = LayerGroup(16, kept=64, unit=32)
 STEP = 40
 MIXES = [
     [WINDOW],
@@ -69,6 +70,38 @@ def test_a_chunk_is_released_when_the_next_begins():
     run(cache, 0, tokens)
     cache.extend([Span(0, 96, 97)])
     assert cache.table(0)[0][:3] == [RELEASED] * 3
+
+
+def test_one_sequence_at_a_time_is_spilled():
+    cache = manager([SPILL], blocks=24)
+    tokens = list(range(300))
+    cache.admit(0, tokens)
+    assert len(cache.table(0)[0]) == SPILL.kept // 16
+    run(cache, 0, tokens)
+    assert cache.num_units(0) == 7  # a later token would find 64 tokens in blocks at most
+    assert cache.table(0)[0][:14] == [RELEASED] * 14
+    assert RELEASED not in cache.table(0)[0][14:]
+    cache.admit(1, tokens)
+    run(cache, 1, tokens[:80])
+    cache.swap_out([0])
+    with pytest.raises(FileTakenError):
+        cache.extend([Span(1, 80, 100)])
+    cache.free(0)
+    cache.extend([Span(1, 80, 100)])
+    transfers = cache.take_transfers()
+    assert [unit for _, unit in transfers.spills] == [0]
+    cache.free(1)
+    cache.check_idle()
+
+
+def test_a_prefix_is_found_as_far_as_it_stays_in_blocks():
+    cache = manager([SPILL])
+    tokens = list(range(300))
+    cache.admit(0, tokens)
+    run(cache, 0, tokens)
+    cache.free(0)
+    assert cache.admit(1, tokens) == SPILL.kept
+    run(cache, 1, tokens, start=SPILL.kept)
 
 
 def test_a_prefix_needs_only_what_the_window_shows():
@@ -179,12 +212,17 @@ class Contents(RuleBasedStateMachine):
         self.swapped: set[int] = set()
         self.next_id = 0
 
-    @initialize(groups=st.sampled_from(MIXES), blocks=st.integers(12, 40), swap=st.integers(0, 40))
+    @initialize(
+        groups=st.sampled_from([*MIXES, [SPILL]]),
+        blocks=st.integers(12, 40),
+        swap=st.integers(0, 40),
+    )
     def start(self, groups, blocks, swap):
         self.groups = groups
         self.cache = manager(groups, blocks, swap)
         self.device = [{} for _ in range(blocks)]
         self.swap = [{} for _ in range(swap)]
+        self.file = {}
 
     def transfer(self):
         moves = self.cache.take_transfers()
@@ -195,6 +233,8 @@ class Contents(RuleBasedStateMachine):
         ):
             for block, contents in [(b, dict(source[a])) for a, b in pairs]:
                 target[block] = contents
+        for blocks, unit in moves.spills:
+            self.file[unit] = [dict(self.device[block]) for block in blocks]
         for pool, contents in ((self.cache.device, self.device), (self.cache.swap, self.swap)):
             for block in pool._free:
                 contents[block] = {}
@@ -296,8 +336,15 @@ class Contents(RuleBasedStateMachine):
                 first = span.start - span.start % layers.chunk
             for position in range(first, span.start):
                 block = blocks[position // size]
-                assert block != RELEASED
-                assert self.device[block][position % size] == tuple(tokens[: position + 1])
+                if block == RELEASED and layers.kept is not None:
+                    event("a spilled block is read")
+                    unit, place = divmod(position // size, layers.unit // size)
+                    assert unit < self.cache.num_units(span.sequence_id)
+                    contents = self.file[unit][place]
+                else:
+                    assert block != RELEASED
+                    contents = self.device[block]
+                assert contents[position % size] == tuple(tokens[: position + 1])
 
     def write(self, span):
         tokens = self.tokens[span.sequence_id]
@@ -318,7 +365,7 @@ class Contents(RuleBasedStateMachine):
     @rule(data=st.data(), swapped=st.booleans())
     def fork(self, data, swapped):
         for id_ in self.pick(data, swapped=swapped)[:1]:
-            if not self.computed[id_]:
+            if not self.computed[id_] or id_ == self.cache.spilling:
                 continue
             child, self.next_id = self.next_id, self.next_id + 1
             self.cache.fork(id_, child, self.computed[id_])
