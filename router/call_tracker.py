@@ -21,7 +21,7 @@ from octavo.router.gen_ai_metrics import GenAiMetrics
 from octavo.router.metrics import RouterMetrics
 from octavo.router.on_demand import OnDemandModels
 from octavo.router.requests import validation
-from octavo.router.requests.embedding import EmbeddingState
+from octavo.router.requests.embedding import EmbeddingState, Message
 from octavo.router.requests.state import RequestState
 from octavo.router.tenants.auth import check_model, check_priority
 from octavo.router.tenants.quota import Account, RequestUsage
@@ -117,7 +117,7 @@ class CallTracker:
     @asynccontextmanager
     async def request(
         self,
-        message: generation_pb2.GenerateRequest | generation_pb2.EmbedRequest,
+        message: generation_pb2.GenerateRequest | Message,
         method: str,
         tenant: Tenant,
         timeout: float | None,

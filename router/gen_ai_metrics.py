@@ -8,7 +8,7 @@ follow the conventions too. Each request is observed once, at its end.
 import grpc
 from prometheus_client import CollectorRegistry, Histogram
 
-from octavo.router.requests.embedding import EmbeddingState
+from octavo.router.requests.embedding import EmbeddingState, Message
 from octavo.router.requests.state import RequestState
 from octavo.v1 import generation_pb2
 
@@ -27,10 +27,18 @@ _OUTPUT_TOKEN_SECONDS = (
 _TOKENS = tuple(float(4**i) for i in range(14))
 
 
-def operation_name(message: generation_pb2.GenerateRequest | generation_pb2.EmbedRequest) -> str:
+OPERATIONS = {
+    generation_pb2.EmbedRequest: "embeddings",
+    generation_pb2.ScoreRequest: "score",
+    generation_pb2.ClassifyRequest: "classify",
+}
+"""Operations of requests that generate no text. The conventions name embeddings only."""
+
+
+def operation_name(message: generation_pb2.GenerateRequest | Message) -> str:
     """Return a request's `gen_ai.operation.name`."""
-    if isinstance(message, generation_pb2.EmbedRequest):
-        return "embeddings"
+    if not isinstance(message, generation_pb2.GenerateRequest):
+        return OPERATIONS[type(message)]
     return "chat" if message.HasField("chat") else "text_completion"
 
 
@@ -75,7 +83,7 @@ class GenAiMetrics:
     def ended(
         self,
         model: str,
-        message: generation_pb2.GenerateRequest | generation_pb2.EmbedRequest,
+        message: generation_pb2.GenerateRequest | Message,
         code: grpc.StatusCode,
         seconds: float,
         state: RequestState | EmbeddingState | None,

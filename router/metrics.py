@@ -79,11 +79,14 @@ class RouterMetrics:
         info = Info("octavo_router", "The router's version.", registry=registry)
         info.info({"version": version("octavo")})
         self.requests = counter(
-            "requests", "Generate and Embed calls that ended, by gRPC status.", "model", "code"
+            "requests",
+            "Calls of Generate, Embed, Score and Classify that ended, by gRPC status.",
+            "model",
+            "code",
         )
         self.tenant_requests = counter(
             "tenant_requests",
-            "Generate and Embed calls of each tenant, by gRPC status.",
+            "Calls of Generate, Embed, Score and Classify of each tenant, by gRPC status.",
             "tenant",
             "code",
         )
@@ -116,7 +119,9 @@ class RouterMetrics:
         )
         self._queue_time = histogram("queue_time", "Time that requests waited for an engine.")
         self._duration = histogram("request_duration", "Time from a request's arrival to its end.")
-        gauge("requests_in_flight", "Generate and Embed calls in progress.").set_function(in_flight)
+        gauge(
+            "requests_in_flight", "Calls of Generate, Embed, Score and Classify in progress."
+        ).set_function(in_flight)
         gauge("requests_queued", "Requests waiting for an engine.").set_function(queued)
         self._models: dict[str, ModelMetrics] = {}
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from octavo.common import rpc
 from octavo.router.call_tracker import Call
 from octavo.router.engines.pool import EnginePool
 from octavo.router.requests import validation
@@ -56,10 +55,8 @@ class Preparer:
             rpc.RpcError: The message is invalid.
         """
         model, tenant = call.model, call.usage.tenant
-        if self._pool.embedding(model) is not None:
-            raise rpc.invalid(
-                "model", f"model {model!r} embeds texts and generates none: use Embed"
-            )
+        if self._pool.embedding(model) is not None or self._pool.classifier(model) is not None:
+            raise self._pool.other_purpose(model)
         limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
         sampling, max_tokens = self._pool.defaults(model)
         fill_in(message, sampling)

@@ -41,6 +41,28 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             metadata=context.invocation_metadata() or (),
         )
 
+    async def Score(
+        self, request: generation_pb2.ScoreRequest, context: rpc.Context
+    ) -> generation_pb2.ScoreResponse:
+        """Score documents."""
+        return await self._generator.embedder.score(
+            request,
+            tenant=caller(),
+            timeout=context.time_remaining(),
+            metadata=context.invocation_metadata() or (),
+        )
+
+    async def Classify(
+        self, request: generation_pb2.ClassifyRequest, context: rpc.Context
+    ) -> generation_pb2.ClassifyResponse:
+        """Score the classes of texts."""
+        return await self._generator.embedder.classify(
+            request,
+            tenant=caller(),
+            timeout=context.time_remaining(),
+            metadata=context.invocation_metadata() or (),
+        )
+
     async def Tokenize(
         self, request: generation_pb2.TokenizeRequest, context: rpc.Context
     ) -> generation_pb2.TokenizeResponse:

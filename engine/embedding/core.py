@@ -39,16 +39,19 @@ class Embedding:
 
     Args:
         texts: The texts.
-        dimensions: Number of leading dimensions to return.
+        dimensions: Number of leading dimensions to return; None: all.
+        raw: Whether to return logits as they are.
 
     Attributes:
-        dimensions: Number of leading dimensions to return.
         result: The embeddings as little-endian 32-bit floats; cancelling it ends the request.
         arrival: Monotonic time of arrival.
     """
 
-    def __init__(self, texts: Sequence[Text], dimensions: int) -> None:
-        self.dimensions = dimensions
+    def __init__(
+        self, texts: Sequence[Text], dimensions: int | None = None, *, raw: bool = False
+    ) -> None:
+        self._dimensions = dimensions
+        self._raw = raw
         self.result: Future[bytes] = Future()
         self.arrival = time.monotonic()
         self._texts = texts
@@ -77,7 +80,7 @@ class Embedding:
 
     def finish(self, encoder: Encoder) -> None:
         """Set the result, unless the request was cancelled."""
-        made = encoder.finish(torch.stack(self._done), self.dimensions)
+        made = encoder.finish(torch.stack(self._done), self._dimensions, raw=self._raw)
         self._end(lambda: self.result.set_result(made.numpy().astype("<f4").tobytes()))
 
     def fail(self, error: Exception) -> None:

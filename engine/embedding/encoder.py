@@ -1,4 +1,4 @@
-"""An embedding model: token ids of texts to embeddings, in one step without padding."""
+"""A model of texts: token ids to embeddings or logits, in one step without padding."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -9,11 +9,13 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
+from octavo.common.models.classification import ClassifierPlan
 from octavo.common.models.embedding import EmbeddingPlan, Pooling
 from octavo.engine.attention.ragged import attending_within
 
 Text = NDArray[np.uint32]
-"""The token ids of a text, at least one."""
+"""The token ids of a text, at least one. Those of a pair's second text are higher by the size of
+the vocabulary, if the model tells the two apart."""
 
 
 Forward = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -26,53 +28,82 @@ class EagerForward(nn.Module):
 
     Args:
         model: The model.
+        segments: Size of the vocabulary, if the model tells a pair's texts apart; else None.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, segments: int | None = None) -> None:
         super().__init__()
         self.model = model
+        self.segments = segments
 
     def forward(self, token_ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
         """Run the model; see `Forward`."""
+        inputs = split_segments(token_ids, self.segments)
         with attending_within(starts.int()):
-            hidden: Tensor = self.model(
-                input_ids=token_ids, position_ids=positions
-            ).last_hidden_state[0]
+            hidden: Tensor = self.model(**inputs, position_ids=positions).last_hidden_state[0]
         return hidden
+
+
+def split_segments(token_ids: Tensor, segments: int | None) -> dict[str, Tensor]:
+    """Return a model's arguments for the token ids of texts; see `EagerForward`."""
+    if segments is None:
+        return {"input_ids": token_ids}
+    second = (token_ids >= segments).long()
+    return {"input_ids": token_ids - second * segments, "token_type_ids": second}
 
 
 @dataclass(frozen=True, slots=True)
 class Encoder:
-    """An embedding model: a step, and its pooling.
+    """A model of texts: a step, its pooling and its head.
 
     Attributes:
         forward: The step.
-        plan: How it embeds.
-        dimensions: Elements of an embedding.
+        plan: What it makes of texts.
+        pooling: How a text's hidden states become one.
+        head: The layers that follow the pooling, in float32.
+        dimensions: Elements of an embedding, or number of classes.
         max_tokens: Maximum tokens of a text.
         first_position: Position of a text's first token: RoBERTa and its kin begin behind the
             position of padding.
-        dense: The layers that follow the pooling, in float32.
+        segments: See `EagerForward`.
     """
 
     forward: Forward
-    plan: EmbeddingPlan
+    plan: EmbeddingPlan | ClassifierPlan
+    pooling: Pooling
+    head: nn.Module
     dimensions: int
     max_tokens: int
     first_position: int
-    dense: nn.Module
+    segments: int | None
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Text]) -> Tensor:
-        """Return the embeddings of texts, not normalized: `[len(texts), dimensions]` float32."""
+        """Return the embeddings of texts, not normalized, or their logits.
+
+        Returns:
+            `[len(texts), dimensions]` float32.
+        """
         hidden, starts = self.run(texts)
-        embeddings: Tensor = self.dense(pool(hidden.float(), starts, self.plan.pooling))
+        embeddings: Tensor = self.head(pool(hidden.float(), starts, self.pooling))
         return embeddings
 
-    def finish(self, embeddings: Tensor, dimensions: int) -> Tensor:
-        """Return the leading dimensions of embeddings, normalized if the model's are."""
-        leading = embeddings[:, :dimensions]
-        return normalize(leading, dim=1) if self.plan.normalize else leading.contiguous()
+    def finish(self, embeddings: Tensor, dimensions: int | None, *, raw: bool) -> Tensor:
+        """Return the embeddings or scores that clients get, of `embed`'s results.
+
+        Args:
+            embeddings: The results.
+            dimensions: Number of leading dimensions to return; None: all.
+            raw: Whether to return logits as they are. Embeddings are normalized if the model's are.
+        """
+        if isinstance(self.plan, EmbeddingPlan):
+            leading = embeddings[:, :dimensions]
+            return normalize(leading, dim=1) if self.plan.normalize else leading.contiguous()
+        if raw or self.plan.activation == "identity":
+            return embeddings
+        if self.plan.activation == "sigmoid":
+            return embeddings.sigmoid()
+        return embeddings.softmax(1)
 
     @torch.inference_mode()
     def run(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,12 @@
-"""Loads an embedding model from transformers, and checks that it computes the same.
+"""Loads an embedding model or a classifier from transformers, and checks that it computes the same.
 
-The check compares the hidden states of random tokens with those of transformers' own eager pass in
-float32: first in float32, where rounding hides no fault of the structure, then as it is served.
+The check (`self_check.py`) compares with transformers' own eager pass in float32: first in float32,
+where rounding hides no fault of the structure, then as the model is served.
 """
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 import structlog
 import torch
-from torch import Tensor, nn
-from transformers import AutoModel, PreTrainedModel
+from torch import nn
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 from transformers.models.auto import modeling_auto as auto
 
-from octavo.common.models.embedding import EmbeddingPlan
+from octavo.common.models.classification import ClassifierPlan
+from octavo.common.models.embedding import EmbeddingPlan, Pooling
 from octavo.common.models.errors import ModelError, UnsupportedModelError, first_line
 from octavo.common.models.json_files import CONFIG, read_json
 from octavo.engine.attention.ragged import RAGGED_ATTENTION, attending_within
@@ -27,7 +33,17 @@ from octavo.engine.compilation.fusion import fuse
 from octavo.engine.compilation.script import Script
 from octavo.engine.compilation.trace import trace
 from octavo.engine.embedding.dense import read_dense
-from octavo.engine.embedding.encoder import EagerForward, Encoder, Text
+from octavo.engine.embedding.encoder import EagerForward, Encoder
+from octavo.engine.embedding.head import AnswerHead, ClassificationHead
+from octavo.engine.embedding.self_check import (
+    MAX_WINDOW,
+    check_logits,
+    compare_hidden,
+    eager_hidden,
+    eager_logits,
+    random_texts,
+    window_of,
+)
 from octavo.engine.memory.cache_tensors import GIB, memory_of
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.checks.reference import row_errors
@@ -35,7 +51,6 @@ from octavo.engine.models.checks.self_check import (
     FLOAT32_TOLERANCE,
     ROUNDING_FACTOR,
     SIXTEEN_BIT_TOLERANCE,
-    SelfCheckError,
 )
 from octavo.engine.models.checks.weight_names import check_loading
 from octavo.engine.models.device import choose_device
@@ -59,12 +74,6 @@ KINDS = (
     | auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 )
 """Model types of encoders and decoders, by transformers' tables."""
-LENGTHS = (40, 1, 17, 5)
-"""Tokens of the texts of the check."""
-BEYOND = 40
-"""Tokens by which its last text exceeds a window."""
-MAX_WINDOW = 1024
-"""Maximum window that a text of the check exceeds. Models with a larger one get no longer texts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +91,15 @@ class LoadedEncoder:
     vocab_size: int
 
 
-def load_encoder(settings: EngineSettings, path: Path, plan: EmbeddingPlan) -> LoadedEncoder:
+def load_encoder(
+    settings: EngineSettings, path: Path, plan: EmbeddingPlan | ClassifierPlan
+) -> LoadedEncoder:
     """Load the model, and check it.
 
     Args:
         settings: The engine's settings.
         path: The model's directory.
-        plan: How it embeds.
+        plan: What it makes of texts.
 
     Raises:
         UnsupportedModelError: The engine cannot serve the model with these settings.
@@ -97,17 +108,42 @@ def load_encoder(settings: EngineSettings, path: Path, plan: EmbeddingPlan) -> L
     _check_settings(settings, str(path))
     with as_model_error(str(path)):
         config = read_config(str(path), quantized=False)
-        model = _read(str(path), config)
+        model = _read(str(path), config, plan)
     model.train(mode=False)
-    name = settings.dtype
-    if settings.quantization != "none" and name == "auto":
-        name = "bfloat16"  # which the kernels of quantized weights take
-    dtype = choose_dtype(name, config, torch.device("cpu"))
+    dtype = _dtype(settings, config)
     with as_unsupported(str(path)), torch.inference_mode():
-        encoder = _make_encoder(model, plan, settings.max_model_len)
+        encoder = _make_encoder(model.base_model, plan, settings.max_model_len)
         vocab_size = config.get_text_config().vocab_size
         encoder = _checked(encoder, model, settings, str(path), dtype)
         return LoadedEncoder(encoder, dtype, vocab_size)
+
+
+def load_empty_encoder(
+    settings: EngineSettings, path: Path, plan: EmbeddingPlan | ClassifierPlan
+) -> tuple[PreTrainedModel, Encoder, torch.dtype]:
+    """Create a model without weights, after the checks that need none.
+
+    Returns:
+        The model, its encoder, and the dtype to serve it in.
+
+    Raises:
+        UnsupportedModelError: See `load_encoder`.
+        ModelError: See `load_encoder`.
+    """
+    _check_settings(settings, str(path))
+    with as_model_error(str(path)):
+        config = read_config(str(path), quantized=False)
+        empty = _make_empty(str(path), config, plan)
+    with as_unsupported(str(path)):
+        encoder = _make_encoder(empty.base_model, plan, settings.max_model_len)
+    return empty, encoder, _dtype(settings, config)
+
+
+def _dtype(settings: EngineSettings, config: Any) -> torch.dtype:  # noqa: ANN401 - no common class
+    name = settings.dtype
+    if settings.quantization != "none" and name == "auto":
+        name = "bfloat16"  # which the kernels of quantized weights take
+    return choose_dtype(name, config, torch.device("cpu"))
 
 
 def _check_settings(settings: EngineSettings, path: str) -> None:
@@ -129,16 +165,17 @@ def _check_settings(settings: EngineSettings, path: str) -> None:
             raise UnsupportedModelError(f"{path} embeds texts: {flag} does not apply to it")
 
 
-def _read(path: str, config: Any) -> PreTrainedModel:  # noqa: ANN401 - no common class
-    """Read a model in float32.
+def _make_empty(path: str, config: Any, plan: EmbeddingPlan | ClassifierPlan) -> PreTrainedModel:  # noqa: ANN401
+    """Create a model without weights, with the head that its plan needs.
 
     Raises:
         UnsupportedModelError: It is no encoder or decoder, or is quantized.
-        ModelError: Its weights are incomplete, or do not fit into memory.
     """
-    if config.model_type not in KINDS or config.is_encoder_decoder:
+    known, auto_class = _classes(plan)
+    if config.model_type not in known or config.is_encoder_decoder:
         raise UnsupportedModelError(
-            f"{path} ({config.model_type}) is neither an encoder nor a decoder, and cannot embed"
+            f"{path} ({config.model_type}) is neither an encoder nor a decoder, and cannot"
+            f" {'embed' if isinstance(plan, EmbeddingPlan) else 'classify'}"
         )
     if open_checkpoint(path) is not None:
         raise UnsupportedModelError(
@@ -146,7 +183,18 @@ def _read(path: str, config: Any) -> PreTrainedModel:  # noqa: ANN401 - no commo
             " of the model, and perhaps --quantization"
         )
     with torch.device("meta"):
-        empty: Any = AutoModel.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        empty: PreTrainedModel = auto_class.from_config(config, trust_remote_code=False)
+    return empty
+
+
+def _read(path: str, config: Any, plan: EmbeddingPlan | ClassifierPlan) -> PreTrainedModel:  # noqa: ANN401
+    """Read a model in float32.
+
+    Raises:
+        UnsupportedModelError: See `_make_empty`.
+        ModelError: Its weights are incomplete, or do not fit into memory.
+    """
+    empty: Any = _make_empty(path, config, plan)
     needed = sum(weight.numel() for weight in empty.parameters()) * torch.float32.itemsize
     free = memory_of(torch.device("cpu")).available
     if needed > free:
@@ -171,10 +219,22 @@ def _read(path: str, config: Any) -> PreTrainedModel:  # noqa: ANN401 - no commo
     return loaded[0]
 
 
+def _classes(plan: EmbeddingPlan | ClassifierPlan) -> tuple[Collection[str], Any]:
+    """Return the model types that transformers has for a plan, and the class that makes them."""
+    if isinstance(plan, EmbeddingPlan):
+        return KINDS, AutoModel
+    if plan.answers is not None:
+        return auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, AutoModelForCausalLM
+    known = auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    return known, AutoModelForSequenceClassification
+
+
 def _make_encoder(
-    model: PreTrainedModel, plan: EmbeddingPlan, max_model_len: int | None
+    model: Any,  # noqa: ANN401 - a model's base has no type
+    plan: EmbeddingPlan | ClassifierPlan,
+    max_model_len: int | None,
 ) -> Encoder:
-    """Return a model's encoder, with the limit of its texts.
+    """Return a model's encoder, with the limit of its texts; a classifier's has no head yet.
 
     Raises:
         NotImplementedError: It has no limit, or a lower one than the setting.
@@ -188,21 +248,34 @@ def _make_encoder(
     ]
     padding = next((getattr(table, "padding_idx", None) for table in tables), None)
     first = 0 if padding is None else padding + 1
-    window = _window(config)
+    window = window_of(config)
     limits = [context - first, plan.max_tokens, window if window and window > MAX_WINDOW else None]
     most = min(limit for limit in limits if limit is not None)
     if max_model_len is not None and max_model_len > most:
         raise NotImplementedError(f"--max-model-len is {max_model_len}, and its texts have {most}")
-    dense, size = nn.Sequential(), config.hidden_size
-    for folder in plan.dense:
-        dense.append(read_dense(folder, size))
-        size = read_json(folder / CONFIG)["out_features"]
-    return Encoder(EagerForward(model), plan, size, max_model_len or most, first, dense)
+    head, size, segments = nn.Sequential(), config.hidden_size, None
+    if isinstance(plan, EmbeddingPlan):
+        pooling = plan.pooling
+        for folder in plan.dense:
+            head.append(read_dense(folder, size))
+            size = read_json(folder / CONFIG)["out_features"]
+    else:
+        pooling, size = _classifier_pooling(config, plan), len(plan.labels)
+        tells = "token_type_ids" in inspect.signature(model.forward).parameters
+        if tells and getattr(config, "type_vocab_size", 0) > 1:
+            segments = config.vocab_size
+    step = EagerForward(model, segments)
+    longest = max_model_len or most
+    return Encoder(step, plan, pooling, head, size, longest, first, segments)
 
 
-def _window(config: Any) -> int | None:  # noqa: ANN401 - no declared field
-    window = getattr(config, "sliding_window", None)
-    return window if isinstance(window, int) else None
+def _classifier_pooling(config: Any, plan: ClassifierPlan) -> Pooling:  # noqa: ANN401
+    """Return whose hidden state a head takes: the first token's, but the last one's in decoders."""
+    decodes = config.model_type not in auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if decodes or plan.answers is not None:
+        return "last"
+    pooling: Pooling = getattr(config, "classifier_pooling", "cls")
+    return pooling
 
 
 def _checked(
@@ -215,8 +288,9 @@ def _checked(
     """Return an encoder as it is served: checked, rounded, quantized, packed and traced.
 
     Args:
-        encoder: The encoder.
-        model: Its model in float32, with transformers' own attention; changed in place.
+        encoder: The encoder; a classifier's without its head.
+        model: Its model in float32, with transformers' own attention; changed in place. It has a
+            classifier's head.
         settings: The engine's settings.
         path: The model's directory.
         dtype: The dtype to serve it in.
@@ -227,17 +301,25 @@ def _checked(
     """
     began = time.perf_counter()
     vocab_size = model.config.get_text_config().vocab_size
-    texts = _texts(encoder, model.config.get_text_config())
+    texts = random_texts(encoder, model.config.get_text_config())
+    classifier: Any = model
+    model, plan, logits = classifier.base_model, encoder.plan, None
     if not model._can_set_attn_implementation():  # noqa: SLF001 - no public name
         raise NotImplementedError("it does not call transformers' attention interface")
-    expected = _eager(model, texts)
+    expected = eager_hidden(encoder, model, texts)
+    if isinstance(plan, ClassifierPlan):
+        logits = eager_logits(encoder, classifier, texts, plan.answers)
+        head = plan.answers and AnswerHead(classifier, plan.answers)
+        encoder = replace(encoder, head=head or ClassificationHead(classifier))
     model.set_attn_implementation(RAGGED_ATTENTION)
-    structure = _compare(encoder, texts, expected, FLOAT32_TOLERANCE, "in float32")
+    if logits is not None:
+        check_logits(encoder.embed(texts), logits)
+    structure = compare_hidden(encoder, texts, expected, FLOAT32_TOLERANCE, "in float32")
     limit = FLOAT32_TOLERANCE
     if dtype != torch.float32:
         nn.Module.to(model, dtype)  # the model's own method is untyped
         model.set_attn_implementation("eager")
-        own = row_errors(_eager(model, texts), expected).max()
+        own = row_errors(eager_hidden(encoder, model, texts), expected).max()
         model.set_attn_implementation(RAGGED_ATTENTION)
         limit = max(SIXTEEN_BIT_TOLERANCE, ROUNDING_FACTOR * float(own))
     scheme = find_scheme(settings.quantization)
@@ -252,7 +334,7 @@ def _checked(
     huge_pages.gather([*model.parameters(), *model.buffers()])
     if settings.compile != "off" and device_warning(torch.device("cpu")) is None:
         encoder = _traced(encoder, vocab_size)
-    served = _compare(encoder, texts, expected, limit, "as it is served")
+    served = compare_hidden(encoder, texts, expected, limit, "as it is served")
     log.info(
         "self-check passed",
         seconds=round(time.perf_counter() - began, 3),
@@ -283,47 +365,3 @@ def _traced(encoder: Encoder, vocab_size: int) -> Encoder:
     except Exception as error:  # noqa: BLE001 - PyTorch raises many types
         log.warning("the model runs in Python, which is slower", why=first_line(error))
         return encoder
-
-
-def _texts(encoder: Encoder, config: Any) -> list[Text]:  # noqa: ANN401 - no declared fields
-    """Return random texts for the check: some short ones, and one longer than a window."""
-    window = _window(config) or 0
-    lengths = [*LENGTHS, min(window, MAX_WINDOW) + BEYOND]
-    generator = np.random.default_rng(0)
-    allowed = np.arange(config.vocab_size, dtype=np.uint32)
-    allowed = allowed[allowed != getattr(config, "pad_token_id", None)]
-    return [generator.choice(allowed, min(n, encoder.max_tokens)) for n in lengths]
-
-
-def _eager(model: PreTrainedModel, texts: Sequence[Text]) -> Tensor:
-    """Return the hidden states of transformers' own pass, text by text, in float32."""
-    rows = []
-    for text in texts:
-        ids = torch.from_numpy(text.astype(np.int64))[None]
-        output: Any = model(input_ids=ids, attention_mask=torch.ones_like(ids))
-        rows.append(output.last_hidden_state[0].float())
-    return torch.cat(rows)
-
-
-def _compare(
-    encoder: Encoder, texts: Sequence[Text], expected: Tensor, limit: float, how: str
-) -> float:
-    """Return the maximum error of hidden states: of the texts together, and of one alone.
-
-    Raises:
-        SelfCheckError: It is above the limit.
-    """
-    together, _ = encoder.run(texts)
-    alone, _ = encoder.run(texts[-1:])
-    rows = len(alone)
-    errors = row_errors(
-        torch.cat([together, alone]).float(), torch.cat([expected, expected[-rows:]])
-    )
-    error = float(errors.max())
-    if not error <= limit:  # also for NaN
-        raise SelfCheckError(
-            f"self-check failed: {how}, the hidden states of random texts differ from those of"
-            f" transformers' forward pass by {error:.1%} of their standard deviation, and the limit"
-            f" is {limit:.1%}"
-        )
-    return error

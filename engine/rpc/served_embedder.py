@@ -1,15 +1,18 @@
-"""A loaded engine that embeds texts: its core, and the sessions of routers."""
+"""A loaded engine that embeds or classifies texts: its core, and the sessions of routers."""
 
 import asyncio
 import uuid
 from importlib.metadata import version
 from itertools import accumulate, pairwise
+from operator import gt
+from typing import Any
 
 import numpy as np
 import structlog
 
 from octavo.common import rpc
 from octavo.common.limits import check_token_ids
+from octavo.common.models.embedding import EmbeddingPlan
 from octavo.common.topology import format_list
 from octavo.engine.embedding.core import Embedding, EmbeddingCore, RefusedError
 from octavo.engine.metrics import EngineMetrics
@@ -28,7 +31,7 @@ RETRY_SECONDS = 1.0
 
 
 class ServedEmbedder:
-    """One core that embeds, and the sessions that its load goes to.
+    """One core that embeds or classifies, and the sessions that its load goes to.
 
     Attributes:
         parts: The engine's parts.
@@ -72,13 +75,13 @@ class ServedEmbedder:
     async def embed(
         self, request: engine_pb2.EngineServiceEmbedRequest
     ) -> engine_pb2.EngineServiceEmbedResponse:
-        """Embed texts; a cancelled call ends the request.
+        """Embed or classify texts; a cancelled call ends the request.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT; UNAVAILABLE while the engine drains;
                 RESOURCE_EXHAUSTED if its queue is full; INTERNAL if a step failed.
         """
-        embedding = Embedding(self._texts(request), self._dimensions(request))
+        embedding = Embedding(self._texts(request), self._dimensions(request), raw=request.raw)
         try:
             self.core.add(embedding)
             embeddings = await asyncio.wrap_future(embedding.result)
@@ -111,12 +114,24 @@ class ServedEmbedder:
             )
         check_token_ids("token_ids", request.token_ids, self.parts.vocab_size)
         tokens = np.array(request.token_ids, dtype=np.uint32)
-        return [tokens[first:last] for first, last in pairwise([0, *accumulate(lengths)])]
+        texts = [tokens[first:last] for first, last in pairwise([0, *accumulate(lengths)])]
+        seconds = request.second_lengths
+        if seconds and (len(seconds) != len(lengths) or any(map(gt, seconds, lengths))):
+            raise rpc.invalid(
+                "second_lengths",
+                f"second_lengths must have {len(lengths)} entries, none more than a text has",
+            )
+        if (segments := self.parts.encoder.segments) is not None:
+            for text, second in zip(texts, seconds, strict=False):
+                text[len(text) - second :] += segments
+        return texts
 
-    def _dimensions(self, request: engine_pb2.EngineServiceEmbedRequest) -> int:
-        most = self.parts.encoder.dimensions
+    def _dimensions(self, request: engine_pb2.EngineServiceEmbedRequest) -> int | None:
         if not request.HasField("dimensions"):
-            return most
+            return None
+        if not isinstance(self.parts.encoder.plan, EmbeddingPlan):
+            raise rpc.invalid("dimensions", "dimensions are those of embeddings: it has classes")
+        most = self.parts.encoder.dimensions
         if not 1 <= request.dimensions <= most:
             raise rpc.invalid(
                 "dimensions", f"dimensions must be in [1, {most}]; got {request.dimensions}"
@@ -129,7 +144,7 @@ class ServedEmbedder:
 
     def info(self) -> engine_pb2.GetEngineInfoResponse:
         """Return the engine's description and load."""
-        parts, settings, plan = self.parts, self._settings, self.parts.encoder.plan
+        parts, settings = self.parts, self._settings
         return engine_pb2.GetEngineInfoResponse(
             model=settings.model_name,
             aliases=settings.model_names[1:],
@@ -151,15 +166,27 @@ class ServedEmbedder:
             cpus=format_list(parts.threads.cpus),
             numa_nodes=parts.threads.nodes,
             ranks=1,
-            embedding=engine_pb2.EmbeddingInfo(
-                dimensions=parts.encoder.dimensions,
+            **self._purpose(),
+        )
+
+    def _purpose(self) -> dict[str, Any]:
+        """Return the fields of `info` that say what the model makes of texts."""
+        plan = self.parts.encoder.plan
+        if not isinstance(plan, EmbeddingPlan):
+            info = engine_pb2.ClassifierInfo(labels=plan.labels, prompt=plan.prompt)
+            if plan.answers is not None:
+                info.pair_chat.add_generation_prompt = plan.opens_answer
+            return {"classifier": info}
+        return {
+            "embedding": engine_pb2.EmbeddingInfo(
+                dimensions=self.parts.encoder.dimensions,
                 fewer_dimensions=plan.dimensions,
                 any_dimensions=plan.any_dimensions,
                 prompts=plan.prompts,
                 default_prompt_name=plan.default_prompt,
                 similarity=plan.similarity,
-            ),
-        )
+            )
+        }
 
 
 def _refuse(*_: object, **__: object) -> Request:
@@ -168,4 +195,6 @@ def _refuse(*_: object, **__: object) -> Request:
     Raises:
         rpc.RpcError: UNIMPLEMENTED.
     """
-    raise rpc.unimplemented("model", "the engine embeds texts and does not generate any")
+    raise rpc.unimplemented(
+        "model", "the engine is for texts as a whole, and does not generate any"
+    )

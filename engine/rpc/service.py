@@ -47,11 +47,14 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
         """Return the loaded engine, which generates text.
 
         Raises:
-            rpc.RpcError: UNAVAILABLE while the model loads, FAILED_PRECONDITION if it embeds text.
+            rpc.RpcError: UNAVAILABLE while the model loads, FAILED_PRECONDITION if it
+                embeds or classifies texts.
         """
         engine = self._engine()
         if isinstance(engine, ServedEmbedder):
-            raise rpc.precondition("model", "the engine embeds texts: it has no adapters or blocks")
+            raise rpc.precondition(
+                "model", "the engine generates no text: it has no adapters or blocks"
+            )
         return engine
 
     async def Session(
@@ -74,10 +77,12 @@ class EngineService(engine_pb2_grpc.EngineServiceServicer):
     async def Embed(
         self, request: engine_pb2.EngineServiceEmbedRequest, context: Context
     ) -> engine_pb2.EngineServiceEmbedResponse:
-        """Embed texts."""
+        """Embed or classify texts."""
         engine = self._engine()
         if isinstance(engine, ServedEngine):
-            raise rpc.precondition("lengths", "the engine generates text and does not embed it")
+            raise rpc.precondition(
+                "lengths", "the engine generates text, and neither embeds nor classifies it"
+            )
         return await engine.embed(request)
 
     async def GetEngineInfo(

@@ -1,4 +1,4 @@
-"""Builds the parts of an engine that embeds texts."""
+"""Builds the parts of an engine that embeds or classifies texts."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 import structlog
 import torch
 
-from octavo.common.models.embedding import read_plan
+from octavo.common.models.classification import ClassifierPlan, read_classifier
+from octavo.common.models.embedding import EmbeddingPlan, read_plan
 from octavo.engine.embedding.encoder import Encoder
 from octavo.engine.memory.freed import mapping_large, return_freed
 from octavo.engine.models.resolve_or_convert import resolve
@@ -28,7 +29,7 @@ BLOCK_TOKENS = 16
 
 @dataclass(frozen=True, slots=True)
 class EmbedderParts:
-    """The parts of an engine that embeds, ready to run.
+    """The parts of an engine that embeds or classifies, ready to run.
 
     Attributes:
         path: The model's directory.
@@ -62,8 +63,26 @@ class EmbedderParts:
         return STEPS_AHEAD * self.max_num_batched_tokens // BLOCK_TOKENS
 
 
+def read_purpose(
+    settings: EngineSettings, directory: Path
+) -> EmbeddingPlan | ClassifierPlan | None:
+    """Return how a model embeds or classifies; None if it generates text.
+
+    Raises:
+        StartupError: The settings are for embeddings, and it makes none.
+        UnsupportedModelError: The engine cannot serve the model.
+        ModelError: A file cannot be read.
+    """
+    plan = read_plan(
+        directory, settings.pooling, settings.normalize, matryoshka=settings.matryoshka
+    )
+    if plan is None and (settings.normalize is not None or settings.matryoshka):
+        raise StartupError("--normalize and --matryoshka need an embedding model: set --pooling")
+    return plan or read_classifier(directory)
+
+
 def build_embedder(settings: EngineSettings) -> EmbedderParts | None:
-    """Load a model that embeds; return None if the model generates text.
+    """Load a model that embeds or classifies; return None if the model generates text.
 
     Raises:
         StartupError: The settings conflict with the model or the machine.
@@ -73,12 +92,7 @@ def build_embedder(settings: EngineSettings) -> EmbedderParts | None:
     """
     with mapping_large():
         path = Path(resolve(settings.source, packed=keeps_blocks(settings)))
-    plan = read_plan(path, settings.pooling, settings.normalize, matryoshka=settings.matryoshka)
-    if plan is None:
-        if settings.normalize is not None or settings.matryoshka:
-            raise StartupError(
-                "--normalize and --matryoshka need an embedding model: set --pooling"
-            )
+    if (plan := read_purpose(settings, path)) is None:
         return None
     # Imported here because transformers is slow to import.
     from octavo.engine.embedding.load import load_encoder  # noqa: PLC0415
@@ -90,9 +104,9 @@ def build_embedder(settings: EngineSettings) -> EmbedderParts | None:
     device = torch.device("cpu")
     warning = device_warning(device)
     log.info(
-        "embedding model loaded",
+        "classifier loaded" if isinstance(plan, ClassifierPlan) else "embedding model loaded",
         model=settings.model,
-        pooling=plan.pooling,
+        pooling=loaded.encoder.pooling,
         dimensions=loaded.encoder.dimensions,
         max_tokens=loaded.encoder.max_tokens,
     )

@@ -9,8 +9,6 @@ from pathlib import Path
 
 from octavo.common.kv_cache.layer_groups import BlockBudget, blocks_held
 from octavo.common.models.checkpoint import check_checkpoint, check_config
-from octavo.common.models.embedding import MODULES
-from octavo.common.models.errors import UnsupportedModelError
 from octavo.common.models.safetensors_files import weight_files
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
@@ -21,6 +19,7 @@ from octavo.engine.models.load_empty import EmptyModel, load_empty
 from octavo.engine.models.resolve_or_convert import resolve_config
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.build_embedder import read_purpose
 from octavo.engine.startup.capacity import (
     StartupError,
     batch_size,
@@ -29,6 +28,7 @@ from octavo.engine.startup.capacity import (
     keeps_blocks,
     longest_sequence,
 )
+from octavo.engine.startup.embedder_report import EmbedderReport, report_embedder
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +101,7 @@ class ModelReport:
     groups: tuple[GroupReport, ...]
 
 
-def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
+def report(settings: EngineSettings, memory: int | None = None) -> ModelReport | EmbedderReport:
     """Return a report of a model's memory needs.
 
     Args:
@@ -120,10 +120,8 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport:
         check_checkpoint(directory, embeds=embeds)
     else:
         check_config(directory, embeds=embeds)
-    if embeds or (directory / MODULES).is_file():
-        raise UnsupportedModelError(
-            f"{directory} embeds texts, and its needs are known only once it is loaded: start it"
-        )
+    if (plan := read_purpose(settings, directory)) is not None:
+        return report_embedder(settings, directory, plan, memory)
     empty = load_checked(settings, directory)
     layout = plan_layout(empty.shape, settings.block_size, empty.dtype, empty.cache_dtype)
     block_bytes = layout.block_elements * empty.cache_dtype.itemsize

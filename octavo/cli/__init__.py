@@ -14,6 +14,7 @@ from octavo.cli.bench import bench
 from octavo.cli.chat import chat
 from octavo.cli.check import check
 from octavo.cli.demo import demo
+from octavo.cli.embed import embed
 from octavo.cli.engine import engine
 from octavo.cli.generate import generate
 from octavo.cli.health import health
@@ -35,7 +36,7 @@ app = typer.Typer(
 
 for _command in (serve, router, engine):
     app.command(rich_help_panel="Serve", epilog=EPILOG, cls=Command)(name_types(_command))
-for _command in (pull, check, generate, chat, batch, status, health, demo, key):
+for _command in (pull, check, generate, chat, batch, embed, status, health, demo, key):
     app.command(rich_help_panel="Use", cls=Command)(name_types(_command))
 app.add_typer(bench, name="bench", rich_help_panel="Use")
 

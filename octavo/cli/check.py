@@ -19,6 +19,7 @@ from octavo.common.models.errors import ModelError
 from octavo.engine.settings import EngineSettings
 
 if TYPE_CHECKING:
+    from octavo.engine.startup.embedder_report import EmbedderReport
     from octavo.engine.startup.model_report import GroupReport, ModelReport
 
 SHOWN = frozenset(
@@ -26,6 +27,7 @@ SHOWN = frozenset(
         *("model", "device", "dtype", "quantization", "kv_cache_dtype", "max_model_len"),
         *("block_size", "cache_memory", "num_blocks", "gpu_memory_utilization", "swap_space"),
         *("max_num_seqs", "max_num_batched_tokens", "config"),
+        "pooling",
     }
 )
 """Engine settings that affect the model's memory."""
@@ -89,30 +91,59 @@ def parse_bytes(text: str) -> int:
     return int(float(match[1]) * sizes[match[2]])
 
 
-def _show(served: "ModelReport") -> None:
+def _show(served: "ModelReport | EmbedderReport") -> None:
+    from octavo.engine.startup.embedder_report import EmbedderReport  # noqa: PLC0415 - as above
+
     out.print(f"[bold green]served[/]: {escape(served.model)} ({served.architecture})")
     facts = Table.grid(padding=(0, 2))
-    for name, value in _facts(served).items():
+    if isinstance(served, EmbedderReport):
+        others, groups = _embedder_facts(served), None
+    else:
+        others, groups = _facts(served), served.groups
+    for name, value in (_common_facts(served) | others).items():
         facts.add_row(f"[dim]{name}[/]", value)
     out.print(facts)
+    if groups is not None:
+        _show_groups(groups)
+
+
+def _show_groups(reports: "Sequence[GroupReport]") -> None:
     groups = Table("layers", "keeps", "a token", "a sequence", box=None, padding=(0, 2, 0, 0))
-    for group in merged(served.groups):
+    for group in merged(reports):
         token = "" if group.token_bytes is None else _size(group.token_bytes)
         groups.add_row(str(group.layers), describe(group), token, _size(group.sequence_bytes))
     out.print(groups)
 
 
-def _facts(served: "ModelReport") -> dict[str, str]:
-    """Return a report's facts by name."""
+def _common_facts(served: "ModelReport | EmbedderReport") -> dict[str, str]:
+    """Return the facts that all reports have, by name."""
     kinds = served.weights_by_quantization.items()
     others = [f"{name} {_size(size)}" for name, size in kinds if name != served.quantization]
     quantized = "" if served.quantization == "none" else f", {served.quantization}"
-    tokens = "tokens of any number" if served.tokens is None else f"{served.tokens:,} tokens"
     return {
         "runs on": f"{served.device}, {served.dtype}{quantized}",
         "weights": f"{_size(served.weights)} for {served.parameters:,} parameters"
         + (f"; with --quantization {', '.join(others)}" if others else ""),
         "memory": f"{_size(served.memory)} free",
+    }
+
+
+def _embedder_facts(served: "EmbedderReport") -> dict[str, str]:
+    """Return the other facts of a report of a model that embeds or classifies, by name."""
+    made = f"embeddings of {served.dimensions} dimensions, pooled by {served.pooling}"
+    if served.labels:
+        made = f"scores of {', '.join(map(escape, served.labels))}"
+    return {
+        "loading": f"{_size(served.loading)}, in float32",
+        "makes": made,
+        "longest text": f"{served.max_model_len:,} tokens",
+    }
+
+
+def _facts(served: "ModelReport") -> dict[str, str]:
+    """Return the other facts of a report of a model that generates text, by name."""
+    tokens = "tokens of any number" if served.tokens is None else f"{served.tokens:,} tokens"
+    return {
         "KV cache": f"{_size(served.cache)}, {served.cache_dtype}: {tokens}, or"
         f" {served.sequences:,} sequences of {served.max_model_len:,}",
         "context": f"{served.max_model_len:,} of the model's {served.context:,} tokens",

@@ -19,6 +19,7 @@ from octavo.client.prompts import Prompt
 from octavo.client.sync import Client, Stream
 from octavo.client.types import (
     Accepted,
+    Classes,
     Completion,
     Delta,
     Embeddings,
@@ -28,6 +29,7 @@ from octavo.client.types import (
     Message,
     Model,
     Output,
+    Scores,
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
@@ -43,6 +45,7 @@ __all__ = [
     "AsyncClient",
     "AsyncStream",
     "CancelledError",
+    "Classes",
     "Client",
     "Completion",
     "DeadlineExceededError",
@@ -65,6 +68,7 @@ __all__ = [
     "Prompt",
     "ResourceExhaustedError",
     "Schema",
+    "Scores",
     "Stream",
     "Tls",
     "TlsError",

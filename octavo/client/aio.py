@@ -14,7 +14,7 @@ from octavo.client.core import BaseClient, BaseStream
 from octavo.client.errors import CancelledError, Error, from_rpc_error
 from octavo.client.prompts import Prompt
 from octavo.client.structured import T, constrained, instance
-from octavo.client.types import Completion, Delta, Embeddings, Event, Model
+from octavo.client.types import Classes, Completion, Delta, Embeddings, Event, Model, Scores
 from octavo.common.sampling_parameters import ChatOptions, GenerateOptions
 from octavo.v1 import generation_pb2 as pb
 
@@ -172,6 +172,83 @@ class AsyncClient(BaseClient[AsyncStream]):
             request_id=request_id,
         )
         return responses.embedded(await self._call(self._stub.Embed, request, timeout))
+
+    async def score(
+        self,
+        query: str | Sequence[str],
+        documents: str | Sequence[str],
+        *,
+        model: str | None = None,
+        truncate: bool = False,
+        raw: bool = False,
+        priority: int = 0,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Scores:
+        """Return how well documents, at most 2,048, answer a query, by a cross-encoder.
+
+        Args:
+            query: The query of all documents, or one for each.
+            documents: The documents.
+            model: Name of the model; needed if several are served.
+            truncate: Whether to cut pairs that are too long, which else are refused.
+            raw: Whether scores are logits, without the model's own activation.
+            priority: Requests of higher priority run first, -100 to 100.
+            request_id: The request's id. Default: a random one.
+            timeout: Maximum seconds to wait.
+
+        Raises:
+            Error: The call failed.
+        """
+        request = requests.score_request(
+            query,
+            documents,
+            model=model,
+            truncate=truncate,
+            raw=raw,
+            priority=priority,
+            request_id=request_id,
+        )
+        return responses.scored(await self._call(self._stub.Score, request, timeout))
+
+    async def classify(
+        self,
+        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        second_texts: str | Sequence[str] = (),
+        *,
+        model: str | None = None,
+        truncate: bool = False,
+        raw: bool = False,
+        priority: int = 0,
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Classes:
+        """Return the scores of each class of one text or several, at most 2,048.
+
+        Args:
+            texts: The texts, as strings or token ids.
+            second_texts: The second text of each pair, such as a hypothesis. Default: none, texts
+                stand alone.
+            model: Name of the model; needed if several are served.
+            truncate: Whether to cut texts that are too long, which else are refused.
+            raw: Whether scores are logits, without the model's own activation.
+            priority: Requests of higher priority run first, -100 to 100.
+            request_id: The request's id. Default: a random one.
+            timeout: Maximum seconds to wait.
+
+        Raises:
+            Error: The call failed.
+        """
+        request = requests.classify_request(
+            texts,
+            second_texts,
+            model=model,
+            truncate=truncate,
+            raw=raw,
+            priority=priority,
+            request_id=request_id,
+        )
+        return responses.classified(await self._call(self._stub.Classify, request, timeout))
 
     async def tokenize(
         self,

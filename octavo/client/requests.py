@@ -85,20 +85,77 @@ def embed_request(
         InvalidArgumentError: A value does not fit its field's type.
     """
     request = pb.EmbedRequest(request_id=request_id, model=model or "", truncate=truncate)
-    one = isinstance(texts, str) or (texts and isinstance(texts[0], int))
-    several: Sequence[Any] = [texts] if one else texts
-    if several and isinstance(several[0], str):
-        _set(request, "texts", several)
-    else:
-        for number, token_ids in enumerate(several):
-            with checked(f"tokens[{number}].token_ids"):
-                request.tokens.add().token_ids.extend(token_ids)
+    _set_texts(request, texts)
     for name, value in (("dimensions", dimensions), ("prompt_name", prompt_name)):
         if value is not None:
             _set(request, name, value)
     with checked("priority"):
         request.priority = priority
     return request
+
+
+def score_request(
+    query: str | Sequence[str],
+    documents: str | Sequence[str],
+    *,
+    model: str | None = None,
+    truncate: bool = False,
+    raw: bool = False,
+    priority: int = 0,
+    request_id: str = "",
+) -> pb.ScoreRequest:
+    """Build a ScoreRequest from one query, or one for each document.
+
+    Raises:
+        InvalidArgumentError: A value does not fit its field's type.
+    """
+    request = pb.ScoreRequest(request_id=request_id, model=model or "", truncate=truncate, raw=raw)
+    _set(request, "queries", [query] if isinstance(query, str) else query)
+    _set(request, "documents", [documents] if isinstance(documents, str) else documents)
+    with checked("priority"):
+        request.priority = priority
+    return request
+
+
+def classify_request(
+    texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+    second_texts: str | Sequence[str] = (),
+    *,
+    model: str | None = None,
+    truncate: bool = False,
+    raw: bool = False,
+    priority: int = 0,
+    request_id: str = "",
+) -> pb.ClassifyRequest:
+    """Build a ClassifyRequest from one text or several, as strings or token ids, or from pairs.
+
+    Raises:
+        InvalidArgumentError: A value does not fit its field's type.
+    """
+    request = pb.ClassifyRequest(
+        request_id=request_id, model=model or "", truncate=truncate, raw=raw
+    )
+    _set_texts(request, texts)
+    second = [second_texts] if isinstance(second_texts, str) else second_texts
+    _set(request, "second_texts", second)
+    with checked("priority"):
+        request.priority = priority
+    return request
+
+
+def _set_texts(
+    request: pb.EmbedRequest | pb.ClassifyRequest,
+    texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+) -> None:
+    """Set one text or several, as strings or token ids."""
+    one = isinstance(texts, str) or (texts and isinstance(texts[0], int))
+    several: Sequence[Any] = [texts] if one else texts
+    if several and isinstance(several[0], str):
+        _set(request, "texts", several)
+        return
+    for number, token_ids in enumerate(several):
+        with checked(f"tokens[{number}].token_ids"):
+            request.tokens.add().token_ids.extend(token_ids)
 
 
 def _set_option(request: Any, name: str, value: Any) -> None:  # noqa: ANN401 - the table has types

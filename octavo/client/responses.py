@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from octavo.client.types import (
     Accepted,
+    Classes,
     Completion,
     Delta,
     Embeddings,
@@ -15,6 +16,7 @@ from octavo.client.types import (
     FinishReason,
     Model,
     Output,
+    Scores,
     TokenLogprob,
     ToolCall,
     ToolCallDelta,
@@ -71,10 +73,15 @@ def models(response: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 def embeddings(response: pb.EmbedResponse) -> "tuple[array[float], ...]":
     """Decode the embeddings of an EmbedResponse, 32-bit floats each."""
-    size = response.dimensions * 4
+    return rows(response.embeddings, response.dimensions)
+
+
+def rows(packed: bytes, columns: int) -> "tuple[array[float], ...]":
+    """Decode little-endian 32-bit floats, `columns` of them in each row."""
+    size = columns * 4
     made = []
-    for start in range(0, len(response.embeddings), size):
-        floats = array("f", response.embeddings[start : start + size])
+    for start in range(0, len(packed), size):
+        floats = array("f", packed[start : start + size])
         if sys.byteorder == "big":
             floats.byteswap()
         made.append(floats)
@@ -85,6 +92,25 @@ def embedded(response: pb.EmbedResponse) -> Embeddings:
     """Decode an EmbedResponse."""
     counts = tuple(response.token_counts)
     return Embeddings(response.request_id, response.model, embeddings(response), counts)
+
+
+def scored(response: pb.ScoreResponse) -> Scores:
+    """Decode a ScoreResponse."""
+    counts = tuple(response.token_counts)
+    (scores,) = rows(response.scores, len(counts))
+    return Scores(response.request_id, response.model, scores, counts)
+
+
+def classified(response: pb.ClassifyResponse) -> Classes:
+    """Decode a ClassifyResponse."""
+    labels = tuple(response.labels)
+    return Classes(
+        response.request_id,
+        response.model,
+        labels,
+        rows(response.scores, len(labels)),
+        tuple(response.token_counts),
+    )
 
 
 def default_sampling(card: pb.ModelCard) -> dict[str, float]:
@@ -171,6 +197,7 @@ def _model(card: pb.ModelCard) -> Model:
     values["kernels"] = tuple(card.kernels)
     values["aliases"] = tuple(card.aliases)
     values["prompt_names"] = tuple(card.prompt_names)
+    values["labels"] = tuple(card.labels)
     values["default_sampling"] = default_sampling(card)
     values["state"] = state_name(card)
     if not card.HasField("default_max_tokens"):

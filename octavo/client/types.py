@@ -239,6 +239,47 @@ class Embeddings:
 
 
 @dataclass(frozen=True, slots=True)
+class Scores:
+    """The result of `score`.
+
+    Attributes:
+        request_id: The request's id.
+        model: The model that scored the documents.
+        scores: The documents' scores in order, as 32-bit floats.
+        token_counts: Tokens of each document and its query.
+    """
+
+    request_id: str
+    model: str
+    scores: "array[float]" = field(hash=False)
+    token_counts: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Classes:
+    """The result of `classify`.
+
+    Attributes:
+        request_id: The request's id.
+        model: The model that classified the texts.
+        labels: Names of the classes.
+        scores: The texts' scores in order, each an array of 32-bit floats, one for each class.
+        token_counts: Tokens of each text.
+    """
+
+    request_id: str
+    model: str
+    labels: tuple[str, ...]
+    scores: tuple["array[float]", ...] = field(hash=False)
+    token_counts: tuple[int, ...]
+
+    @property
+    def best(self) -> tuple[str, ...]:
+        """The name of each text's class with the highest score."""
+        return tuple(self.labels[each.index(max(each))] for each in self.scores)
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     """A served model, its limits and its load. See protos' ModelCard.
 
@@ -247,11 +288,12 @@ class Model:
         ranks: Total processes of the engines; 0 if unknown.
         base_model: Base model of a LoRA adapter; empty for other models.
         aliases: Other names of the model in requests.
-        embedding_dimensions: Dimensions of its embeddings; 0: it generates text.
+        embedding_dimensions: Dimensions of its embeddings; 0: it does not embed texts.
         prompt_names: Names of the prompts that `embed` may put before texts.
         similarity: How its embeddings are compared, such as "cosine"; empty: unknown.
         state: "loaded", or if the router loads it on demand, also "unloaded", "loading",
             "unloading" or "failed".
+        labels: Names of the classes that `classify` scores; one: `score` works too.
     """
 
     name: str
@@ -282,6 +324,7 @@ class Model:
     prompt_names: tuple[str, ...] = ()
     similarity: str = ""
     state: str = "loaded"
+    labels: tuple[str, ...] = ()
 
     @property
     def used_blocks(self) -> int:

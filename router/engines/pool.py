@@ -283,15 +283,30 @@ class EnginePool:
         )
 
     def embedding(self, model: str) -> engine_pb2.EmbeddingInfo | None:
-        """Return how a resolved model embeds; None if it generates text."""
+        """Return how a resolved model embeds; None if it does not."""
         info = min(self._known(model), key=lambda engine: engine.address).info
         return info.embedding if info.HasField("embedding") else None
+
+    def classifier(self, model: str) -> engine_pb2.ClassifierInfo | None:
+        """Return how a resolved model classifies; None if it does not."""
+        info = min(self._known(model), key=lambda engine: engine.address).info
+        return info.classifier if info.HasField("classifier") else None
+
+    def other_purpose(self, model: str) -> rpc.RpcError:
+        """Return the error of a request for something that a resolved model does not do."""
+        does = "generates text: use Generate"
+        if self.embedding(model) is not None:
+            does = "embeds texts: use Embed"
+        elif self.classifier(model) is not None:
+            does = "scores classes: use Score or Classify"
+        return rpc.invalid("model", f"model {model!r} {does}")
 
     def card(self, model: str, queued: int) -> generation_pb2.ModelCard:
         """Return a model's card for clients; `queued` requests wait in the router."""
         engines = self.up(model)
         limits, (sampling, max_tokens) = self.limits(model), self.defaults(model)
         embedding = self.embedding(model) or engine_pb2.EmbeddingInfo()
+        classifier = self.classifier(model) or engine_pb2.ClassifierInfo()
         loads, infos = [engine.load for engine in engines], [engine.info for engine in engines]
         return generation_pb2.ModelCard(
             name=model,
@@ -321,6 +336,7 @@ class EnginePool:
             embedding_dimensions=embedding.dimensions,
             prompt_names=sorted(embedding.prompts),
             similarity=embedding.similarity,
+            labels=classifier.labels,
         )
 
     def _aliases(self) -> dict[str, str]:

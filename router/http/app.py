@@ -3,9 +3,9 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from importlib.metadata import version
-from typing import cast
+from typing import Any, cast
 from urllib.parse import quote
 
 from prometheus_client.exposition import choose_encoder
@@ -32,7 +32,7 @@ from octavo.router.http.body import ClientLeftError, M, parse, while_connected
 from octavo.router.http.calls import Calls, GeneratingBody
 from octavo.router.http.chat import ChatFormat
 from octavo.router.http.completions import CompletionFormat
-from octavo.router.http.embeddings import PARAMS, EmbeddingsRequest
+from octavo.router.http.embeddings import EmbeddingsRequest, EmbedRequest
 from octavo.router.http.errors import ApiError, from_client, from_rpc, speaks_anthropic
 from octavo.router.http.event_stream import EventStream
 from octavo.router.http.model_cards import (
@@ -47,13 +47,17 @@ from octavo.router.http.peer_limit import HttpPeerLimit
 from octavo.router.http.responses.endpoints import ResponseEndpoints
 from octavo.router.http.responses.store import ResponseStore
 from octavo.router.http.schema import ChatRequest, CompletionRequest
+from octavo.router.http.scores import ClassifyRequest, RerankRequest, ScoreRequest
 from octavo.router.http.stats import RouterStats
+from octavo.router.http.texts import TextsBody
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
 
 Handler = Callable[[Request], Awaitable[Response]]
+Serve = Callable[..., Coroutine[Any, Any, Any]]
+"""One of the embedder's methods."""
 
 IGNORED = "X-Ignored-Arguments"
 """Header with the names of ignored body members."""
@@ -155,6 +159,7 @@ class Api:
             Route("/v1/messages/count_tokens", _answered(self._count_tokens), methods=["POST"]),
             *self._response_routes(),
             *self._ollama_routes(),
+            *self._text_routes(),
             Route("/v1/models", _answered(self._models)),
             Route("/v1/models/{model:path}", _answered(self._model)),
             Route("/tokenize", _answered(self._tokenize), methods=["POST"]),
@@ -174,7 +179,7 @@ class Api:
             Route("/v1/chat/completions", _answered(self._chat), methods=["POST"]),
             Route("/v1/completions", _answered(self._completions), methods=["POST"]),
             Route("/v1/responses", _answered(self._responses.create), methods=["POST"]),
-            Route("/v1/embeddings", _answered(self._embeddings), methods=["POST"]),
+            self._text_route("/v1/embeddings", EmbeddingsRequest, self._generator.embedder.embed),
         ]
 
     def _response_routes(self) -> list[BaseRoute]:
@@ -198,6 +203,23 @@ class Api:
             answer=self._answer,
         )
         return endpoints.routes(_answered)
+
+    def _text_routes(self) -> list[BaseRoute]:
+        embedder = self._generator.embedder
+        return [
+            self._text_route("/embed", EmbedRequest, embedder.embed),
+            self._text_route("/v1/rerank", RerankRequest, embedder.score),
+            self._text_route("/v2/rerank", RerankRequest, embedder.score),
+            self._text_route("/rerank", RerankRequest, embedder.score),
+            self._text_route("/v1/score", ScoreRequest, embedder.score),
+            self._text_route("/score", ScoreRequest, embedder.score),
+            self._text_route("/classify", ClassifyRequest, embedder.classify),
+        ]
+
+    def _text_route(self, path: str, kind: type[TextsBody], serve: Serve) -> Route:
+        """Return a route of requests about whole texts."""
+        endpoint = functools.partial(self._texts, kind, serve)
+        return Route(path, _answered(endpoint), methods=["POST"])
 
     def refuse(self) -> None:
         """Refuse new requests, except those that only show status."""
@@ -281,19 +303,18 @@ class Api:
         whole = await while_connected(request, answer.whole(generate))
         return JSONResponse(whole, headers={headers.REQUEST_ID: answer.id, **extra})
 
-    async def _embeddings(self, request: Request) -> Response:
-        tenant, body = await self._parse(request, EmbeddingsRequest)
+    async def _texts(self, kind: type[TextsBody], serve: Serve, request: Request) -> Response:
+        """Answer a request about whole texts."""
+        tenant, body = await self._parse(request, kind)
         timeout, metadata = headers.timeout(request), headers.metadata(request)
         try:
             message = body.message(request.state.request_id)
-            embed = self._generator.embedder.embed(
-                message, tenant=tenant, timeout=timeout, metadata=metadata
-            )
-            answer = await while_connected(request, embed)
+            serving = serve(message, tenant=tenant, timeout=timeout, metadata=metadata)
+            answer: Any = await while_connected(request, serving)
         except rpc.RpcError as error:
-            raise from_rpc(error, PARAMS) from error
+            raise from_rpc(error, body.params) from error
         except InvalidArgumentError as error:
-            raise from_client(error, PARAMS) from error
+            raise from_client(error, body.params) from error
         return JSONResponse(body.answer(answer), headers=_ignored(body))
 
     async def _tokenize(self, request: Request) -> Response:

@@ -1,67 +1,50 @@
-"""POST /v1/embeddings: the embeddings of texts, as floats or in base64."""
+"""The embeddings of texts: POST /v1/embeddings, as OpenAI's API, and POST /embed, as TEI's."""
 
+import math
 from array import array
 from base64 import b64encode
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, create_model
+from pydantic import BeforeValidator, Field
 
 from octavo.client.requests import embed_request
 from octavo.client.responses import embeddings
-from octavo.router.http import no_ops
-from octavo.router.http.bodies import OpenBody
 from octavo.router.http.no_ops import only
-from octavo.router.http.schema import MAX_REQUEST_ID, prompts
+from octavo.router.http.schema import prompts
+from octavo.router.http.texts import TextsBody, usage
 from octavo.v1 import generation_pb2
 
-PARAMS = {"texts": "input", "tokens": "input"}
-"""HTTP names of fields of EmbedRequest."""
-if TYPE_CHECKING:
-    Refused = OpenBody
-else:
-    Refused = create_model("Refused", __base__=OpenBody, **no_ops.members(no_ops.EMBEDDINGS))
+Inputs = Annotated[list[str] | list[list[int]], BeforeValidator(prompts)]
+Dimensions = Annotated[int | None, Field(ge=1, lt=1 << 32)]
 
 
-class EmbeddingsRequest(Refused):
-    """The body of POST /v1/embeddings.
+class EmbeddingsRequest(TextsBody):
+    """The body of POST /v1/embeddings."""
 
-    Attributes:
-        truncate: Whether longer texts are cut, as `truncate_prompt_tokens: -1` says too.
-    """
+    params: ClassVar[Mapping[str, str]] = {"texts": "input", "tokens": "input"}
 
-    model: str = ""
-    input: Annotated[list[str] | list[list[int]], BeforeValidator(prompts)]
+    input: Inputs
     encoding_format: Literal["float", "base64"] = "float"
-    dimensions: Annotated[int | None, Field(ge=1, lt=1 << 32)] = None
+    dimensions: Dimensions = None
     prompt_name: str | None = None
-    truncate: bool | None = None
-    truncate_prompt_tokens: Annotated[int | None, only(-1)] = None
-    priority: int | None = None
-    request_id: Annotated[str | None, Field(max_length=MAX_REQUEST_ID)] = None
-    user: str | None = None
+    normalize: Annotated[bool | None, only()] = None
 
     def message(self, request_id: str) -> generation_pb2.EmbedRequest:
-        """Convert to a protobuf request.
-
-        Args:
-            request_id: The id of a request that names none.
+        """Convert to a protobuf request; see `TextsBody.options`.
 
         Raises:
             InvalidArgumentError: A value does not fit its field's type.
         """
         return embed_request(
             self.input,
-            model=self.model,
             dimensions=self.dimensions,
             prompt_name=self.prompt_name,
-            truncate=bool(self.truncate) or self.truncate_prompt_tokens is not None,
-            priority=self.priority or 0,
-            request_id=self.request_id or request_id,
+            **self.options(request_id),
         )
 
     def answer(self, response: generation_pb2.EmbedResponse) -> dict[str, Any]:
         """Return the response of POST /v1/embeddings."""
-        tokens = sum(response.token_counts)
         return {
             "object": "list",
             "id": f"embd-{response.request_id}",
@@ -70,10 +53,39 @@ class EmbeddingsRequest(Refused):
                 {"object": "embedding", "index": index, "embedding": self._encoded(embedding)}
                 for index, embedding in enumerate(embeddings(response))
             ],
-            "usage": {"prompt_tokens": tokens, "total_tokens": tokens},
+            "usage": usage(response),
         }
 
     def _encoded(self, embedding: "array[float]") -> str | list[float]:
         if self.encoding_format == "float":
             return embedding.tolist()
         return b64encode(embedding.tobytes()).decode()
+
+
+class EmbedRequest(TextsBody):
+    """The body of POST /embed, whose embeddings always have length 1."""
+
+    params: ClassVar[Mapping[str, str]] = {"texts": "inputs", "tokens": "inputs"}
+
+    inputs: Inputs
+    dimensions: Dimensions = None
+    prompt_name: str | None = None
+    normalize: Annotated[bool | None, only(True)] = None
+
+    def message(self, request_id: str) -> generation_pb2.EmbedRequest:
+        """Convert to a protobuf request; see `EmbeddingsRequest.message`."""
+        return embed_request(
+            self.inputs,
+            dimensions=self.dimensions,
+            prompt_name=self.prompt_name,
+            **self.options(request_id),
+        )
+
+    def answer(self, response: generation_pb2.EmbedResponse) -> list[list[float]]:
+        """Return the response of POST /embed."""
+        return [_normalized(embedding) for embedding in embeddings(response)]
+
+
+def _normalized(embedding: "array[float]") -> list[float]:
+    length = math.sqrt(sum(each * each for each in embedding)) or 1.0
+    return [each / length for each in embedding]

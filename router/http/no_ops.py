@@ -88,13 +88,13 @@ COMPLETION: Harmless = {
     "tool_choice": ("none", "auto"),
     "tools": ([],),
 }
-EMBEDDINGS: Harmless = {
+TEXTS: Harmless = {
     "add_special_tokens": (True,),
     "dtype": ("float32",),
     "embed_dtype": ("float32",),
     "endianness": ("little", "native"),
     "messages": (),
-    "normalize": (),
+    "truncation_direction": ("right", "Right"),
     "truncation_side": ("right",),
 }
 

@@ -40,7 +40,7 @@ FITTING_TOKENS = -1
 """vLLM's truncate_prompt_tokens value for as many tokens as fit."""
 
 
-def _strings(value: object) -> object:
+def strings(value: object) -> object:
     """Return a list; a single string becomes a list of one."""
     return [value] if isinstance(value, str) else value
 
@@ -155,7 +155,7 @@ class Parameters(FormArguments, SpecialTokens, Declared):
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     n: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(strings)] = None
     logit_bias: dict[int, float] | None = None
     seed: Annotated[int, Field(ge=-SEEDS // 2, lt=SEEDS)] | None = None
     stop_token_ids: list[int] | None = None

@@ -1,4 +1,4 @@
-"""A request for embeddings: what was asked, what came of it, and its validation."""
+"""A request for embeddings or scores: what was asked, what came of it, and its validation."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -13,6 +13,8 @@ from octavo.common.sampling_parameters import MAX_PRIORITY
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2, generation_pb2
 
+Message = generation_pb2.EmbedRequest | generation_pb2.ScoreRequest | generation_pb2.ClassifyRequest
+"""A client's message."""
 Call = grpc.aio.UnaryUnaryCall[
     engine_pb2.EngineServiceEmbedRequest, engine_pb2.EngineServiceEmbedResponse
 ]
@@ -28,7 +30,8 @@ class EmbeddingRequest:
         tenant: The caller.
         message: The client's message.
         prompt: The tokens of all texts, one text after the other.
-        lengths: Number of tokens of each text.
+        lengths: Number of tokens of each text or pair.
+        second_lengths: Number of these that are a pair's second text; empty without pairs.
         arrival: Monotonic time of arrival, in seconds.
         deadline: Monotonic time of the client's deadline; None: no deadline.
     """
@@ -36,9 +39,10 @@ class EmbeddingRequest:
     request_id: str
     model: str
     tenant: Tenant
-    message: generation_pb2.EmbedRequest
+    message: Message
     prompt: Sequence[int]
     lengths: Sequence[int]
+    second_lengths: Sequence[int]
     arrival: float
     deadline: float | None = None
     min_tokens = 0
@@ -60,24 +64,28 @@ class EmbeddingRequest:
 
     def submit(self) -> engine_pb2.EngineServiceEmbedRequest:
         """Return the message to an engine."""
-        message = self.message
-        return engine_pb2.EngineServiceEmbedRequest(
+        submit = engine_pb2.EngineServiceEmbedRequest(
             token_ids=self.prompt,
             lengths=self.lengths,
-            dimensions=message.dimensions if message.HasField("dimensions") else None,
+            second_lengths=self.second_lengths,
             request_id=self.request_id,
         )
+        if not isinstance(self.message, generation_pb2.EmbedRequest):
+            submit.raw = self.message.raw
+        elif self.message.HasField("dimensions"):
+            submit.dimensions = self.message.dimensions
+        return submit
 
 
 class EmbeddingState:
-    """A request's attempts on engines, and its embeddings.
+    """A request's attempts on engines, and its embeddings or scores.
 
     Args:
         request: The request.
 
     Attributes:
         request: The request.
-        embeddings: The embeddings, as engines send them; None before the end.
+        embeddings: The embeddings or scores, as engines send them; None before the end.
         engine: Address of the last engine; empty before the first.
         queue_time: Seconds from arrival to the first engine; None before it.
         migrations: Number of migrations to another engine.
@@ -104,7 +112,7 @@ class EmbeddingState:
 
     @property
     def done(self) -> bool:
-        """Whether the embeddings are there."""
+        """Whether the embeddings or scores are there."""
         return self.embeddings is not None
 
     async def take(self, engine: str, call: Call) -> None:
@@ -141,24 +149,80 @@ def check_embed_request(
     Raises:
         rpc.RpcError: INVALID_ARGUMENT, with the field's name.
     """
-    if bool(request.texts) == bool(request.tokens):
-        raise rpc.invalid("texts", "texts or tokens must have at least one entry, and not both")
-    check_count("texts", len(request.texts), MAX_TEXTS)
-    check_count("tokens", len(request.tokens), MAX_TEXTS)
-    check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
-    for number, text in enumerate(request.texts):
-        if not text:
-            raise rpc.invalid(
-                f"texts[{number}]", f"texts[{number}] must have at least one character"
-            )
-    for number, tokens in enumerate(request.tokens):
-        if not tokens.token_ids:
-            raise rpc.invalid(f"tokens[{number}]", f"tokens[{number}] must have at least one token")
-        check_token_ids(f"tokens[{number}].token_ids", tokens.token_ids, limits.vocab_size)
+    _check_texts_or_tokens(request, limits)
     if request.HasField("prompt_name"):
         _check_prompt_name(request, info)
     if request.HasField("dimensions"):
         _check_dimensions(request.dimensions, info)
+
+
+def check_classify_request(request: generation_pb2.ClassifyRequest, limits: Limits) -> None:
+    """Check everything but the id and the number of each text's tokens.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT, with the field's name.
+    """
+    _check_texts_or_tokens(request, limits)
+    if request.second_texts:
+        _check_texts("second_texts", request.second_texts)
+        if len(request.second_texts) != len(request.texts):
+            raise rpc.invalid(
+                "second_texts",
+                f"second_texts must be as many as texts, {len(request.texts)}, or none; got"
+                f" {len(request.second_texts)}",
+            )
+
+
+def check_score_request(request: generation_pb2.ScoreRequest, labels: int) -> None:
+    """Check everything but the id and the number of each pair's tokens.
+
+    Args:
+        request: The request.
+        labels: Number of the model's classes.
+
+    Raises:
+        rpc.RpcError: INVALID_ARGUMENT, with the field's name.
+    """
+    if labels != 1:
+        raise rpc.invalid(
+            "model", f"Score needs a model with one class, and this one has {labels}: use Classify"
+        )
+    if not request.documents:
+        raise rpc.invalid("documents", "documents must have at least one entry")
+    _check_texts("documents", request.documents)
+    if len(request.queries) not in {1, len(request.documents)}:
+        raise rpc.invalid(
+            "queries",
+            f"queries must be one, or as many as documents, {len(request.documents)}; got"
+            f" {len(request.queries)}",
+        )
+    _check_texts("queries", request.queries)
+    check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+
+
+def _check_texts_or_tokens(
+    request: generation_pb2.EmbedRequest | generation_pb2.ClassifyRequest, limits: Limits
+) -> None:
+    """Check texts, tokens and priority."""
+    if bool(request.texts) == bool(request.tokens):
+        raise rpc.invalid("texts", "texts or tokens must have at least one entry, and not both")
+    _check_texts("texts", request.texts)
+    check_count("tokens", len(request.tokens), MAX_TEXTS)
+    check_number("priority", request.priority, -MAX_PRIORITY, MAX_PRIORITY)
+    for number, tokens in enumerate(request.tokens):
+        if not tokens.token_ids:
+            raise rpc.invalid(f"tokens[{number}]", f"tokens[{number}] must have at least one token")
+        check_token_ids(f"tokens[{number}].token_ids", tokens.token_ids, limits.vocab_size)
+
+
+def _check_texts(field: str, texts: Sequence[str]) -> None:
+    """Check the number of texts, and that none is empty."""
+    check_count(field, len(texts), MAX_TEXTS)
+    for number, text in enumerate(texts):
+        if not text:
+            raise rpc.invalid(
+                f"{field}[{number}]", f"{field}[{number}] must have at least one character"
+            )
 
 
 def prompt_of(request: generation_pb2.EmbedRequest, info: engine_pb2.EmbeddingInfo) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -40,6 +41,24 @@ MAX_WAITING = 64 << 20
 """Maximum waiting characters or tokens of one tenant."""
 
 
+Texts = Sequence[str] | Sequence[tuple[str, str]]
+"""Texts, or pairs of texts."""
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedTexts:
+    """The tokens of texts or pairs.
+
+    Attributes:
+        token_ids: The token ids of each.
+        second_lengths: How many tokens at each one's end are a pair's second text; empty if the
+            model is not told.
+    """
+
+    token_ids: list[list[int]]
+    second_lengths: list[int]
+
+
 class Tokenizer:
     """One model's tokenizer.
 
@@ -63,6 +82,8 @@ class Tokenizer:
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
         self.model = model_text(tokenizer)
+        self._tells_pairs = "token_type_ids" in tokenizer.model_input_names
+        self._cutting: dict[int, Any] = {}  # copies of the backend, by their maximum of tokens
         self._renderer = ChatRenderer(tokenizer, self.model, template.variables)
         added = self._backend and self._backend.get_added_tokens_decoder()
         self._control = ControlTokens(added or tokenizer.added_tokens_decoder, self._backend)
@@ -131,29 +152,33 @@ class Tokenizer:
         )
         return self._between_special_tokens(ids) if adds else ids
 
-    def encode_texts(
-        self, texts: Sequence[str], max_tokens: int, *, truncate: bool
-    ) -> list[list[int]]:
-        """Return the token ids of each text, with the tokenizer's default special tokens.
+    def encode_texts(self, texts: Texts, max_tokens: int, *, truncate: bool) -> EncodedTexts:
+        """Return the token ids of texts or pairs, with the tokenizer's default special tokens.
 
         Args:
-            texts: The texts.
-            max_tokens: Maximum tokens of a text.
-            truncate: Whether to cut longer texts at their end; else they are returned whole.
+            texts: The texts, or pairs of texts.
+            max_tokens: Maximum tokens of a text or pair.
+            truncate: Whether to cut longer ones at their end, a pair's longer text first; else they
+                are returned whole.
         """
         if self._backend is None:
-            encoded = [self.encode(text) for text in texts]
+            limits = {"truncation": "longest_first", "max_length": max_tokens} if truncate else {}
+            parts = [(text,) if isinstance(text, str) else text for text in texts]
+            made = [self._tokenizer(*each, **limits, return_token_type_ids=True) for each in parts]
+            encoded = [(one["input_ids"], one["token_type_ids"]) for one in made]
         else:
-            encoded = [one.ids for one in self._backend.encode_batch_fast(texts)]
-        if not truncate:
-            return encoded
-        room = max_tokens - len(self._between_special_tokens([]))
-        return [
-            ids
-            if len(ids) <= max_tokens
-            else self._between_special_tokens(self.encode(text, add_special_tokens=False)[:room])
-            for text, ids in zip(texts, encoded, strict=True)
-        ]
+            backend = self._cutting_at(max_tokens) if truncate else self._backend
+            encoded = [(one.ids, one.type_ids) for one in backend.encode_batch_fast(texts)]
+        second = [sum(types) for _, types in encoded] if self._tells_pairs else []
+        return EncodedTexts([ids for ids, _ in encoded], second)
+
+    def _cutting_at(self, max_tokens: int) -> Any:  # noqa: ANN401 - tokenizers has no types
+        """Return a copy of the backend that cuts what is longer; other calls do not cut."""
+        if (backend := self._cutting.get(max_tokens)) is None:
+            backend = type(self._backend).from_str(self._backend.to_str())
+            backend.enable_truncation(max_tokens, strategy="longest_first", direction="right")
+            self._cutting[max_tokens] = backend
+        return backend
 
     def encode_words(self, words: Iterable[str]) -> list[list[int]]:
         """Return the tokens of each word, without and with a space before it."""
@@ -354,18 +379,60 @@ class Tokenizers:
     async def encode_texts(
         self,
         tokenizer: Tokenizer,
-        texts: Sequence[str],
+        texts: Texts,
         tenant: Tenant,
         max_tokens: int,
         *,
         truncate: bool,
-    ) -> list[list[int]]:
-        """Return the tokens of each text; see `Tokenizer.encode_texts` and `Turns.take`."""
+    ) -> EncodedTexts:
+        """Return the tokens of texts or pairs; see `Tokenizer.encode_texts` and `Turns.take`."""
         return await self._run(
             tenant,
-            sum(map(len, texts)),
+            sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts),
             lambda: tokenizer.encode_texts(texts, max_tokens, truncate=truncate),
         )
+
+    async def encode_pairs(
+        self,
+        tokenizer: Tokenizer,
+        pairs: Sequence[tuple[str, str]],
+        tenant: Tenant,
+        *,
+        system: str,
+        opens: bool,
+    ) -> EncodedTexts:
+        """Return the tokens of pairs that the chat template lays out; see `Turns.take`.
+
+        Args:
+            tokenizer: The model's tokenizer.
+            pairs: Queries and documents.
+            tenant: The request's tenant.
+            system: The system message; empty: none.
+            opens: Whether the template opens the answer.
+
+        Raises:
+            rpc.RpcError: See `Tokenizer.encode_prompt`; FAILED_PRECONDITION if the template leaves
+                out texts of such roles.
+        """
+
+        def encode(pair: tuple[str, str]) -> list[int]:
+            roles = ("system", "query", "document")
+            messages = [
+                generation_pb2.ChatMessage(role=role, content=text)
+                for role, text in zip(roles, (system, *pair), strict=True)
+                if text
+            ]
+            chat = generation_pb2.ChatPrompt(messages=messages, add_generation_prompt=opens)
+            shown = tokenizer.render(chat)
+            if not all(text.strip() in shown for text in pair):
+                raise rpc.precondition(
+                    "model", "the model's chat template does not show queries and documents"
+                )
+            return tokenizer.encode_prompt(generation_pb2.TokenizeRequest(chat=chat), None)
+
+        size = sum(len(text) for pair in pairs for text in pair)
+        token_ids = await self._run(tenant, size, lambda: list(map(encode, pairs)))
+        return EncodedTexts(token_ids, [])
 
     def _allows_special_tokens(self, chat: generation_pb2.ChatPrompt, tenant: Tenant) -> bool:
         requested = chat.allow_special_tokens if chat.HasField("allow_special_tokens") else None

@@ -4,38 +4,22 @@ import asyncio
 import json
 
 import grpc
+import httpx2
 import numpy as np
 import openai
 import pytest
 import torch
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoModel, BertConfig, PreTrainedTokenizerFast
+from langchain_openai import OpenAIEmbeddings
+from transformers import AutoModel, PreTrainedTokenizerFast
+from typer.testing import CliRunner
 
 import octavo
+from octavo.cli import app
 from octavo.common.ports import free_port
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 from tests.integration.harness import Server, wait_until
+from tests.integration.tiny_bert import save_bert
 
-WORDS = [
-    "a",
-    "cat",
-    "dog",
-    "rome",
-    "italy",
-    "is",
-    "in",
-    "the",
-    "where",
-    "fish",
-    "query",
-    ":",
-    "mat",
-    "sat",
-    "on",
-    "big",
-    "small",
-    "red",
-]
 TEXTS = ["rome is in italy", "where is rome", "the big red dog sat on the mat " * 6]
 QUERY = "query : "
 MOST = 60
@@ -45,34 +29,7 @@ MOST = 60
 def bert(tmp_path_factory):
     """Save a tiny BERT with the files of sentence-transformers."""
     path = tmp_path_factory.mktemp("bert")
-    vocabulary = {token: i for i, token in enumerate(["[PAD]", "[UNK]", "[CLS]", "[SEP]", *WORDS])}
-    tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer()
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        pad_token="[PAD]",
-        unk_token="[UNK]",
-        cls_token="[CLS]",
-        sep_token="[SEP]",
-    ).save_pretrained(path)
-    config = BertConfig(
-        vocab_size=len(vocabulary),
-        hidden_size=64,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        max_position_embeddings=128,
-        matryoshka_dimensions=[16],
-    )
-    torch.manual_seed(0)
-    model = AutoModel.from_config(config, dtype=torch.float32)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    model.save_pretrained(path)
+    save_bert(path, AutoModel, matryoshka_dimensions=[16])
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
     modules = [{"path": at, "type": f"models.{kind}"} for at, kind in kinds.items()]
     (path / "1_Pooling").mkdir()
@@ -186,7 +143,7 @@ def test_models_say_what_they_do(client, served):
     (model,) = client.list_models()
     assert (model.embedding_dimensions, model.similarity) == (64, "cosine")
     assert model.prompt_names == ("query",)
-    with pytest.raises(octavo.InvalidArgumentError, match="'bert' embeds texts and generates none"):
+    with pytest.raises(octavo.InvalidArgumentError, match="'bert' embeds texts: use Embed"):
         client.generate("a cat").text()
     with octavo.Client(served.address) as other:
         assert other.list_models()[0].embedding_dimensions == 0
@@ -206,6 +163,42 @@ def test_openais_client_gets_the_same(http, client):
         )
     tokens = http.embeddings.create(model="bert", input=[[2, 5, 3]], dimensions=16)
     assert len(tokens.data[0].embedding) == 16
+
+
+def test_langchains_embeddings_are_the_same(embedder, expected):
+    embeddings = OpenAIEmbeddings(
+        model="bert",
+        base_url=f"{embedder.http}/v1",
+        api_key="none",
+        check_embedding_ctx_length=False,
+    )
+    for text, embedding in zip(TEXTS, embeddings.embed_documents(TEXTS), strict=True):
+        np.testing.assert_allclose(embedding, expected(text), atol=1e-5)
+
+
+def test_a_file_is_embedded(embedder, expected, tmp_path):
+    file = tmp_path / "texts.jsonl"
+    rows = [json.dumps(TEXTS[0]), "", json.dumps({"id": 7, "text": TEXTS[1]})] * 100
+    file.write_text("\n".join(rows))
+    done = CliRunner().invoke(app, ["embed", str(file), "--address", embedder.address])
+    assert done.exit_code == 0, done.output
+    made = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row.get("id") for row in made] == [None, 7] * 100
+    for row in made[-2:]:
+        np.testing.assert_allclose(row["embedding"], expected(row["text"]), atol=1e-5)
+    file.write_text('"a"\n{"id": 7}')
+    done = CliRunner().invoke(app, ["embed", str(file), "--address", embedder.address])
+    assert done.exit_code == 1
+    assert "line 2 is neither a JSON string nor an object" in done.stderr
+
+
+def test_tei_s_embed_is_the_same(embedder, expected):
+    with httpx2.Client(base_url=embedder.http, trust_env=False) as http:
+        answer = http.post("/embed", json={"inputs": TEXTS, "normalize": True}).json()
+        np.testing.assert_allclose(answer, [expected(text) for text in TEXTS], atol=1e-5)
+        refused = http.post("/embed", json={"inputs": "a", "normalize": False})
+    assert refused.status_code == 400
+    assert "normalize is supported only as true" in refused.json()["error"]["message"]
 
 
 async def test_the_asyncio_client_embeds_many_at_once(embedder, expected):
@@ -234,7 +227,7 @@ def test_bad_input_over_http_is_refused(http, body, param, why):
 
 
 def test_a_chat_is_refused_by_name(http):
-    with pytest.raises(openai.BadRequestError, match="embeds texts and generates none"):
+    with pytest.raises(openai.BadRequestError, match="embeds texts: use Embed"):
         http.chat.completions.create(model="bert", messages=[{"role": "user", "content": "a"}])
 
 

@@ -114,3 +114,17 @@ def test_sizes(text, size):
 def test_what_is_no_size(text):
     with pytest.raises(typer.BadParameter, match="is not a size"):
         parse_bytes(text)
+
+
+BERT = {"model_type": "bert", "num_hidden_layers": 2, "max_position_embeddings": 512}
+
+
+def test_it_says_what_a_model_makes_of_texts(check):
+    made = check("--pooling", "mean", "--json", architectures=["BertModel"], **BERT)
+    found = json.loads(made.stdout)
+    assert (found["dimensions"], found["labels"], found["max_model_len"]) == (1024, [], 512)
+    assert found["loading"] == 4 * found["parameters"]
+    names = {"id2label": {"0": "bad", "1": "good"}, "problem_type": "single_label_classification"}
+    made = check(architectures=["BertForSequenceClassification"], **BERT, **names)
+    assert made.exit_code == 0, made.output
+    assert "makes scores of bad, good" in " ".join(made.stdout.split())

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from octavo.common.models.embedding import MODULES
+from octavo.common.models.classification import classifies
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.json_files import CONFIG, read_json
+from octavo.common.models.modules import MODULES
 from octavo.common.models.quantized import FILES, METHODS, find_statement
 from octavo.common.models.safetensors_files import tensor_types
 
@@ -26,7 +27,6 @@ CONFIG_FILES = (CONFIG, GENERATION_CONFIG, ADAPTER_CONFIG, *FILES)
 OTHER_TASKS = {
     "ForMaskedLM": "fills in masked words",
     "ForPreTraining": "is trained to fill in masked words",
-    "ForSequenceClassification": "classifies texts or scores answers",
     "ForTokenClassification": "classifies tokens",
     "ForQuestionAnswering": "marks answers in a text",
     "ForMultipleChoice": "chooses among answers",
@@ -80,7 +80,7 @@ def check_config(directory: Path, *, embeds: bool = False) -> None:
         read_json(directory / GENERATION_CONFIG)  # transformers ignores an unreadable one
     for check in _CHECKS:
         check(directory, config)
-    if not (embeds or (directory / MODULES).is_file()):
+    if not (embeds or (directory / MODULES).is_file() or classifies(directory)):
         _check_task(directory, config)
 
 

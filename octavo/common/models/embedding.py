@@ -4,21 +4,16 @@ These are the files of sentence-transformers: `modules.json` lists the steps, ea
 What they do not say is refused, not guessed.
 """
 
-import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
+from octavo.common.models.classification import classifies
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.common.models.json_files import CONFIG, read_json
+from octavo.common.models.json_files import CONFIG, read_json, read_json_if_there
+from octavo.common.models.modules import MODULES, SENTENCE_CONFIG, max_tokens, read_modules
 
-MODULES = "modules.json"
-SENTENCE_CONFIG = "config_sentence_transformers.json"
-TRANSFORMER_CONFIGS = ("sentence_bert_config.json", "sentence_roberta_config.json")
-STEPS = re.compile(r"Transformer( Pooling( Dense)*( Normalize)?)?")
-"""The names of the steps that Octavo has."""
 Pooling = Literal["mean", "cls", "last", "max"]
 POOLING_NAMES = {
     "mean_tokens": "mean",
@@ -78,7 +73,7 @@ def read_plan(
     if not has_modules and pooling is None:
         return None
     config = read_json(directory / CONFIG)
-    steps = _read_modules(directory) if has_modules else []
+    steps = read_modules(directory) if has_modules else []
     folders = {name: directory / path for name, path in steps}
     named = _read_pooling(folders["Pooling"]) if "Pooling" in folders else None
     if pooling is not None and named not in {None, pooling}:
@@ -86,9 +81,11 @@ def read_plan(
             f"--pooling is {pooling}, but {directory} pools by {named}: leave the flag out"
         )
     chosen = named or pooling
+    if chosen is None and classifies(directory):
+        return None
     if chosen is None:
         raise ModelError(f"{directory} does not say how it pools: set --pooling")
-    sentence = _read_if_there(directory / SENTENCE_CONFIG)
+    sentence = read_json_if_there(directory / SENTENCE_CONFIG)
     prompts = sentence.get("prompts") or {}
     default = sentence.get("default_prompt_name") or ""
     if default and default not in prompts:
@@ -96,7 +93,7 @@ def read_plan(
     return EmbeddingPlan(
         chosen,
         ("Normalize" in folders) if normalize is None else normalize,
-        _max_tokens(directory),
+        max_tokens(directory),
         prompts,
         default,
         tuple(directory / path for name, path in steps if name == "Dense"),
@@ -104,31 +101,6 @@ def read_plan(
         tuple(sorted(config.get("matryoshka_dimensions") or ())),
         matryoshka or bool(config.get("is_matryoshka")),
     )
-
-
-def _read_modules(directory: Path) -> list[tuple[str, str]]:
-    """Return a checkpoint's steps in order, each as the name of its class and its folder.
-
-    Raises:
-        UnsupportedModelError: Octavo has no such steps.
-        ModelError: The file is damaged.
-    """
-    file = directory / MODULES
-    try:
-        modules = json.loads(file.read_bytes())
-        steps = [(str(each["type"]).rpartition(".")[2], str(each["path"])) for each in modules]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ModelError(f"{file} is not a list of modules: download it again") from error
-    if not STEPS.fullmatch(names := " ".join(name for name, _ in steps)):
-        raise UnsupportedModelError(
-            f"{file} lists {names or 'nothing'}, and Octavo embeds with Transformer, Pooling, and"
-            " perhaps Dense and Normalize, in this order"
-        )
-    if steps[0][1]:
-        raise UnsupportedModelError(
-            f"{file} has its model in {steps[0][1]!r}: move it and the tokenizer beside {MODULES}"
-        )
-    return steps
 
 
 def _read_pooling(folder: Path) -> Pooling:
@@ -158,24 +130,3 @@ def _read_pooling(folder: Path) -> Pooling:
         f"{folder / CONFIG} pools by {', '.join(sorted(kinds)) or 'nothing'}, and Octavo by one of"
         f" {', '.join(get_args(Pooling))}"
     )
-
-
-def _max_tokens(directory: Path) -> int | None:
-    """Return the maximum tokens of a text that a checkpoint names, if any.
-
-    Raises:
-        UnsupportedModelError: Its texts are changed in another way than by the tokenizer.
-    """
-    for name in TRANSFORMER_CONFIGS:
-        config = _read_if_there(directory / name)
-        if config.get("do_lower_case"):
-            raise UnsupportedModelError(
-                f"{directory / name} sets do_lower_case, which Octavo leaves to the tokenizer"
-            )
-        if isinstance(length := config.get("max_seq_length"), int):
-            return length
-    return None
-
-
-def _read_if_there(file: Path) -> dict[str, Any]:
-    return read_json(file) if file.is_file() else {}

@@ -25,3 +25,8 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise ModelError(f"{file} has no JSON object: download it again")
     return content
+
+
+def read_json_if_there(file: Path) -> dict[str, Any]:
+    """Return a JSON file's object, empty if there is no such file; see `read_json`."""
+    return read_json(file) if file.is_file() else {}

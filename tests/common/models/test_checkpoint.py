@@ -110,7 +110,6 @@ def test_what_is_not_quantized_passes(checkpoint):
     [
         ({"model_type": "t5", "is_encoder_decoder": True}, r"an encoder-decoder model \(t5\)"),
         ({"architectures": ["BertForMaskedLM"]}, "fills in masked words and generates no text"),
-        ({"architectures": ["Qwen2ForSequenceClassification"]}, "classifies texts"),
         ({"architectures": ["OwnRewardModel"]}, "scores answers"),
     ],
 )

@@ -1,6 +1,7 @@
 """Tiny random models of each family embed as transformers computes; others are refused."""
 
 import json
+from copy import deepcopy
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from safetensors.torch import save_file
 from torch.nn.functional import normalize
 from transformers import (
     AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     CamembertConfig,
     DistilBertConfig,
@@ -21,6 +24,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
+from octavo.common.models.classification import ClassifierPlan, read_classifier
 from octavo.common.models.embedding import EmbeddingPlan
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.embedding.load import load_encoder
@@ -60,9 +64,9 @@ CONFIGS = {
 POOLINGS = {"qwen3": "last", "modernbert": "cls", "distilbert": "max"}
 
 
-def save(config, path, std=0.15):
+def save(config, path, std=0.15, kind=AutoModel):
     torch.manual_seed(0)
-    model = AutoModel.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for name, weight in model.named_parameters():
         if "norm" not in name.lower():
             torch.nn.init.normal_(weight, std=std)
@@ -99,9 +103,48 @@ def test_each_family_embeds_as_transformers_does(name, tmp_path):
     model = save(CONFIGS[name], tmp_path)
     encoder = load(tmp_path, pooling)
     texts = random_texts(7, 1, 90, 33)
-    computed = encoder.finish(encoder.embed(texts), encoder.dimensions)
+    computed = encoder.finish(encoder.embed(texts), None, raw=False)
     expected = torch.stack([by_transformers(model, text, pooling) for text in texts])
     torch.testing.assert_close(computed, expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_each_family_scores_pairs_as_transformers_does(name, tmp_path):
+    config = deepcopy(CONFIGS[name])
+    config.id2label = {0: "no", 1: "perhaps", 2: "yes"}
+    if name == "modernbert":
+        config.classifier_pooling = "mean"
+    model = save(config, tmp_path, kind=AutoModelForSequenceClassification)
+    plan = read_classifier(tmp_path)
+    assert plan == ClassifierPlan(("no", "perhaps", "yes"), "softmax")
+    encoder = load_encoder(EngineSettings(model=str(tmp_path)), tmp_path, plan).encoder
+    texts = random_texts(7, 1, 90, 33)
+    given = [{"input_ids": torch.from_numpy(text.astype(np.int64))[None]} for text in texts]
+    if encoder.segments is not None:
+        assert config.type_vocab_size == 2
+        for text, inputs in zip(texts, given, strict=True):
+            inputs["token_type_ids"] = torch.ones_like(inputs["input_ids"])
+            inputs["token_type_ids"][:, : len(text) // 3] = 0
+            text[len(text) // 3 :] += encoder.segments
+    with torch.inference_mode():
+        expected = torch.cat([model(**inputs).logits for inputs in given])
+    logits = encoder.embed(texts)
+    torch.testing.assert_close(encoder.finish(logits, None, raw=True), expected, atol=1e-5, rtol=0)
+    scores = encoder.finish(logits, None, raw=False)
+    torch.testing.assert_close(scores, expected.softmax(1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("answers", [(7, 9), (7,)])
+def test_a_language_models_answers_are_scores(answers, tmp_path):
+    model = save(CONFIGS["qwen3"], tmp_path, kind=AutoModelForCausalLM)
+    plan = ClassifierPlan(("LABEL_0",), "sigmoid", answers=answers)
+    encoder = load_encoder(EngineSettings(model=str(tmp_path)), tmp_path, plan).encoder
+    texts = random_texts(7, 1, 33)
+    with torch.inference_mode():
+        ids = [torch.from_numpy(text.astype(np.int64))[None] for text in texts]
+        logits = torch.cat([model(input_ids=each).logits[:, -1] for each in ids])
+    expected = logits[:, 7] - (logits[:, 9] if len(answers) > 1 else 0)
+    torch.testing.assert_close(encoder.embed(texts)[:, 0], expected, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("settings", [{"dtype": "bfloat16"}, {"quantization": "int8"}], ids=str)
@@ -109,7 +152,7 @@ def test_fewer_bits_change_little(settings, tmp_path):
     model = save(CONFIGS["bert"], tmp_path, std=0.05)
     encoder = load(tmp_path, **settings)
     texts = random_texts(7, 60, 33)
-    computed = encoder.finish(encoder.embed(texts), encoder.dimensions)
+    computed = encoder.finish(encoder.embed(texts), None, raw=False)
     expected = torch.stack([by_transformers(model, text, "mean") for text in texts])
     assert (computed * expected).sum(1).min() > 0.999
 
@@ -150,7 +193,7 @@ def test_leading_dimensions_are_normalized_again(tmp_path):
     encoder = load(tmp_path)
     embeddings = encoder.embed(random_texts(20, 9))
     expected = normalize(embeddings[:, :16], dim=1)
-    torch.testing.assert_close(encoder.finish(embeddings, 16), expected)
+    torch.testing.assert_close(encoder.finish(embeddings, 16, raw=False), expected)
 
 
 def test_a_model_whose_attention_octavo_does_not_compute_is_refused(tmp_path):

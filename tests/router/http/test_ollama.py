@@ -86,7 +86,7 @@ async def test_lists_models_and_refuses_in_its_shape(client):
             await asks.generate("tiny", "hi", options={"num_predict": 0})
         with pytest.raises(ollama.ResponseError, match="images"):
             await asks.generate("tiny", "hi", images=["aGk="])
-        with pytest.raises(ollama.ResponseError, match="generates text and does not embed"):
+        with pytest.raises(ollama.ResponseError, match="generates text: use Generate"):
             await asks.embed("tiny", "hi")
 
 
