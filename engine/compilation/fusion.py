@@ -11,6 +11,7 @@ import torch
 from torch import fx
 from torch.fx import Graph
 
+from octavo.engine.compilation.layer_norms import join_layer_norms
 from octavo.engine.compilation.norms import RMS_NORM, join_norms
 from octavo.engine.compilation.rotation import Node, fuse_rotary_embeddings
 from octavo.engine.compilation.trace import call
@@ -28,6 +29,7 @@ def fuse(graph: Graph) -> None:
     _fuse_residuals(graph)
     join_norms(graph)
     _fuse_norms(graph)
+    join_layer_norms(graph)
     fuse_rotary_embeddings(graph)  # last, as this removes unused nodes
 
 

@@ -22,6 +22,11 @@ from octavo.v1.engine_pb2 import Load
 log = structlog.get_logger(__name__)
 
 
+PUBLISH_SECONDS = 0.1
+"""Minimum time between two reports of the load while requests run: each takes processor time of
+engine and routers, which for short texts would be a good part of a step's."""
+
+
 class RefusedError(Exception):
     """The engine takes no request now.
 
@@ -98,15 +103,16 @@ class EmbeddingCore:
     Args:
         encoder: The model.
         metrics: The engine's metrics.
-        publish: Called with the load after each step, and once a second.
+        publish: Called with the load, at most every `PUBLISH_SECONDS` while steps run, and at least
+            once a second while none does.
         capacity: Tokens that may run or wait here so that the engine has work, in blocks.
         max_tokens: Maximum tokens of a step with several texts.
         max_waiting: Maximum number of requests.
         max_failed_steps: Consecutive failed steps after which the core ends.
 
     Attributes:
-        load: The last published load; read from any thread.
-        reported: Time of its publication, in `time.monotonic()` seconds; read from any thread.
+        load: The load after the last step; read from any thread.
+        reported: Time of its measurement, in `time.monotonic()` seconds; read from any thread.
     """
 
     def __init__(
@@ -133,6 +139,8 @@ class EmbeddingCore:
         self._open: set[Embedding] = set()  # changed in one operation, by both threads
         self._draining = self._stopped = False
         self._step_seconds = 0.0
+        self._published = 0.0  # the time
+        self._due = True  # whether to publish at once
         self.reported = time.monotonic()
         self.load = self._measured()
         metrics.show(lambda: self.load)
@@ -198,6 +206,7 @@ class EmbeddingCore:
                         self._requests.append(request)
             for request in self._requests:
                 request.fail(RefusedError("the engine stopped", draining=True))
+            self._due = True
             self._publish()
 
     def step(self) -> None:
@@ -257,10 +266,14 @@ class EmbeddingCore:
 
     def _take_calls(self) -> None:
         """Take all new requests; wait a while for one if there is no work."""
+        pending = self._published < self.reported
         with suppress(Empty):
-            request = self._calls.get(not self._requests, HEARTBEAT_SECONDS)
+            seconds = PUBLISH_SECONDS if pending else HEARTBEAT_SECONDS
+            request = self._calls.get(not self._requests, seconds)
             while True:
-                if request is not None:
+                if request is None:
+                    self._due = True
+                else:
                     self._requests.append(request)
                     self._metrics.queue_seconds.observe(time.monotonic() - request.arrival)
                 request = self._calls.get_nowait()
@@ -268,7 +281,9 @@ class EmbeddingCore:
     def _publish(self) -> None:
         self.reported = time.monotonic()
         self.load = self._measured()
-        self._publish_load([], self.load)
+        if self._due or self.reported - self._published >= PUBLISH_SECONDS:
+            self._due, self._published = False, self.reported
+            self._publish_load([], self.load)
 
     def _measured(self) -> Load:
         # A router subtracts what it has sent itself from the free blocks.

@@ -359,7 +359,8 @@ def _traced(encoder: Encoder, vocab_size: int) -> Encoder:
     """Return an encoder that runs without Python's lock; the same after a warning if it cannot."""
     assert isinstance(encoder.forward, EagerForward)
     try:
-        traced = trace(encoder.forward, vocab_size)
+        with torch.inference_mode(False):  # whose operators would be composite ones
+            traced = trace(encoder.forward, vocab_size)
         fuse(traced.graph)
         return replace(encoder, forward=Script(traced))
     except Exception as error:  # noqa: BLE001 - PyTorch raises many types

@@ -19,7 +19,7 @@ SOURCES = [
         *("draw_tokens", "score_tokens", "write_kv", "argmax", "copy_blocks", "low_rank"),
         *("rms_norm", "mask_logits", "stored_blocks", "round_weights", "ssd", "gated_delta"),
         *("causal_conv", "selective_scan", "ragged_attention", "program", "sum_over_ranks"),
-        *("spill", "step", "pin_threads", "amx", "isa"),
+        *("spill", "layer_norm", "step", "pin_threads", "amx", "isa"),
     )
 ]
 """Sources in the order of their compile times, longest first."""

@@ -37,6 +37,9 @@ THREADS = 2
 """Number of tokenizer threads; more would slow the event loop."""
 LONG = 256 << 10
 """Characters or tokens above which work never occupies all threads."""
+SHORT = 1024
+"""Characters of whole texts that are tokenized in the event loop: handing them to a thread and back
+takes longer."""
 MAX_WAITING = 64 << 20
 """Maximum waiting characters or tokens of one tenant."""
 
@@ -386,11 +389,12 @@ class Tokenizers:
         truncate: bool,
     ) -> EncodedTexts:
         """Return the tokens of texts or pairs; see `Tokenizer.encode_texts` and `Turns.take`."""
-        return await self._run(
-            tenant,
-            sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts),
-            lambda: tokenizer.encode_texts(texts, max_tokens, truncate=truncate),
-        )
+        size = sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
+
+        def encode() -> EncodedTexts:
+            return tokenizer.encode_texts(texts, max_tokens, truncate=truncate)
+
+        return encode() if size <= SHORT else await self._run(tenant, size, encode)
 
     async def encode_pairs(
         self,
