@@ -22,7 +22,8 @@ from octavo.router.requests.embedding import (
     prompt_of,
 )
 from octavo.router.tenants.tenant import Tenant
-from octavo.router.text.tokenization import EncodedTexts, Texts, Tokenizers
+from octavo.router.text.tokenization import Tokenizers
+from octavo.router.text.tokenizer import EncodedTexts, Texts
 from octavo.v1 import engine_pb2, generation_pb2
 
 

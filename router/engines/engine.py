@@ -22,7 +22,7 @@ from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
 from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
-from octavo.router.text.tokenization import Tokenizer
+from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
 
 log = structlog.get_logger(__name__)

@@ -13,7 +13,8 @@ from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.engines.engine import Engine
 from octavo.router.engines.link import EngineLink
 from octavo.router.settings import RouterSettings
-from octavo.router.text.tokenization import Tokenizer, Tokenizers
+from octavo.router.text.tokenization import Tokenizers
+from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 MIN_COPIED_TOKENS = 256

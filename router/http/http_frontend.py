@@ -15,7 +15,7 @@ from octavo.router.http.stats import RouterStats
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.settings import RouterSettings
 from octavo.router.tenants.auth import Authenticator
-from octavo.router.text.tokenization import Tokenizer
+from octavo.router.text.tokenizer import Tokenizer
 
 
 class HttpFrontend(HttpServer):

@@ -1,5 +1,5 @@
 from octavo.router.http.vocabulary import Vocabulary
-from octavo.router.text.tokenization import backend_pieces
+from octavo.router.text.tokenizer import backend_pieces
 from tests.router.conftest import byte_fallback_tokenizer, byte_level_tokenizer
 
 

@@ -11,7 +11,7 @@ from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
 from octavo.router.requests.parsers.formats import OutputContext
 from octavo.router.text.model_text import ModelText
-from octavo.router.text.tokenization import backend_pieces
+from octavo.router.text.tokenizer import backend_pieces
 from octavo.v1.sampling_pb2 import FinishReason, OutputOptions, StopConditions, TokenLogprob
 from tests.router.conftest import byte_level_tokenizer
 

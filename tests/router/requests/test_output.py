@@ -2,7 +2,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models
 
 from octavo.router.requests.output import Output
-from octavo.router.text.tokenization import backend_pieces
+from octavo.router.text.tokenizer import backend_pieces
 from octavo.v1.sampling_pb2 import FinishReason, OutputOptions, StopConditions, TokenLogprob
 
 EOS = FinishReason.FINISH_REASON_EOS

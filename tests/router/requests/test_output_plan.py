@@ -26,7 +26,7 @@ from octavo.router.requests.parsers.pythonic import LFM2
 from octavo.router.requests.tool_validation import check_tools
 from octavo.router.text.lark import escaped, rename
 from octavo.router.text.model_text import ModelText, model_text
-from octavo.router.text.tokenization import backend_pieces
+from octavo.router.text.tokenizer import backend_pieces
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
 from octavo.v1.sampling_pb2 import FinishReason, OutputOptions, StopConditions

@@ -6,7 +6,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from octavo.common.rpc import RpcError
-from octavo.router.text.tokenization import Tokenizer
+from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import generation_pb2
 
 CALL = {"id": "c1", "name": "f", "arguments": '{"a": 1}'}

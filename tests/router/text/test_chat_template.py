@@ -8,7 +8,7 @@ from transformers import AutoTokenizer
 
 from octavo.common.rpc import RpcError
 from octavo.router.text.chat_template import template_variables
-from octavo.router.text.tokenization import Tokenizer
+from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import generation_pb2
 
 MESSAGES = [{"role": "user", "content": "hi"}]

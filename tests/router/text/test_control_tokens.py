@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo.common.rpc import RpcError
 from octavo.router.text.control_tokens import PRIVATE_USE
-from octavo.router.text.tokenization import Tokenizer
+from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import generation_pb2
 
 TEMPLATE = """\

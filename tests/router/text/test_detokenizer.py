@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from octavo.common.models.errors import ModelError
 from octavo.engine.models.resolve_or_convert import resolve
 from octavo.router.text.detokenizer import REPLACEMENT, Detokenizer
-from octavo.router.text.tokenization import Tokenizer, Tokenizers, backend_pieces
+from octavo.router.text.tokenization import Tokenizers
+from octavo.router.text.tokenizer import Tokenizer, backend_pieces
 
 
 def stream(pieces, token_ids, **options) -> list[str]:

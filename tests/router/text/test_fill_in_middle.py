@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerFast
 
 from octavo.common import rpc
 from octavo.router.text.fill_in_middle import FORMS
-from octavo.router.text.tokenization import Tokenizer, last_tokens
+from octavo.router.text.tokenizer import Tokenizer, last_tokens
 from octavo.v1 import generation_pb2
 from tests.router.conftest import byte_level_tokenizer
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 
 from octavo.router.text.detokenizer import Detokenizer
 from octavo.router.text.text_offsets import TextOffsets
-from octavo.router.text.tokenization import backend_pieces
+from octavo.router.text.tokenizer import backend_pieces
 from tests.router.conftest import byte_fallback_tokenizer, byte_level_tokenizer
 
 BYTE_LEVEL = byte_level_tokenizer()
