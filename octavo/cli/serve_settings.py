@@ -5,7 +5,6 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from octavo.common.resources import memory
 from octavo.common.settings import Settings, flag
 from octavo.router.settings import RAY_NAME
 
@@ -101,6 +100,8 @@ class ServeSettings(Settings):
     def max_memory(self) -> int:
         """Maximum memory of all loaded models together, in bytes."""
         if self.memory is None:
+            from octavo.common.resources import memory  # noqa: PLC0415 - of an extra
+
             return int(memory().available * SHARE_OF_MEMORY)
         return int(self.memory * 2**30)
 

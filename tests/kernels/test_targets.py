@@ -22,9 +22,9 @@ DRIVER = Path(__file__).parent / "driver.cpp"
 STAND_IN = Path(__file__).parent / "emulation" / "torch.cpp"
 DRIVEN = (
     *("paged_attention", "write_kv", "argmax", "mask_logits", "draw_tokens", "score_tokens"),
-    "step",
+    *("step", "spill"),
 )
-"""The functions that the driver calls."""
+"""The functions that the driver calls, and the file that attention may read from."""
 AVX2 = {"avx2", "bmi2", "f16c", "fma"}
 AVX512 = AVX2 | {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "clwb"}
 ICE_LAKE = AVX512 | {"avx512_vbmi2", "avx512_vnni", "avx512_bitalg", "gfni", "vaes"}

@@ -17,6 +17,7 @@ from octavo.common.models import resolve as models
 from octavo.common.ports import Listener
 from octavo.engine.settings import EngineSettings
 from octavo.router.settings import RouterSettings
+from tests.integration.harness import adjacent_ports
 
 CASES = [
     *((command, "--port") for command in ("serve", "engine", "router")),
@@ -91,10 +92,11 @@ def test_each_engine_has_a_metrics_port(taken):
 
 
 def test_a_port_given_twice():
-    said = refused("serve", "--port", 29_999, "--http-port", 29_999)
-    assert "--port and --http-port both take port 29999: choose different ports" in said
-    said = refused("serve", "--port", 29_999, "--metrics-port", 29_998)
-    assert "--port and --metrics-port both take port 29999 (it is the port after" in said
+    before, port = adjacent_ports(2)
+    said = refused("serve", "--port", port, "--http-port", port)
+    assert f"--port and --http-port both take port {port}: choose different ports" in said
+    said = refused("serve", "--port", port, "--metrics-port", before)
+    assert f"--port and --metrics-port both take port {port} (it is the port after" in said
 
 
 def test_hosts_of_other_machines():
