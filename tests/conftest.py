@@ -86,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def demo_model() -> Path:
     """Return the demo model's directory; the first run on a machine fetches and converts it."""
-    # Not above: the process that shares out the tests would import PyTorch before they begin.
+    # Imported here, because the process that distributes the tests needs no PyTorch.
     from octavo.engine.models.resolve_or_convert import resolve
 
     return Path(resolve(DEMO))

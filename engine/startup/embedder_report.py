@@ -1,4 +1,4 @@
-"""The memory and the checks of serving a model that embeds or classifies, from its config alone."""
+"""Reports from its config whether an embedding model or a classifier fits into memory."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from octavo.engine.startup.capacity import StartupError
 
 @dataclass(frozen=True, slots=True)
 class EmbedderReport:
-    """The needs of serving a model that embeds or classifies. Sizes are in bytes.
+    """The memory that an embedding model or a classifier needs. Sizes are in bytes.
 
     Attributes:
         model: The model's name, as given.

@@ -55,7 +55,7 @@ class CompletionFormat:
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
-        """Return the choices of chunks with the prompt, if it is to be shown."""
+        """Return choices with the prompt or its tokens, if the request asks for them."""
         report = prompt_report(
             accepted, vocabulary, token_ids=self._token_ids, logprobs=self._prompt_logprobs
         )

@@ -12,7 +12,7 @@ Cards = Mapping[str, ModelCard]
 
 
 def openai_card(card: ModelCard, name: str, created: int) -> dict[str, Any]:
-    """Return a model in OpenAI's form, with Octavo's members.
+    """Return a model as OpenAI's API shows it, with Octavo's own members added.
 
     Args:
         card: The model.
@@ -36,7 +36,7 @@ def openai_card(card: ModelCard, name: str, created: int) -> dict[str, Any]:
 
 
 def anthropic_card(card: ModelCard, name: str, created: int) -> dict[str, Any]:
-    """Return a model in Anthropic's form; see `openai_card`."""
+    """Return a model as Anthropic's API shows it; see `openai_card`."""
     return {
         "type": "model",
         "id": name,
@@ -49,13 +49,13 @@ def anthropic_card(card: ModelCard, name: str, created: int) -> dict[str, Any]:
 
 
 def openai_list(cards: Cards, created: int) -> dict[str, Any]:
-    """Return all models in OpenAI's form."""
+    """Return all models as OpenAI's API lists them."""
     data = [openai_card(cards[name], name, created) for name in sorted(cards)]
     return {"object": "list", "data": data}
 
 
 def anthropic_list(cards: Cards, created: int) -> dict[str, Any]:
-    """Return all models in Anthropic's form, on one page."""
+    """Return all models as Anthropic's API lists them, on one page."""
     names = sorted(cards)
     return {
         "data": [anthropic_card(cards[name], name, created) for name in names],

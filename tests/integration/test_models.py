@@ -20,8 +20,10 @@ from tests.integration.harness import wait_until
 
 NAMES = ("one", "two", "three")
 ONE_MODEL = "0.9"
-"""GiB for one tiny model: an engine counts for 0.7 and its cache's eighth of the memory."""
+"""--memory with room for one tiny model: by estimate, an engine needs 0.7 GiB, and an eighth of
+--memory for its KV cache."""
 TWO_MODELS = "1.9"
+"""--memory with room for two of them."""
 
 
 @pytest.fixture(scope="module")

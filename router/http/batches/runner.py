@@ -223,7 +223,7 @@ class BatchRunner:
         return requests, results, errors
 
     def _as(self, tenant: str) -> ASGIApp:
-        """Return the API for a tenant's requests, which need no key."""
+        """Return the API with the tenant already authenticated: a batch's requests have no key."""
         known = self._check(tenant)
 
         async def call(scope: Scope, receive: Receive, send: Send) -> None:

@@ -82,7 +82,7 @@ class BatchStorage:
         await self._run(lambda: self._database.execute(query, row))
 
     async def get(self, tenant: str, kind: Kind, object_id: str) -> Body | None:
-        """Return a tenant's file or batch; None if it is not there."""
+        """Return a tenant's file or batch; None if the tenant has none of this id."""
         query = "SELECT body FROM objects WHERE id = ? AND tenant = ? AND kind = ?"
         values = (object_id, tenant, kind)
         row = await self._run(lambda: self._database.execute(query, values).fetchone())
