@@ -4,16 +4,17 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from typing import Annotated, Any
 
 import typer
 
 from octavo.cli.connection import Server, with_server
+from octavo.cli.local_server import local_server
 from octavo.cli.output import fail, failures
 from octavo.client import Embeddings
 from octavo.offline.in_order import in_order
-from octavo.offline.server import ChildServer, ServerError
 
 BATCH = 64
 """Texts of a request."""
@@ -49,13 +50,11 @@ def embed(
     A line is a text as a JSON string, or a JSON object whose member `text` is one. A line of the
     result is an object with the members of its line, and `embedding`.
     """
-    if serve is not None:
-        try:
-            child = ChildServer(serve)
-        except ServerError as error:
-            raise fail(str(error)) from None
-        server = Server(child.address)  # it ends with this process
-    with failures(server.address), server.client() as client:
+    with ExitStack() as stack:
+        if serve is not None:
+            server = Server(stack.enter_context(local_server(serve, socket=True)))
+        stack.enter_context(failures(server.address))
+        client = stack.enter_context(server.client())
         request = partial(
             client.embed,
             model=model,

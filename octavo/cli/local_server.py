@@ -15,13 +15,16 @@ PLAIN = Server()
 
 
 @contextlib.contextmanager
-def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[str]:
-    """Run `octavo serve` on a free port; yield its address when it is ready.
+def local_server(
+    model: str, *arguments: str, like: Server = PLAIN, socket: bool = False
+) -> Iterator[str]:
+    """Run `octavo serve` on a free port or a socket; yield its address when it is ready.
 
     Args:
         model: A Hub name, a directory, a GGUF file or `demo`.
         *arguments: Flags of `octavo serve`.
         like: Connection whose API key and TLS settings to use.
+        socket: Whether it listens on a Unix socket of this user only.
 
     Raises:
         typer.Exit: The server does not start; the end of its log is printed.
@@ -33,7 +36,7 @@ def local_server(model: str, *arguments: str, like: Server = PLAIN) -> Iterator[
                 model,
                 arguments,
                 START_SECONDS,
-                port=free_port(),
+                port=None if socket else free_port(),
                 client=lambda address: replace(like, address=address).client(),
             )
     except ServerError as error:

@@ -17,6 +17,7 @@ from octavo.cli.run_router import run_router
 from octavo.cli.serve_settings import ServeSettings, Words
 from octavo.common import logging
 from octavo.common.background import call_in_thread, end, start
+from octavo.common.file_signature import FileWatch
 from octavo.common.ports import Listener, check_all, metrics_listener
 from octavo.common.settings import SettingsError
 from octavo.engine.settings import EngineSettings
@@ -30,6 +31,8 @@ LAST_PORT = 65535
 LINK_TO_ENGINE = ("engine_ca", "engine_cert", "engine_key", "engine_tls_name")
 PORT_OF_ENGINE = ("tls_cert", "tls_key", "tls_client_ca")
 """TLS settings between router and engine, unused on Unix sockets."""
+OF_ROUTER = frozenset({"host", "port", "metrics_port", "max_message_bytes", *PORT_OF_ENGINE})
+"""Flags that set the router alone, where engines choose their own addresses."""
 
 
 HIDDEN = frozenset({"engine", "workers", *LINK_TO_ENGINE})
@@ -94,27 +97,26 @@ def _serve_on_demand(
 ) -> None:
     """Serve several models, each with an engine that is started when a request names it."""
     from octavo.cli.models.catalog import read_catalog  # noqa: PLC0415 - in an extra, like the next
-    from octavo.cli.models.serve_models import WatchedFile, serve_models  # noqa: PLC0415
+    from octavo.cli.models.serve_models import serve_models  # noqa: PLC0415
 
-    of_router = ("host", "port", "metrics_port", "max_message_bytes", *PORT_OF_ENGINE)
-    shared = {n: flags[n] for n in flags if EngineSettings.has(n) and n not in of_router}
+    shared = {n: flags[n] for n in flags if EngineSettings.has(n) and n not in OF_ROUTER}
     if "model" in shared and names:
         raise typer.BadParameter("models are given as arguments and by --model; use one of them")
     names = names or [shared.pop("model")] if "model" in shared else names
     limit = own_settings.max_memory
     read = partial(read_catalog, own_settings, names, shared, limit)
+    file = None if own_settings.models is None else FileWatch(own_settings.models)
     try:
-        catalog = read()
+        models = read()
     except SettingsError as error:
         raise typer.BadParameter(str(error)) from None
-    watched = None if own_settings.models is None else WatchedFile(own_settings.models, read)
     logging.configure(router.log_format, router.log_level)
     router = router.model_copy(
         update={**dict.fromkeys(LINK_TO_ENGINE), "engine": [], "tokenizer": None}
     )
     running.run(
         lambda progress: running.unless_stopped(
-            serve_models(router, catalog, limit, watched, progress)
+            serve_models(router, read, models, limit, file, progress)
         ),
         router.log_format,
     )
@@ -125,8 +127,7 @@ def _serve_on_ray(flags: Flags, own_settings: ServeSettings, router: RouterSetti
     require("serve --ray", "ray")
     from octavo.cli.serve_ray import serve_on_ray  # noqa: PLC0415 - of an extra; it takes seconds
 
-    of_router = ("host", "port", "metrics_port", "max_message_bytes", *PORT_OF_ENGINE)
-    engine = load(EngineSettings, {k: v for k, v in flags.items() if k not in of_router})
+    engine = load(EngineSettings, {k: v for k, v in flags.items() if k not in OF_ROUTER})
     logging.configure(router.log_format, router.log_level)
     running.run(
         lambda progress: running.unless_stopped(

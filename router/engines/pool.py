@@ -9,6 +9,7 @@ import structlog
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
 from octavo.common.limits import Limits
+from octavo.common.news import News
 from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.engines.engine import Engine
 from octavo.router.engines.link import EngineLink
@@ -53,7 +54,7 @@ class EnginePool:
         self._on_load = on_load
         self._links: dict[str, EngineLink] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        self._news = asyncio.Event()  # an engine came up, went down or drains
+        self._news = News()  # an engine came up, went down or drains
         self._disagreeing: set[str] = set()  # models logged for differing defaults
         self._overruled: set[tuple[str, str]] = set()  # logged pairs of alias and model
 
@@ -133,9 +134,7 @@ class EnginePool:
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
         """
-        while self.link(address).up is None:
-            self._news.clear()
-            await self._news.wait()
+        await self._news.until(lambda: self.link(address).up is not None)
 
     async def close(self) -> None:
         """Close every connection."""
@@ -405,7 +404,7 @@ class EnginePool:
                 hint="give all the same generation_config.json and --generation-config",
             )
         self._log_overruled()
-        self._news.set()
+        self._news.tell()
         self._tell_change(model)
 
     def _log_overruled(self) -> None:

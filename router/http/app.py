@@ -3,7 +3,7 @@
 import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from importlib.metadata import version
 from typing import Any, cast
 from urllib.parse import quote
@@ -33,6 +33,7 @@ from octavo.router.http.calls import Calls, GeneratingBody
 from octavo.router.http.chat import ChatFormat
 from octavo.router.http.completions import CompletionFormat
 from octavo.router.http.embeddings import EmbeddingsRequest, EmbedRequest
+from octavo.router.http.endpoint import Handler
 from octavo.router.http.errors import ApiError, from_client, from_rpc, speaks_anthropic
 from octavo.router.http.event_stream import EventStream
 from octavo.router.http.model_cards import (
@@ -55,7 +56,6 @@ from octavo.router.tenants.auth import Authenticator
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
 
-Handler = Callable[[Request], Awaitable[Response]]
 Serve = Callable[..., Coroutine[Any, Any, Any]]
 """One of the embedder's methods."""
 

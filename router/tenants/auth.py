@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter
 from pydantic import SecretStr
 
 from octavo.common import rpc
-from octavo.common.file_signature import Signature, signature
+from octavo.common.file_signature import FileWatch
 from octavo.common.settings import SettingsError
 from octavo.router.tenants.tenant import ANONYMOUS, Tenant, hash_key, read_tenants
 
@@ -68,14 +68,13 @@ class Authenticator:
         workers: int = 1,
     ) -> None:
         self._path = path
+        self._file = None if path is None else FileWatch(path)
         self._workers = workers
         self._refused = Counter(
             "octavo_router_unauthenticated",
             "Calls without a valid key or certificate.",
             registry=registry,
         )
-        self._seen: Signature = None  # last signature that was read
-        self._found: Signature = None  # signature at the last check
         self._by_key: dict[str, Tenant] = {}
         self._by_certificate: dict[str, Tenant] = {}
         self._by_name: dict[str, Tenant] = {}
@@ -85,7 +84,6 @@ class Authenticator:
                 [replace(ANONYMOUS, keys=(hash_key(api_key.get_secret_value()),), admin=True)]
             )
         if path is not None:
-            self._seen = signature(path)
             self._index(read_tenants(path, workers))
 
     def authenticate(
@@ -163,10 +161,8 @@ class Authenticator:
             self._look(self._path)
 
     def _look(self, path: Path) -> None:
-        before, self._found = self._found, signature(path)
-        if self._found == self._seen or self._found != before:
-            return  # unchanged, or perhaps still being written
-        self._seen = self._found
+        if self._file is None or not self._file.changed():
+            return
         try:
             tenants = read_tenants(path, self._workers)
         except SettingsError as error:

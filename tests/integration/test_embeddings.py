@@ -15,10 +15,9 @@ from typer.testing import CliRunner
 
 import octavo
 from octavo.cli import app
-from octavo.common.ports import free_port
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 from tests.integration.harness import Server, wait_until
-from tests.integration.tiny_bert import save_bert
+from tests.integration.tiny_bert import save_bert, serve_bert
 
 TEXTS = ["rome is in italy", "where is rome", "the big red dog sat on the mat " * 6]
 QUERY = "query : "
@@ -48,12 +47,7 @@ def bert(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def embedder(bert, launch_shared) -> Server:
-    port = free_port()
-    server = launch_shared(
-        "serve", "--model", str(bert), "--served-model-name", "bert", "--http-port", str(port)
-    )
-    server.http = f"http://127.0.0.1:{port}"
-    return server.wait_ready()
+    return serve_bert(launch_shared, bert)
 
 
 @pytest.fixture

@@ -7,9 +7,8 @@ import torch
 from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
 
 import octavo
-from octavo.common.ports import free_port
 from tests.integration.harness import Server
-from tests.integration.tiny_bert import save_bert
+from tests.integration.tiny_bert import save_bert, serve_bert
 
 QUERY = "where is rome"
 DOCUMENTS = ["the cat sat on the mat", "rome is in italy", "fish"]
@@ -26,12 +25,7 @@ def reranker(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def scorer(reranker, launch_shared) -> Server:
-    port = free_port()
-    server = launch_shared(
-        "serve", "--model", str(reranker), "--served-model-name", "bert", "--http-port", str(port)
-    )
-    server.http = f"http://127.0.0.1:{port}"
-    return server.wait_ready()
+    return serve_bert(launch_shared, reranker)
 
 
 @pytest.fixture

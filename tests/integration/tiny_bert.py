@@ -7,6 +7,10 @@ import torch
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import BertConfig, PreTrainedTokenizerFast
 
+from octavo.common.ports import free_port
+from tests.integration.conftest import Launch
+from tests.integration.harness import Server
+
 WORDS = [
     "a",
     "cat",
@@ -63,3 +67,12 @@ def save_bert(path: Path, kind: Any, **config: Any) -> None:
     for weight in model.parameters():
         torch.nn.init.normal_(weight, std=0.2)
     model.save_pretrained(path)
+
+
+def serve_bert(launch: Launch, path: Path) -> Server:
+    """Return a ready server of such a model, named bert; `http` is its HTTP address."""
+    port = free_port()
+    flags = "--model", str(path), "--served-model-name", "bert", "--http-port", str(port)
+    server = launch("serve", *flags)
+    server.http = f"http://127.0.0.1:{port}"
+    return server.wait_ready()

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 from pydantic import BaseModel, Field, ValidationError
 
 from octavo.cli.options import Flags
+from octavo.cli.preflight import check_model
 from octavo.cli.serve_settings import ServeSettings
 from octavo.common.models.gguf.reader import parts_of
-from octavo.common.models.resolve import gguf_file, resolve_checkpoint
 from octavo.common.models.safetensors_files import weight_files
 from octavo.common.settings import SettingsError, parse_toml
 from octavo.engine.settings import EngineSettings
@@ -58,14 +58,11 @@ class CatalogModel:
         A model of the hub is downloaded.
 
         Raises:
-            ModelError: The model does not exist, or its files are incomplete.
+            ModelError: The model does not exist, or cannot be served.
             OSError: A file cannot be opened.
         """
-        file = gguf_file(self.settings.source)
-        if file is not None:
-            files = parts_of(file)
-        else:
-            files = weight_files(Path(resolve_checkpoint(self.settings.source)))
+        path = check_model(self.settings)
+        files = parts_of(path) if path.is_file() else weight_files(path)
         weights = WEIGHTS_SHARE * sum(each.stat().st_size for each in files)
         if self.settings.dtype == "float32":
             weights *= 2  # most files have 16 bits

@@ -12,11 +12,11 @@ import structlog
 
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.models.catalog import CatalogModel
-from octavo.cli.models.news import News
 from octavo.cli.running import StartError
 from octavo.common import rpc
 from octavo.common.background import call_in_thread, joined
 from octavo.common.models.errors import ModelError
+from octavo.common.news import News
 from octavo.engine.settings import EngineSettings
 from octavo.v1 import generation_pb2
 
@@ -199,7 +199,7 @@ class HostedModel:
             await self._news.wait(timeout - unused if expires else None)
 
     async def _end(self, engine: EngineProcess, pool: "EnginePool") -> None:
-        """End the engine; its requests, if any, wait in the router for the next one."""
+        """Stop the engine; its unfinished requests wait in the router for the next one."""
         if self._address in pool:
             await pool.disconnect(self._address)
         await call_in_thread(engine.stop)

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import structlog
 
@@ -15,7 +14,7 @@ from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.models.supervisor import Supervisor
 from octavo.cli.run_router import import_router
 from octavo.common.background import call_in_thread, joined
-from octavo.common.file_signature import signature
+from octavo.common.file_signature import FileWatch
 from octavo.common.models import cache
 from octavo.common.settings import SettingsError
 from octavo.router.settings import RouterSettings
@@ -29,50 +28,22 @@ POLL_SECONDS = 1.0
 """Seconds between two looks at the file of models."""
 
 
-@dataclass
-class WatchedFile:
-    """The file of models, which is read again when it changes.
-
-    Attributes:
-        path: The file.
-        read: Returns its models.
-    """
-
-    path: Path
-    read: Callable[[], Sequence[CatalogModel]]
-
-    async def watch(self, supervisor: Supervisor) -> None:
-        """Apply the file's changes, until cancelled; ignore an invalid file."""
-        seen = found = signature(self.path)
-        while True:
-            await asyncio.sleep(POLL_SECONDS)
-            before, found = found, signature(self.path)
-            if found == seen or found != before:
-                continue  # unchanged, or perhaps still being written
-            seen = found
-            try:
-                models = await call_in_thread(self.read)
-            except SettingsError as error:
-                log.warning("models' file not reloaded", reason=str(error))
-                continue
-            supervisor.apply(models)
-            log.info("models' file reloaded", models=[model.name for model in models])
-
-
 async def serve_models(
     settings: RouterSettings,
+    read: Callable[[], Sequence[CatalogModel]],
     models: Sequence[CatalogModel],
     memory: int,
-    file: WatchedFile | None,
+    file: FileWatch | None,
     progress: running.Progress,
 ) -> None:
     """Run a router for the models of a catalog until a signal; then end their engines.
 
     Args:
         settings: The router's settings, without engines.
-        models: The models.
+        read: Returns the models of the file as it is now.
+        models: The models at the start.
         memory: Maximum memory of all loaded models together, in bytes.
-        file: The file that they come from, if any.
+        file: Notices changes of the file that they come from, if any.
         progress: Display of the start's stages.
 
     Raises:
@@ -92,7 +63,7 @@ async def serve_models(
             if file is None:
                 await supervisor.run((await made).pool)
                 return
-            async with joined(file.watch(supervisor), names=("models-file",)):
+            async with joined(_reload(file, read, supervisor), names=("models-file",)):
                 await supervisor.run((await made).pool)
 
         serving = server.serve(
@@ -105,6 +76,23 @@ async def serve_models(
             done, _ = await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
             for work in done:
                 work.result()
+
+
+async def _reload(
+    file: FileWatch, read: Callable[[], Sequence[CatalogModel]], supervisor: Supervisor
+) -> NoReturn:
+    """Offer a file's models again when it has changed; keep the old ones if it is invalid."""
+    while True:
+        await asyncio.sleep(POLL_SECONDS)
+        if not file.changed():
+            continue
+        try:
+            models = await call_in_thread(read)
+        except SettingsError as error:
+            log.warning("models' file not reloaded", reason=str(error))
+            continue
+        supervisor.apply(models)
+        log.info("models' file reloaded", models=[model.name for model in models])
 
 
 def _announce(

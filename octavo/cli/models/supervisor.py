@@ -13,9 +13,9 @@ import grpc
 
 from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.models.hosted_model import HostedModel, NoRoomError
-from octavo.cli.models.news import News
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
+from octavo.common.news import News
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:

@@ -17,6 +17,7 @@ from octavo.common.models.modules import (
     TRANSFORMER_CONFIGS,
     max_tokens,
     read_modules,
+    read_prompts,
 )
 
 CLASSIFIER = "ForSequenceClassification"
@@ -78,9 +79,7 @@ def read_classifier(directory: Path) -> ClassifierPlan | None:
     )
     tokenizer = read_json_if_there(directory / TOKENIZER_CONFIG).get("model_max_length")
     longest = tokenizer if isinstance(tokenizer, int) and tokenizer < 1 << 31 else None
-    prompts, default = saved.get("prompts") or {}, saved.get("default_prompt_name")
-    if default and default not in prompts:
-        raise ModelError(f"{directory / SENTENCE_CONFIG} has no prompt {default!r}")
+    prompts, default = read_prompts(saved, directory)
     return ClassifierPlan(
         labels,
         _activation(directory, config, saved, len(labels)),

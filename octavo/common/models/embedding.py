@@ -12,7 +12,13 @@ from typing import Literal, get_args
 from octavo.common.models.classification import classifies
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.json_files import CONFIG, read_json, read_json_if_there
-from octavo.common.models.modules import MODULES, SENTENCE_CONFIG, max_tokens, read_modules
+from octavo.common.models.modules import (
+    MODULES,
+    SENTENCE_CONFIG,
+    max_tokens,
+    read_modules,
+    read_prompts,
+)
 
 Pooling = Literal["mean", "cls", "last", "max"]
 POOLING_NAMES = {
@@ -86,10 +92,7 @@ def read_plan(
     if chosen is None:
         raise ModelError(f"{directory} does not say how it pools: set --pooling")
     sentence = read_json_if_there(directory / SENTENCE_CONFIG)
-    prompts = sentence.get("prompts") or {}
-    default = sentence.get("default_prompt_name") or ""
-    if default and default not in prompts:
-        raise ModelError(f"{directory / SENTENCE_CONFIG} has no prompt {default!r}")
+    prompts, default = read_prompts(sentence, directory)
     return EmbeddingPlan(
         chosen,
         ("Normalize" in folders) if normalize is None else normalize,

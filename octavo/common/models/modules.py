@@ -2,7 +2,9 @@
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.common.models.json_files import read_json_if_there
@@ -37,6 +39,22 @@ def read_modules(directory: Path) -> list[tuple[str, str]]:
             f"{file} has its model in {steps[0][1]!r}: move it and the tokenizer beside {MODULES}"
         )
     return steps
+
+
+def read_prompts(saved: Mapping[str, Any], directory: Path) -> tuple[dict[str, str], str]:
+    """Return the prompts of a checkpoint by name, and the default's name; empty: none.
+
+    Args:
+        saved: Content of its `SENTENCE_CONFIG`.
+        directory: Its directory, for errors.
+
+    Raises:
+        ModelError: There is no default of that name.
+    """
+    prompts, default = saved.get("prompts") or {}, saved.get("default_prompt_name") or ""
+    if default and default not in prompts:
+        raise ModelError(f"{directory / SENTENCE_CONFIG} has no prompt {default!r}")
+    return prompts, default
 
 
 def max_tokens(directory: Path) -> int | None:

@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Literal, NoReturn
 
 from starlette.requests import Request
@@ -13,17 +13,15 @@ from octavo.router.http.batches.runner import BatchRunner, file_body
 from octavo.router.http.batches.storage import BatchStorage, Body, Kind
 from octavo.router.http.batches.upload import Upload, read_upload
 from octavo.router.http.bodies import OpenBody
+from octavo.router.http.endpoint import Authenticate, Handler, Parse
 from octavo.router.http.errors import ApiError
 from octavo.router.http.no_ops import Never
-from octavo.router.http.responses.endpoints import Parse
 from octavo.router.tenants.tenant import Tenant
 
 WINDOW_SECONDS = 24 * 3600
 MAX_UNFINISHED = 100
 """Maximum batches of a tenant that have not ended."""
 MAX_PAGE = 100
-
-Handler = Callable[[Request], Awaitable[Response]]
 
 
 class BatchRequest(OpenBody):
@@ -52,7 +50,7 @@ class BatchEndpoints:
         runner: BatchRunner,
         *,
         parse: Parse,
-        authenticate: Callable[[Request], Tenant],
+        authenticate: Authenticate,
     ) -> None:
         self._storage = storage
         self._runner = runner

@@ -1,10 +1,9 @@
 """The endpoints of Ollama's API."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from importlib.metadata import version
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute, Route
@@ -14,7 +13,7 @@ from octavo.client.responses import embeddings, state_name
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http.body import while_connected
-from octavo.router.http.calls import Calls, GeneratingBody
+from octavo.router.http.endpoint import Answer, Authenticate, Handler, Parse
 from octavo.router.http.errors import ApiError
 from octavo.router.http.ollama.answer import OllamaAnswer, now
 from octavo.router.http.ollama.schema import (
@@ -26,17 +25,8 @@ from octavo.router.http.ollama.schema import (
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import generation_pb2
 
-M = TypeVar("M", bound=BaseModel)
-Handler = Callable[[Request], Awaitable[Response]]
 DETAILS = {"format": "", "family": "", "parameter_size": "", "quantization_level": ""}
 """What Ollama tells of a model's file, which the router does not know."""
-
-
-class Parse(Protocol):
-    """Authenticates the caller and reads the body."""
-
-    async def __call__(self, request: Request, model: type[M]) -> tuple[Tenant, M]:
-        """Return the caller and the body."""
 
 
 class OllamaEndpoints:
@@ -54,8 +44,8 @@ class OllamaEndpoints:
         generator: Generator,
         *,
         parse: Parse,
-        authenticate: Callable[[Request], Tenant],
-        answer: Callable[[Request, Tenant, GeneratingBody, Calls], Awaitable[Response]],
+        authenticate: Authenticate,
+        answer: Answer,
     ) -> None:
         self._generator = generator
         self._parse = parse

@@ -13,8 +13,9 @@ from pydantic import BeforeValidator, Field
 
 from octavo.client import GenerateOptions, Message, Prompt, ToolCall
 from octavo.router.http.bodies import OpenBody
+from octavo.router.http.embeddings import Dimensions, Inputs
 from octavo.router.http.no_ops import only
-from octavo.router.http.schema import prompts
+from octavo.router.http.schema import strings
 from octavo.router.http.tool_arguments import FunctionTool
 
 LATEST = ":latest"
@@ -31,10 +32,6 @@ Name = Annotated[str, BeforeValidator(_without_tag)]
 """A model's name."""
 
 
-def _strings(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 class Options(OpenBody):
     """Sampling parameters and limits."""
 
@@ -44,7 +41,7 @@ class Options(OpenBody):
     min_p: float | None = None
     seed: int | None = None
     num_predict: int | None = None
-    stop: Annotated[list[str] | None, BeforeValidator(_strings)] = None
+    stop: Annotated[list[str] | None, BeforeValidator(strings)] = None
     repeat_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
@@ -209,7 +206,7 @@ class GenerateBody(Generating):
 class EmbedBody(Named):
     """The body of POST /api/embed and of POST /api/embeddings, which has one `prompt`."""
 
-    input: Annotated[list[str] | list[list[int]] | None, BeforeValidator(prompts)] = None
+    input: Inputs | None = None
     prompt: str = ""
     truncate: bool | None = True
-    dimensions: Annotated[int | None, Field(ge=1, lt=1 << 32)] = None
+    dimensions: Dimensions = None

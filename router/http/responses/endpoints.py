@@ -1,8 +1,8 @@
 """The paths under /v1/responses."""
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from pydantic import TypeAdapter
 from starlette.requests import Request
@@ -11,8 +11,7 @@ from starlette.responses import JSONResponse, Response
 from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http.answers import Vocabularies
-from octavo.router.http.body import M
-from octavo.router.http.calls import Calls, GeneratingBody
+from octavo.router.http.endpoint import Answer, Authenticate, Parse
 from octavo.router.http.errors import ApiError, from_rpc
 from octavo.router.http.responses.answer import ResponseAnswer
 from octavo.router.http.responses.schema import Item, ResponsesRequest
@@ -22,15 +21,6 @@ from octavo.router.tenants.tenant import Tenant
 OUTPUT_ROOM = 1024
 """Tokens that truncation leaves for an output without `max_output_tokens`."""
 _ITEMS = TypeAdapter(list[Item])
-
-Answer = Callable[[Request, Tenant, GeneratingBody, Calls], Awaitable[Response]]
-"""Sends an answer, whole or streamed."""
-
-
-class Parse(Protocol):
-    """Authenticate a request and read its body."""
-
-    def __call__(self, request: Request, model: type[M]) -> Awaitable[tuple[Tenant, M]]: ...  # noqa: D102
 
 
 class ResponseEndpoints:
@@ -52,7 +42,7 @@ class ResponseEndpoints:
         vocabularies: Vocabularies,
         *,
         parse: Parse,
-        authenticate: Callable[[Request], Tenant],
+        authenticate: Authenticate,
         answer: Answer,
     ) -> None:
         self._store = store

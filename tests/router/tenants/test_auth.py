@@ -288,9 +288,9 @@ async def test_the_file_is_read_anew_and_a_broken_one_changes_nothing(shop, file
         await s.until(lambda: any(t.name == "bob" for t in authenticator._by_key.values()))
         assert await codes() == [UNAUTHENTICATED, ok]
         for broken in ("[bob", "a = " + "[" * 50_000, "a = " + "1" * 5_001, ""):
-            before = authenticator._seen
+            before = authenticator._file._read
             file.write_text(broken) if broken else file.unlink()
-            await s.until(lambda before=before: authenticator._seen != before)
+            await s.until(lambda before=before: authenticator._file._read != before)
             assert await codes() == [UNAUTHENTICATED, ok]
         fresh = file.with_suffix(".new")
         fresh.write_text(table("alice", models=[]))
