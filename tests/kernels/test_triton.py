@@ -97,6 +97,12 @@ def test_attention_to_whole_numbers(harness, kernels, data):
     harness.check_attention(kernels, case, DEVICE, splits)
 
 
+def test_whole_numbers_round_ties_to_even(harness, kernels):
+    """Halves of a scale in bfloat16 are frequent among values in float16."""
+    case = harness.case([(1, 3)], 1, 1, 8, 512, dtype=torch.float16, seed=31, cache_dtype=torch.int8)
+    harness.check_attention(kernels, case, DEVICE)
+
+
 def test_rotated_keys_in_whole_numbers(harness, kernels):
     case = harness.case(
         lengths=[(1, 1)], num_kv_heads=3, group=2, head_dim=40, value_dim=24, cache_dtype=torch.int8
