@@ -99,7 +99,9 @@ def test_attention_to_whole_numbers(harness, kernels, data):
 
 def test_whole_numbers_round_ties_to_even(harness, kernels):
     """Halves of a scale in bfloat16 are frequent among values in float16."""
-    case = harness.case([(1, 3)], 1, 1, 8, 512, dtype=torch.float16, seed=31, cache_dtype=torch.int8)
+    case = harness.case(
+        [(1, 3)], 1, 1, 8, 512, dtype=torch.float16, seed=31, cache_dtype=torch.int8
+    )
     harness.check_attention(kernels, case, DEVICE)
 
 
