@@ -26,6 +26,7 @@ CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_
 @pytest.mark.parametrize(("path", "bodies"), BODIES)
 async def test_no_body_is_refused(frontend, scripted, post, path, bodies):
     engine = scripted(CALL, eos=True, max_model_len=8192, features={"constraints": True})
+    engine.info.load.total_blocks = engine.info.load.free_blocks = 1024
     async with frontend(engine, tool_parser="hermes") as (app, _):
         for body in bodies:
             answer = await post(f"{app.url}{path}", json.dumps(body).encode())
