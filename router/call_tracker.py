@@ -3,9 +3,10 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import grpc
 import structlog
@@ -32,6 +33,8 @@ from octavo.v1 import generation_pb2
 log = structlog.get_logger(__name__)
 
 Metadata = Iterable[tuple[str, str | bytes]]
+TellLoading = Callable[[str, int], Awaitable[None]]
+"""Tells a client that its request waits for a model, with its place among those that do."""
 
 
 @dataclass(slots=True)
@@ -122,6 +125,8 @@ class CallTracker:
         tenant: Tenant,
         timeout: float | None,
         metadata: Metadata,
+        *,
+        tell_loading: TellLoading | None = None,
     ) -> AsyncIterator[Call]:
         """Count, log and trace a request, which the block serves.
 
@@ -131,6 +136,7 @@ class CallTracker:
             tenant: The authenticated caller.
             timeout: Seconds until the client's deadline; None: no deadline.
             metadata: The call's metadata, which may hold a trace context.
+            tell_loading: Tells the client that the model is being loaded.
 
         Raises:
             rpc.RpcError: The request was refused or failed.
@@ -151,7 +157,7 @@ class CallTracker:
             with bound_contextvars(request_id=request_id), account.request() as usage:
                 model = self._resolve(message.model, tenant)
                 check_priority(tenant, message.priority)
-                async with _until(deadline), self._held(model):
+                async with _until(deadline), self._held(model, tell_loading):
                     call = Call(request_id, model, arrival, deadline, usage, span)
                     yield call
             outcome = grpc.StatusCode.OK
@@ -207,9 +213,14 @@ class CallTracker:
         account.tenant = tenant
         return account
 
-    def _held(self, model: str) -> AbstractAsyncContextManager[None]:
+    def _held(
+        self, model: str, tell_loading: TellLoading | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """Return a context that loads a model on demand, and keeps it loaded."""
-        return nullcontext() if self._on_demand is None else self._on_demand.hold(model)
+        if self._on_demand is None:
+            return nullcontext()
+        on_loading = None if tell_loading is None else partial(tell_loading, model)
+        return self._on_demand.hold(model, on_loading)
 
     def _resolve(self, name: str, tenant: Tenant) -> str:
         """Return the full model name for `name` in a tenant's request."""

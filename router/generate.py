@@ -98,7 +98,7 @@ class Generator:
         tenant: Tenant,
         timeout: float | None = None,
         metadata: Metadata = (),
-        accept_queued: bool = False,
+        tell_waiting: bool = False,
     ) -> None:
         """Validate and tokenize a request, admit it, stream its outputs; migrate it if necessary.
 
@@ -108,12 +108,16 @@ class Generator:
             tenant: The authenticated caller.
             timeout: Seconds until the client's deadline; None: no deadline.
             metadata: The call's metadata, which may hold a trace context.
-            accept_queued: Whether to write Accepted as soon as the request is queued.
+            tell_waiting: Whether to write Loading while the model is loaded, and Accepted as soon
+                as the request is queued.
 
         Raises:
             rpc.RpcError: The request was refused or failed.
         """
-        async with self._calls.request(message, "Generate", tenant, timeout, metadata) as call:
+        tell_loading = partial(_tell_loading, write) if tell_waiting else None
+        async with self._calls.request(
+            message, "Generate", tenant, timeout, metadata, tell_loading=tell_loading
+        ) as call:
             request = await self._preparer.prepare(message, call)
             state = call.state = RequestState(
                 request,
@@ -125,7 +129,7 @@ class Generator:
             )
             call.usage.reserve(self._tokens_to_reserve(state))
             call.span.describe(request)
-            on_queued = partial(_accept_queued, state, write) if accept_queued else None
+            on_queued = partial(_accept_queued, state, write) if tell_waiting else None
             prefetches: list[asyncio.Task[None]] = []
             attempt = partial(self._stream, state, write=write, prefetches=prefetches)
             try:
@@ -295,3 +299,8 @@ class Generator:
 async def _accept_queued(state: RequestState, write: Write, position: int) -> None:
     if (response := state.accept_queued(position)) is not None:
         await write(response)
+
+
+async def _tell_loading(write: Write, model: str, position: int) -> None:
+    loading = generation_pb2.Loading(model=model, queue_position=position)
+    await write(generation_pb2.GenerateResponse(loading=loading))

@@ -1,10 +1,13 @@
 """Models that are loaded when a request names them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 from octavo.v1 import generation_pb2
+
+OnLoading = Callable[[int], Awaitable[None]]
+"""Tells a client that its request waits for a model, with its place among those that do."""
 
 
 class OnDemandModels(Protocol):
@@ -13,8 +16,14 @@ class OnDemandModels(Protocol):
     def offered(self) -> Mapping[str, Sequence[str]]:
         """Return the aliases of each model that can be loaded, by its name."""
 
-    def hold(self, model: str) -> AbstractAsyncContextManager[None]:
+    def hold(
+        self, model: str, on_loading: OnLoading | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """Load a model, and keep it loaded within the block; do nothing if it is not offered.
+
+        Args:
+            model: The model.
+            on_loading: Called while it is not loaded: at once, and every few seconds.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if it fails to load, FAILED_PRECONDITION if it does not fit

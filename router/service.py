@@ -27,7 +27,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             tenant=caller(),
             timeout=context.time_remaining(),
             metadata=context.invocation_metadata() or (),
-            accept_queued=True,
+            tell_waiting=True,
         )
 
     async def Embed(

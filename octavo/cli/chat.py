@@ -127,9 +127,10 @@ def _answer(client: Client, conversation: Conversation, options: GenerateOptions
     shown = OutputPrinter()
     try:
         with client.generate(conversation.prompt(), **options) as stream:
-            for delta in stream:
-                parts.append(delta)
-                shown.show(delta)
+            for event in stream.events():
+                shown.show(event)
+                if isinstance(event, Delta):
+                    parts.append(event)
         shown.end()
     except KeyboardInterrupt:
         err.print(" [dim]cancelled[/]", end="")

@@ -65,8 +65,9 @@ def show(stream: Stream, *, several: bool = False) -> None:
             if isinstance(event, Delta):
                 first = first or time.monotonic()
                 texts.setdefault(event.index, []).append(event.text)
-                if not several:
-                    shown.show(event)
+                if several:
+                    continue
+            shown.show(event)
     except KeyboardInterrupt:
         out.print()
         err.print("[dim]cancelled[/]")

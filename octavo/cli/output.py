@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from octavo.client import Delta, Error, UnauthenticatedError, UnavailableError
+from octavo.client import Delta, Error, Event, Loading, UnauthenticatedError, UnavailableError
 from octavo.client.address import DEFAULT_PORT
 from octavo.common.proxies import proxy_variable
 from octavo.common.shutdown import INTERRUPTED
@@ -23,9 +23,18 @@ class OutputPrinter:
 
     def __init__(self) -> None:
         self._reasoning = False
+        self._loading = False
 
-    def show(self, delta: Delta) -> None:
-        """Print a piece."""
+    def show(self, event: Event) -> None:
+        """Print a piece, or once that the model is being loaded."""
+        match event:
+            case Delta():
+                self._show_piece(event)
+            case Loading() if not self._loading:
+                self._loading = True
+                err.print(f"[dim]loading {escape(event.model)}…[/]")
+
+    def _show_piece(self, delta: Delta) -> None:
         if delta.reasoning:
             self._reasoning = True
             err.out(delta.reasoning, end="", style="dim")

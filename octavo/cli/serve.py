@@ -50,8 +50,8 @@ def serve(
 ) -> None:
     """Serve a model: a router here, and an engine in a child process or one per NUMA node.
 
-    Several models, or those of --models, each have an engine that is started when a request names
-    the model. With --ray, the engines run on a Ray cluster.
+    Several models, or those of --models or --models-dir, each have an engine that is started when
+    a request names the model. With --ray, the engines run on a Ray cluster.
 
     --host, --port, --metrics-port, --max-message-bytes and --tls-... set the router. An engine
     listens on a Unix socket of this user only; its metrics port is the router's plus one, the next
@@ -105,7 +105,8 @@ def _serve_on_demand(
     names = names or [shared.pop("model")] if "model" in shared else names
     limit = own_settings.max_memory
     read = partial(read_catalog, own_settings, names, shared, limit)
-    file = None if own_settings.models is None else FileWatch(own_settings.models)
+    source = own_settings.models or own_settings.models_dir
+    file = None if source is None else FileWatch(source)
     try:
         models = read()
     except SettingsError as error:

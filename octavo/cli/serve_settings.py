@@ -45,6 +45,12 @@ class ServeSettings(Settings):
         " settings of its engine, aliases, pin, idle_timeout. A model is loaded when a request"
         " names it.",
     )
+    models_dir: Path | None = Field(
+        None,
+        description="Directory of GGUF files and of models' directories, in place of --models: each"
+        " is a model that requests may name, by the name there without .gguf. The directory is read"
+        " again when it changes.",
+    )
     memory: float | None = Field(
         None,
         gt=0,
@@ -108,7 +114,7 @@ class ServeSettings(Settings):
     @property
     def on_demand(self) -> bool:
         """Whether even a single model is loaded when a request names it."""
-        return bool(self.model_fields_set & {"models", "memory", "idle_timeout"})
+        return bool(self.model_fields_set & {"models", "models_dir", "memory", "idle_timeout"})
 
     @model_validator(mode="after")
     def _ray_or_not(self) -> Self:

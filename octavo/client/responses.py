@@ -14,6 +14,7 @@ from octavo.client.types import (
     Event,
     Finished,
     FinishReason,
+    Loading,
     Model,
     Output,
     Scores,
@@ -39,6 +40,8 @@ _REASONS = {
 def event(response: pb.GenerateResponse) -> Event | None:
     """Decode a response; return None for an event unknown to this client's version."""
     match response.WhichOneof("event"):
+        case "loading":
+            return Loading(response.loading.model, response.loading.queue_position)
         case "accepted":
             accepted = response.accepted
             return Accepted(

@@ -96,6 +96,14 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
+class Loading:
+    """The model is being loaded; the request came as number `queue_position` of those that wait."""
+
+    model: str
+    queue_position: int
+
+
+@dataclass(frozen=True, slots=True)
 class Accepted:
     """The request is queued, at `queue_position` from 1, or it is running.
 
@@ -147,7 +155,7 @@ class Finished:
     schema_errors: tuple[str, ...] = ()
 
 
-Event = Accepted | Delta | Finished
+Event = Loading | Accepted | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)

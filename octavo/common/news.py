@@ -22,7 +22,9 @@ class News:
             async with asyncio.timeout(seconds):
                 await self._event.wait()
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition of the shared state is true."""
-        while not condition():
-            await self.wait()
+    async def until(self, condition: Callable[[], bool], seconds: float | None = None) -> None:
+        """Wait until a condition of the shared state is true, at most `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition():
+                    await self.wait()

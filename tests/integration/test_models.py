@@ -89,6 +89,11 @@ def test_loads_what_is_asked_for_and_unloads_the_least_recently_used(serve):
     server = serve(ONE_MODEL)
     assert engines(server) == []
     assert set(states(server).values()) == {"unloaded"}
+    with octavo.Client(server.address) as client:
+        stream = client.generate("Hello", model="one-alias", max_tokens=12, ignore_eos=True)
+        loading, *events = stream.events()
+    assert loading == octavo.Loading("one", 1)
+    assert isinstance(next(each for each in events if each != loading), octavo.Accepted)
     first = generate(server, "one", "Hello")
     assert states(server)["one"] == states(server)["one-alias"] == "loaded"
     second = generate(server, "two-alias", "Hello", 900)
@@ -129,11 +134,104 @@ def test_reads_the_file_again(launch, tmp_path):
     server.http = f"127.0.0.1:{port}"
     assert states(server).keys() == {"a", "b", "c"}
     path.write_text("[models.a]\nblock_sizes = 1")
-    wait_until(lambda: "models' file not reloaded" in server.logs())
+    wait_until(lambda: "models not reloaded" in server.logs())
     assert "there is no setting 'block_sizes'" in server.logs()
     assert states(server).keys() == {"a", "b", "c"}
     path.write_text("[models.b]\n[models.d]\nmodel = './none'")
     wait_until(lambda: states(server).keys() == {"b", "d"})
+
+
+def test_offers_the_files_and_directories_of_a_directory(launch, tmp_path):
+    for name in ("a.gguf", "b-00001-of-00002.gguf", "b-00002-of-00002.gguf", "mmproj-a.gguf", "e"):
+        (tmp_path / name).touch()
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c" / "config.json").touch()
+    (tmp_path / "d").mkdir()
+    port = free_port()
+    server = launch("serve", "--models-dir", str(tmp_path), "--http-port", str(port)).wait_ready()
+    server.http = f"127.0.0.1:{port}"
+    assert states(server).keys() == {"a", "b", "c"}
+    (tmp_path / "d" / "config.json").touch()
+    (tmp_path / "a.gguf").unlink()
+    wait_until(lambda: states(server).keys() == {"b", "c", "d"})
+    with pytest.raises(octavo.Error, match="model 'b' could not be loaded"):
+        generate(server, "b", "Hello")
+    assert "b-00001-of-00002.gguf" in server.logs()
+
+
+@pytest.mark.slow
+def test_a_file_rewritten_badly_changes_nothing(launch, models_file, tmp_path):
+    path, port = tmp_path / "models.toml", free_port()
+    path.write_text(models_file.read_text())
+    server = launch(
+        *("serve", "--models", str(path), "--http-port", str(port)), program=True
+    ).wait_ready()
+    server.http = f"127.0.0.1:{port}"
+    before = states(server)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(generate, server, "one", "Hello")
+        wait_until(lambda: states(server)["one"] == "loading")
+        for number, bad in enumerate(
+            (b"\xff\x00[", b"", b"[models]", b"a = " + b"[" * 9999, None), 1
+        ):
+            path.unlink() if bad is None else path.write_bytes(bad)
+            wait_until(lambda: server.logs().count("models not reloaded") == number)  # noqa: B023
+        assert waiting.result()
+    assert states(server).keys() == before.keys()
+    path.write_text("[models.one]\nmodel = './none'")
+    wait_until(lambda: states(server).keys() == {"one"})
+
+
+@pytest.mark.slow
+def test_an_engine_is_killed_while_it_loads_and_while_it_is_unloaded(serve):
+    server = serve(ONE_MODEL)
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(generate, server, "one", "Hello") for _ in range(2)]
+        wait_until(lambda: engines(server), 60)
+        engines(server)[0].kill()
+        for each in waiting:
+            with pytest.raises(octavo.Error, match="model 'one' could not be loaded") as raised:
+                each.result(20)
+            assert raised.value.code is grpc.StatusCode.UNAVAILABLE
+        assert "the engine of 'one' died while starting (killed by SIGKILL" in server.logs()
+        alone = generate(server, "one", "Hello", 900)
+        with (
+            octavo.Client(server.address) as client,
+            grpc.insecure_channel(server.admin) as channel,
+        ):
+            stream = client.generate(
+                "Hello", model="one", max_tokens=900, ignore_eos=True, temperature=0
+            )
+            pieces = iter(stream)
+            text = next(pieces).text
+            admin = admin_pb2_grpc.AdminServiceStub(channel)
+            unloading = pool.submit(admin.UnloadModel, admin_pb2.UnloadModelRequest(model="one"))
+            wait_until(lambda: states(server)["one"] == "unloading")
+            late = pool.submit(generate, server, "one", "Hello", 900)
+            engines(server)[0].kill()
+            assert text + "".join(piece.text for piece in pieces) == alone
+            assert late.result(60) == alone
+            unloading.result(60)
+    children = server.children()
+    assert server.terminate() == 0, server.logs()
+    wait_until(lambda: not any(child.is_running() for child in children), what="no child left")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["begins", "loads"])
+def test_an_engine_that_loads_ends_with_a_killed_server(serve, when):
+    server = serve(ONE_MODEL)
+    before = {child.pid for child in server.children()}
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(generate, server, "one", "Hello")
+        wait_until(
+            lambda: engines(server) if when == "loads" else server.children()[len(before) :], 60
+        )
+        children = server.children()
+        server.kill()
+        with pytest.raises(octavo.UnavailableError):
+            waiting.result(20)
+    wait_until(lambda: not any(child.is_running() for child in children), 20, "no child left")
 
 
 @pytest.mark.slow

@@ -5,6 +5,8 @@ import time
 
 import pytest
 
+from benchmarks.fixture import make_model
+from octavo.common.ports import free_port
 from tests import chromium
 
 SECONDS = 120_000
@@ -102,3 +104,32 @@ def test_text_is_gone_on_from(page):
     page.wait_for_selector(".answer:not(.working)")
     assert page.inner_text(".asked") == "1, 2, 3, <b>4</b>, 5,"
     assert page.inner_text(".text").strip()
+
+
+@pytest.mark.slow
+def test_a_model_is_loaded_when_it_is_asked_for(browser, launch, tmp_path):
+    (tmp_path / "tiny").mkdir()
+    (tmp_path / "models.toml").write_text(
+        f"[models.tiny]\nmodel = {make_model(tmp_path / 'tiny')!r}\n[models.other]\n"
+    )
+    port = free_port()
+    launch(
+        *("serve", "--models", str(tmp_path / "models.toml"), "--http-port", str(port)),
+        program=True,  # engines cannot be forked from a process that serves
+    ).wait_ready()
+    page = browser.new_page()
+    page.set_default_timeout(SECONDS)
+    page.goto(f"http://127.0.0.1:{port}")
+    page.wait_for_selector("#model option", state="attached")
+    names = page.locator("#model option")
+    assert names.all_inner_texts() == ["other (unloaded)", "tiny (unloaded)"]
+    assert "No model is loaded" in page.inner_text("#notice")
+    page.select_option("#model", "tiny")
+    page.click("[data-mode=text]")
+    page.fill("#prompt", "Once")
+    page.press("#prompt", "Enter")
+    until(page, lambda: "tiny (loading)" in names.all_inner_texts(), "loading")
+    until(page, lambda: names.all_inner_texts() == ["other (unloaded)", "tiny"], "loaded")
+    page.wait_for_selector(".answer:not(.working)")
+    assert page.input_value("#model") == "tiny"
+    page.close()

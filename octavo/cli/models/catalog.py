@@ -12,6 +12,8 @@ from octavo.cli.options import Flags
 from octavo.cli.preflight import check_model
 from octavo.cli.serve_settings import ServeSettings
 from octavo.common.models.gguf.reader import parts_of
+from octavo.common.models.hub_gguf import by_model
+from octavo.common.models.json_files import CONFIG
 from octavo.common.models.safetensors_files import weight_files
 from octavo.common.settings import SettingsError, parse_toml
 from octavo.engine.settings import EngineSettings
@@ -73,10 +75,10 @@ class CatalogModel:
 def read_catalog(
     settings: ServeSettings, names: Sequence[str], shared: Flags, limit: int
 ) -> list[CatalogModel]:
-    """Return the models to serve: those of --models, or those named on the command line.
+    """Return the models to serve: of --models, of --models-dir, or named on the command line.
 
     Args:
-        settings: The file, and the default of `idle_timeout`.
+        settings: The file or the directory, and the default of `idle_timeout`.
         names: Models named on the command line.
         shared: Engine settings of all models.
         limit: Maximum memory of all loaded models together, in bytes.
@@ -84,12 +86,20 @@ def read_catalog(
     Raises:
         SettingsError: A setting or the file is invalid, or two models have a name in common.
     """
-    if settings.models is not None and names:
-        raise SettingsError("models are given as arguments and by --models; use one of them")
+    given = {
+        "as arguments": names,
+        "by --models": settings.models,
+        "by --models-dir": settings.models_dir,
+    }
+    if len(ways := [way for way, value in given.items() if value]) > 1:
+        raise SettingsError(f"models are given {' and '.join(ways)}; use one of them")
     tables: dict[str, dict[str, Any]] = {name: {} for name in names}
     where = ""
     if settings.models is not None:
         where, tables = f"{settings.models} (--models): ", _read_tables(settings.models)
+    elif settings.models_dir is not None:
+        where = f"{settings.models_dir} (--models-dir): "
+        tables = _tables_of(settings.models_dir)
     if len(names) > len(tables):
         raise SettingsError("a model is named twice")
     models = []
@@ -119,6 +129,24 @@ def _read_tables(path: Path) -> dict[str, dict[str, Any]]:
         if not isinstance(table, dict):
             raise SettingsError(f"{path} (--models): models.{name} is not a table")
     return tables
+
+
+def _tables_of(directory: Path) -> dict[str, dict[str, Any]]:
+    """Return a table for each GGUF file and each directory of a model in a directory.
+
+    Raises:
+        SettingsError: There is none, or the directory cannot be read.
+    """
+    try:
+        found = {path.name: path for path in directory.iterdir()}
+    except OSError as error:
+        raise SettingsError(f"{directory} (--models-dir): {error.strerror}") from None
+    files = by_model(name for name, path in found.items() if path.is_file())
+    paths = {stem: found[names[0]] for stem, names in files.items()}
+    paths |= {name: path for name, path in found.items() if (path / CONFIG).is_file()}
+    if not paths:
+        raise SettingsError(f"{directory} (--models-dir) has no GGUF file and no model's directory")
+    return {name: {"model": str(path.absolute())} for name, path in sorted(paths.items())}
 
 
 def _model(

@@ -2,22 +2,23 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import grpc
 import structlog
 
 from octavo.cli.engine_process import EngineProcess
 from octavo.cli.models.catalog import CatalogModel
-from octavo.cli.running import StartError
+from octavo.cli.running import EXPECTED, StartError
 from octavo.common import rpc
 from octavo.common.background import call_in_thread, joined
-from octavo.common.models.errors import ModelError
 from octavo.common.news import News
 from octavo.engine.settings import EngineSettings
+from octavo.router.on_demand import OnLoading
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ log = structlog.get_logger(__name__)
 
 CONNECT_SECONDS = 60.0
 """Seconds for the router to connect to an engine that is ready."""
+LOADING_SECONDS = 10.0
+"""Seconds between two messages to a client whose request waits."""
 RETRY_SECONDS = 2.0
 """Seconds after a failed load before the next attempt, for which new requests wait."""
+MAX_RETRY_SECONDS = 60.0
+"""Maximum seconds between two attempts to load a pinned model that no request needs."""
 
 
 class NoRoomError(Exception):
@@ -85,19 +90,28 @@ class HostedModel:
         return bool(self._holders or self._waiting)
 
     @asynccontextmanager
-    async def hold(self) -> AsyncIterator[None]:
+    async def hold(self, on_loading: OnLoading | None = None) -> AsyncIterator[None]:
         """Wait until the model is loaded, and keep it loaded within the block.
+
+        Args:
+            on_loading: Called while it is not loaded: at once, and every few seconds.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if it failed to load, FAILED_PRECONDITION if it does not fit.
         """
         failures = self._failures
         self._waiting += 1
+        position = self._waiting
         self._news.tell()
+
+        def decided() -> bool:
+            return self.loaded or self._failures > failures or self._retired
+
         try:
-            await self._news.until(
-                lambda: self.loaded or self._failures > failures or self._retired
-            )
+            while not decided():
+                if on_loading is not None:
+                    await on_loading(position)
+                await self._news.until(decided, LOADING_SECONDS)
             if not self.loaded:
                 self._refuse()
             self._holders += 1
@@ -131,27 +145,45 @@ class HostedModel:
         Args:
             pool: The router's engines.
         """
+        pause = RETRY_SECONDS
         while not self._retired:
             await self._news.until(lambda: self.model.pinned or self.in_use or self._retired)
             if self._retired:
                 break
+            model, loaded_at = self.model, self.loaded_at
             self._become(generation_pb2.MODEL_STATE_LOADING)
             try:
-                memory = await call_in_thread(self.model.memory)
+                memory = await call_in_thread(model.memory)
                 async with self._reserve(self, memory):
                     await self._serve(pool)
                 self._become(generation_pb2.MODEL_STATE_UNLOADED)
-            except (StartError, ModelError, NoRoomError, OSError) as error:
-                log.error(  # noqa: TRY400 - without a traceback, as the reason is expected
-                    "model failed", model=self.model.name, reason=str(error)
-                )
-                self._failure = error
-                self._failures += 1
-                self._become(generation_pb2.MODEL_STATE_FAILED)
+            except Exception as error:  # noqa: BLE001 - logged; else its requests would wait forever
+                served = self.loaded_at != loaded_at
+                self._fail(error, served=served)
+                pause = RETRY_SECONDS if served else min(2 * pause, MAX_RETRY_SECONDS)
                 await asyncio.sleep(RETRY_SECONDS)
+                await self._news.until(partial(self._needed, instead_of=model), pause)
         if self._address in pool:
             await pool.remove(self._address)
         self._news.tell()
+
+    def _fail(self, error: Exception, *, served: bool) -> None:
+        """Note that the engine failed, before or after it `served` requests."""
+        expected = isinstance(error, (*EXPECTED, NoRoomError))
+        log.error(
+            "model failed",
+            model=self.model.name,
+            reason=str(error),
+            exc_info=not expected and error,
+        )
+        if not served:  # else requests wait until it is back
+            self._failure = error
+            self._failures += 1
+        self._become(generation_pb2.MODEL_STATE_FAILED)
+
+    def _needed(self, instead_of: CatalogModel) -> bool:
+        """Return whether to go on at once after a failed load, even if it may fail again."""
+        return self.in_use or self._retired or self.model is not instead_of
 
     async def _serve(self, pool: "EnginePool") -> None:
         """Run its engine until it is unloaded.
@@ -167,13 +199,11 @@ class HostedModel:
             await engine.ready()
             pool.add(self._address)
             async with asyncio.timeout(CONNECT_SECONDS):
-                await pool.until_up(self._address)
+                await _while_alive(engine, pool.until_up(self._address))
             self.loaded_at = self.used_at = time.monotonic()
             self._become(generation_pb2.MODEL_STATE_LOADED)
             log.info("model loaded", model=name, seconds=round(self.loaded_at - begun, 2))
-            async with joined(engine.ended(), self._until_unwanted(settings)) as works:
-                await asyncio.wait(works, return_when=asyncio.FIRST_COMPLETED)
-            engine.check()
+            await _while_alive(engine, self._until_unwanted(settings))
             self._become(generation_pb2.MODEL_STATE_UNLOADING)
         except TimeoutError:
             raise StartError(f"the router did not connect within {CONNECT_SECONDS:g} s") from None
@@ -218,3 +248,15 @@ class HostedModel:
             f"model {self.model.name!r} could not be loaded; the server's log says why",
             retry_after=RETRY_SECONDS,
         )
+
+
+async def _while_alive(engine: EngineProcess, work: Coroutine[Any, Any, None]) -> None:
+    """Wait for a work that needs an engine.
+
+    Raises:
+        StartError: The engine has ended.
+    """
+    async with joined(engine.ended(), work) as (ended, working):
+        await asyncio.wait((ended, working), return_when=asyncio.FIRST_COMPLETED)
+        engine.check()
+        await working

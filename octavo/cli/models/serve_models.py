@@ -13,7 +13,7 @@ from octavo.cli import preflight, running
 from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.models.supervisor import Supervisor
 from octavo.cli.run_router import import_router
-from octavo.common.background import call_in_thread, joined
+from octavo.common.background import call_in_thread, end, joined, keep_running
 from octavo.common.file_signature import FileWatch
 from octavo.common.models import cache
 from octavo.common.settings import SettingsError
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 log = structlog.get_logger(__name__)
 
 POLL_SECONDS = 1.0
-"""Seconds between two looks at the file of models."""
+"""Seconds between two looks at the file or directory of models."""
 
 
 async def serve_models(
@@ -40,10 +40,10 @@ async def serve_models(
 
     Args:
         settings: The router's settings, without engines.
-        read: Returns the models of the file as it is now.
+        read: Returns the models of the file or directory as it is now.
         models: The models at the start.
         memory: Maximum memory of all loaded models together, in bytes.
-        file: Notices changes of the file that they come from, if any.
+        file: Notices changes of the file or directory that they come from, if any.
         progress: Display of the start's stages.
 
     Raises:
@@ -63,8 +63,11 @@ async def serve_models(
             if file is None:
                 await supervisor.run((await made).pool)
                 return
-            async with joined(_reload(file, read, supervisor), names=("models-file",)):
+            reloading = keep_running(partial(_reload, file, read, supervisor), "models-file")
+            try:
                 await supervisor.run((await made).pool)
+            finally:
+                await end(reloading)
 
         serving = server.serve(
             settings,
@@ -81,7 +84,7 @@ async def serve_models(
 async def _reload(
     file: FileWatch, read: Callable[[], Sequence[CatalogModel]], supervisor: Supervisor
 ) -> NoReturn:
-    """Offer a file's models again when it has changed; keep the old ones if it is invalid."""
+    """Offer the models again when their file or directory has changed; not if it is invalid."""
     while True:
         await asyncio.sleep(POLL_SECONDS)
         if not file.changed():
@@ -89,10 +92,10 @@ async def _reload(
         try:
             models = await call_in_thread(read)
         except SettingsError as error:
-            log.warning("models' file not reloaded", reason=str(error))
+            log.warning("models not reloaded", reason=str(error))
             continue
         supervisor.apply(models)
-        log.info("models' file reloaded", models=[model.name for model in models])
+        log.info("models reloaded", models=[model.name for model in models])
 
 
 def _announce(

@@ -16,6 +16,7 @@ from octavo.cli.models.hosted_model import HostedModel, NoRoomError
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
 from octavo.common.news import News
+from octavo.router.on_demand import OnLoading
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
@@ -69,15 +70,21 @@ class Supervisor:
             models |= dict.fromkeys(hosted.model.settings.adapters, ())
         return models
 
-    def hold(self, model: str) -> AbstractAsyncContextManager[None]:
+    def hold(
+        self, model: str, on_loading: OnLoading | None = None
+    ) -> AbstractAsyncContextManager[None]:
         """Load a model, and keep it loaded within the block; do nothing if it is not offered.
+
+        Args:
+            model: The model.
+            on_loading: Called while it is not loaded: at once, and every few seconds.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if it failed to load, FAILED_PRECONDITION if it does not fit
                 into the memory.
         """
         hosted = self._find(model)
-        return nullcontext() if hosted is None else hosted.hold()
+        return nullcontext() if hosted is None else hosted.hold(on_loading)
 
     def state(self, model: str) -> generation_pb2.ModelState.ValueType:
         """Return a model's state; unspecified if it is not offered."""

@@ -12,6 +12,7 @@ import structlog
 
 from octavo.common.models.checkpoint import CONFIG_FILES, check_config
 from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.hub_weights import fetch_weights, partial_size
 from octavo.common.models.json_files import CONFIG
 from octavo.common.models.safetensors_files import INDEX, WHOLE, names_in_index, no_weights
 from octavo.common.models.tokenizer_files import FILES as TOKENIZER_FILES
@@ -129,35 +130,44 @@ def _ask(name: str) -> "ModelInfo":
         return HfApi().model_info(
             repository, revision=revision, timeout=LOOK_UP_SECONDS, files_metadata=True
         )
-    except errors.RevisionNotFoundError as error:
-        raise ModelError(
-            f"the hub ({_endpoint()}) has no such revision of the model: {name!r}; --revision is a"
-            " branch, a tag or a commit"
-        ) from error
-    except errors.GatedRepoError as error:
-        raise ModelError(
-            f"the model {name!r} of the hub ({_endpoint()}) is gated: request access on its page,"
-            " and set HF_TOKEN to a token of your account"
-        ) from error
-    except errors.RepositoryNotFoundError as error:
-        raise ModelError(
-            f"the hub ({_endpoint()}) has no model {name!r}, or it is private; it is not a local "
-            f"directory either ({Path(name).absolute()}): correct the name, or set HF_TOKEN to a "
-            "token"
-            " that may read it"
-        ) from error
     except errors.HfHubHTTPError as error:
-        status = error.response.status_code
-        if status in FORBIDDEN:
-            raise ModelError(
-                f"the hub ({_endpoint()}) refuses the model {name!r} (HTTP status {status}): set"
-                " HF_TOKEN to a token that may read it"
-            ) from error
-        raise _HubUnreachableError(f"HTTP status {status}") from error
+        why = f"HTTP status {error.response.status_code}"
+        raise _refusal(name, error) or _HubUnreachableError(why) from error
     except errors.OfflineModeIsEnabled as error:
         raise _HubUnreachableError("HF_HUB_OFFLINE is set") from error
     except Exception as error:  # the HTTP library's errors, or an answer that is not the hub's
         raise _HubUnreachableError(first_line(error)) from error
+
+
+def _refusal(name: str, error: BaseException | None) -> ModelError | None:
+    """Return the message of a hub's refusal; None for any other error."""
+    from huggingface_hub import errors  # noqa: PLC0415
+
+    hub = f"the hub ({_endpoint()})"
+    match error:
+        case errors.RevisionNotFoundError():
+            return ModelError(
+                f"{hub} has no such revision of the model: {name!r}; --revision is a branch, a tag"
+                " or a commit"
+            )
+        case errors.GatedRepoError():
+            return ModelError(
+                f"the model {name!r} of {hub} is gated: request access on its page, and set"
+                " HF_TOKEN to a token of your account"
+            )
+        case errors.RepositoryNotFoundError():
+            return ModelError(
+                f"{hub} has no model {name!r}, or it is private; it is not a local directory either"
+                f" ({Path(name).absolute()}): correct the name, or set HF_TOKEN to a token that may"
+                " read it"
+            )
+        case errors.HfHubHTTPError() if error.response.status_code in FORBIDDEN:
+            status = error.response.status_code
+            return ModelError(
+                f"{hub} refuses the model {name!r} (HTTP status {status}): set HF_TOKEN to a token"
+                " that may read it"
+            )
+    return None
 
 
 def _unreachable(name: str, why: str) -> ModelError:
@@ -223,6 +233,7 @@ def download(name: str, info: "ModelInfo", files: list[str]) -> Path:
     _check_room(name, info, files, Path(constants.HF_HUB_CACHE))
     with _as_model_error(name, constants.HF_HUB_CACHE):
         repository, revision = split_revision(name)
+        fetch_weights(repository, info, files)
         return Path(
             snapshot_download(repository, revision=revision, allow_patterns=files, max_workers=4)
         )
@@ -233,12 +244,13 @@ def _as_model_error(name: str, cache: str) -> Iterator[None]:
     """Convert download errors to ModelError."""
     try:
         yield
-    except OSError as error:
-        if error.errno in NO_SPACE:
-            raise ModelError(_no_room(name, cache, "the disk is full")) from error
-        raise ModelError(_interrupted(name, error)) from error
+    except ModelError:
+        raise
     except Exception as error:
-        raise ModelError(_interrupted(name, error)) from error
+        if isinstance(error, OSError) and error.errno in NO_SPACE:
+            raise ModelError(_no_room(name, cache, "the disk is full")) from error
+        refusal = _refusal(name, error) or _refusal(name, error.__cause__)
+        raise refusal or ModelError(_interrupted(name, error)) from error
 
 
 def _interrupted(name: str, error: Exception) -> str:
@@ -257,13 +269,16 @@ def _check_room(name: str, info: "ModelInfo", files: list[str], cache: Path) -> 
     from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415
 
     repository, _ = split_revision(name)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
     missing = [
         file
-        for file in files
-        if not isinstance(try_to_load_from_cache(repository, file, revision=info.sha), str)
+        for file in info.siblings or ()
+        if file.rfilename in files
+        and not isinstance(
+            try_to_load_from_cache(repository, file.rfilename, revision=info.sha), str
+        )
     ]
-    needed, free = sum(sizes.get(file, 0) for file in missing), _free(cache)
+    needed = sum((file.size or 0) - partial_size(repository, file) for file in missing)
+    free = _free(cache)
     if needed > free:
         sizes_text = f"{needed / GB:.1f} GB are needed, and {free / GB:.1f} GB are free"
         raise ModelError(_no_room(name, str(cache), sizes_text))

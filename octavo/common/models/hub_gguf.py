@@ -55,19 +55,25 @@ def choose(model: str, kind: str, names: Iterable[str]) -> list[str]:
     Raises:
         ModelError: There is none, or there are several that are not parts of one.
     """
-    stems = {name: PART.sub("", name.removesuffix(".gguf")) for name in names if _is_gguf(name)}
-    if not stems:
+    models = by_model(names)
+    if not models:
         raise ModelError(f"the model {model!r} of the hub has no GGUF files")
     end = re.compile(rf"(^|[-_./]){re.escape(kind)}$", re.IGNORECASE)
-    chosen = {stem for stem in stems.values() if end.search(stem)}
+    chosen = [stem for stem in models if end.search(stem)]
     if len(chosen) != 1:
-        there = ", ".join(sorted(Path(stem).name for stem in chosen or set(stems.values())))
+        there = ", ".join(sorted(Path(stem).name for stem in chosen or models))
         found = "several GGUF files" if chosen else "no GGUF file"
         raise ModelError(f"the model {model!r} of the hub has {found} of {kind}; there is: {there}")
-    (stem,) = chosen
-    return sorted(name for name in stems if stems[name] == stem)
+    return models[chosen[0]]
 
 
-def _is_gguf(name: str) -> bool:
-    """Return whether a file holds a language model, not the projector of an image model."""
-    return name.endswith(".gguf") and "mmproj" not in name.lower()
+def by_model(names: Iterable[str]) -> dict[str, list[str]]:
+    """Return the GGUF files of each model, in order, by their name without part and suffix.
+
+    The projectors of image models are no models.
+    """
+    models: dict[str, list[str]] = {}
+    for name in sorted(names):
+        if name.endswith(".gguf") and "mmproj" not in name.lower():
+            models.setdefault(PART.sub("", name.removesuffix(".gguf")), []).append(name)
+    return models

@@ -5,6 +5,7 @@ import { drawBlocks } from "./blocks.js";
 
 const POLL_MS = 250;
 const MAX_PAUSE_MS = 4000; // after errors
+const MODELS_MS = 1000;
 const RATE_MS = 2000; // tokens/s are counted over so long
 const SPARK_POINTS = 120;
 const GRID_HEIGHT = 250;
@@ -19,19 +20,27 @@ const rates = Array(SPARK_POINTS).fill(0);
  * Follows /status for as long as the page is open, and rests while it is not seen.
  *
  * @param {object} options
- * @param {(engines: object[]) => void} options.onEngines
+ * @param {(models: object[]) => void} options.onModels is called with those that can be asked for
  * @param {() => void} options.onRefused is called when the server wants another API key
  * @returns {() => void} asks at once
  */
-export function follow({ onEngines, onRefused }) {
+export function follow({ onModels, onRefused }) {
   let timer = 0;
   let pause = POLL_MS;
   let turn = 0; // only the latest loop goes on
+  let listed = -MODELS_MS; // when models were asked for
+  let loadable = false; // whether a request would load a model
   const poll = async () => {
     try {
       const status = await get("status");
-      show(status);
-      onEngines(status.engines);
+      if (performance.now() - listed >= MODELS_MS) {
+        const { data } = await get("v1/models");
+        const models = data.filter(({ id, root }) => id === root); // without aliases
+        listed = performance.now();
+        loadable = models.some(({ status }) => status.value !== "loaded");
+        onModels(models);
+      }
+      show(status, loadable);
       pause = POLL_MS;
     } catch (error) {
       showNotice(error.message);
@@ -44,6 +53,7 @@ export function follow({ onEngines, onRefused }) {
     if (mine === turn) timer = setTimeout(loop, pause, mine);
   };
   const start = () => {
+    listed = -MODELS_MS;
     pause = POLL_MS;
     clearTimeout(timer);
     loop(++turn);
@@ -52,8 +62,9 @@ export function follow({ onEngines, onRefused }) {
   return start;
 }
 
-function show(status) {
-  showNotice(status.engines.length ? "" : "No engine is up.");
+function show(status, loadable) {
+  const none = loadable ? "No model is loaded: a request loads its own." : "No engine is up.";
+  showNotice(status.engines.length ? "" : none);
   showRate(status.output_tokens);
   const list = $("#engines");
   while (list.children.length > status.engines.length) list.lastElementChild.remove();

@@ -239,9 +239,9 @@ function startEngines() {
   });
   let asked = false; // once, by itself
   const refresh = follow({
-    onEngines: (engines) => {
+    onModels: (models) => {
       keys.showRefused(false);
-      settings.showModels(engines);
+      settings.showModels(models);
     },
     onRefused: () => {
       keys.showRefused(true);

@@ -1,6 +1,5 @@
 // What goes with every request: the model and the sampling parameters.
 
-import { get } from "./api.js";
 import * as forms from "./forms.js";
 
 const $ = (selector, from = document) => from.querySelector(selector);
@@ -9,6 +8,7 @@ const NUMBERS = ["temperature", "top_p", "max_tokens", "seed"];
 const CONTROLS = [...NUMBERS, "stop"]; // each has the name of its argument as its id
 const SAVED = [...CONTROLS, ...forms.CONTROLS];
 
+let models = []; // what can be asked for
 const changed = new Set(); // the controls that a person has changed
 let wantedModel = "";
 
@@ -38,14 +38,20 @@ export function restore({ model, values }) {
   showSummary();
 }
 
-/** Offers the engines' models, and keeps the one that was chosen as long as it is there. */
-export function showModels(engines) {
-  const names = [...new Set(engines.map((engine) => engine.model))].sort();
-  const shown = [...$("#model").options].map((option) => option.value);
-  if (names.join("\n") === shown.join("\n")) return;
-  const chosen = $("#model").value || wantedModel;
-  $("#model").replaceChildren(...names.map((name) => new Option(name, name)));
-  if (names.includes(chosen)) $("#model").value = chosen;
+/** Offers the models, and keeps the one that was chosen as long as it is there. */
+export function showModels(listed) {
+  if (JSON.stringify(listed) === JSON.stringify(models)) return;
+  models = listed;
+  const names = models.map(({ id }) => id);
+  const { options, value } = $("#model");
+  if (names.join("\n") !== [...options].map((option) => option.value).join("\n")) {
+    const chosen = value || wantedModel;
+    $("#model").replaceChildren(...names.map((name) => new Option(name, name)));
+    if (names.includes(chosen)) $("#model").value = chosen;
+  }
+  models.forEach(({ id, status }, i) => {
+    options[i].text = status.value === "loaded" ? id : `${id} (${status.value})`;
+  });
   showDefaults();
 }
 
@@ -76,9 +82,8 @@ export function start() {
 }
 
 /** Shows the values that the model's authors chose, else the page's own. */
-async function showDefaults() {
-  const models = await get("v1/models").catch(() => null); // /status says what is wrong
-  const shown = models?.data.find(({ id }) => id === $("#model").value);
+function showDefaults() {
+  const shown = models.find(({ id }) => id === $("#model").value);
   if (!shown) return;
   for (const id of NUMBERS.filter((id) => !changed.has(id)))
     $(`#${id}`).value = shown.default_sampling?.[id] ?? $(`#${id}`).defaultValue;

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ import torch
 from safetensors.torch import save
 
 from octavo.common.ports import free_port
-from tests.common.models.hub import SHA, running_hub
+from tests.common.models.hub import SHA, running_hub, sha256_of
 
 NAME = "owner/model"
 SECONDS = 30.0
@@ -48,7 +49,8 @@ def hub():
 @pytest.fixture
 def ask(hub, tmp_path):
     """Resolve names in a new process, as the hub's library reads its settings once."""
-    hub.models, hub.sizes, hub.refusals, hub.asked = {NAME: dict(FILES)}, {}, {}, []
+    hub.reset()
+    hub.models[NAME] = dict(FILES)
 
     def run(*asked, **environment):
         """Return a line for each pair of a function and a name, and log lines before it."""
@@ -65,6 +67,12 @@ def ask(hub, tmp_path):
         return done.stdout.splitlines()
 
     return run
+
+
+@pytest.fixture
+def blobs(tmp_path):
+    """The contents of the model's files in the cache."""
+    return tmp_path / "hub" / "hub" / "models--owner--model" / "blobs"
 
 
 def test_a_model_is_downloaded_and_kept(ask, hub):
@@ -129,6 +137,80 @@ def test_a_gguf_file_is_named_by_its_type(ask, hub):
     ]
     assert ask("gguf_file", f"{NAME}@{SHA}:Q8_0", "gguf_file", f"{NAME}:Q8_0@{SHA}") == [second] * 2
     assert ask("gguf_file", f"{NAME}:Q8_0", HF_HUB_OFFLINE="1")[-1] == second
+
+
+def test_a_download_that_is_cut_off_goes_on(ask, hub, blobs):
+    parts = {f"model-Q8_0-0000{part}-of-00002.gguf": bytes([part]) * (11 << 20) for part in (1, 2)}
+    hub.models[NAME] = parts
+    hub.cuts = dict.fromkeys(parts, (10 << 20) + 1)  # the library writes pieces of 10 MiB
+    (said,) = ask("gguf_file", f"{NAME}:Q8_0")
+    assert hub.ranges == [f"bytes={10 << 20}-"] * 2
+    for name, content in parts.items():
+        assert Path(said).with_name(name).read_bytes() == content
+
+    hub.models[NAME] = {"other-Q4_0.gguf": b"0123456789"}
+    (blobs / sha256_of(b"0123456789")).with_suffix(".incomplete").write_bytes(b"0123")
+    hub.unavailable.add("other-Q4_0.gguf")
+    (said,) = ask("gguf_file", f"{NAME}:Q4_0")
+    assert "cannot be downloaded from the hub" in said
+    assert "Start again: what was downloaded is kept" in said
+    hub.unavailable.clear()
+    (said,) = ask("gguf_file", f"{NAME}:Q4_0")
+    assert hub.ranges[-1] == "bytes=4-"
+    assert Path(said).read_bytes() == b"0123456789"
+    assert not list(blobs.glob("*.incomplete"))
+
+
+def test_a_file_whose_digest_differs_is_not_kept(ask, hub, blobs):
+    hub.damaged.add("model.safetensors")
+    (said,) = ask()
+    assert "the file 'model.safetensors' of the model 'owner/model' was damaged" in said
+    assert "SHA-256" in said
+    assert sha256_of(FILES["model.safetensors"]) not in {path.name for path in blobs.iterdir()}
+    assert not list(blobs.glob("*.incomplete"))
+    hub.damaged.clear()
+    (said,) = ask()
+    assert (Path(said) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_a_full_disk_is_told_and_nothing_of_it_is_used(ask, hub, blobs):
+    blobs.mkdir(parents=True)
+    partial = (blobs / sha256_of(FILES["model.safetensors"])).with_suffix(".incomplete")
+    partial.symlink_to("/dev/full")
+    (said,) = ask()
+    assert "cannot be stored in" in said
+    assert "the disk is full. Free some space, or set HF_HOME" in said
+    partial.unlink()
+    (said,) = ask()
+    assert (Path(said) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+
+
+def test_the_files_of_a_gated_model_need_a_token(ask, hub):
+    hub.models["owner/gguf"] = {"model.Q8_0.gguf": b"content"}
+    hub.gated = dict.fromkeys((NAME, "owner/gguf"), "hf_right")
+    pairs = "resolve_checkpoint", NAME, "gguf_file", "owner/gguf:Q8_0"
+    for line in ask(*pairs):
+        assert "is gated: request access on its page, and set HF_TOKEN" in line
+    assert not any("refused" in line for line in ask(*pairs, HF_TOKEN="hf_right"))
+
+
+def test_a_renamed_model_is_found_by_its_old_name(ask, hub):
+    hub.models["owner/gguf"] = {"model.Q8_0.gguf": b"content"}
+    hub.renamed = {"before/model": NAME, "before/gguf": "owner/gguf"}
+    model, file = ask("resolve_checkpoint", "before/model", "gguf_file", "before/gguf:Q8_0")
+    assert (Path(model) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    assert Path(file).read_bytes() == b"content"
+
+
+def test_two_downloads_of_one_model_at_once(ask, hub):
+    hub.delay = 0.5
+    with ThreadPoolExecutor() as pool:
+        one, other = [pool.submit(ask) for _ in range(2)]
+    assert one.result() == other.result()
+    (said,) = one.result()
+    assert (Path(said) / "model.safetensors").read_bytes() == FILES["model.safetensors"]
+    sent = [path for path in hub.asked if path.endswith("model.safetensors")]
+    assert sum(path.startswith("GET") for path in sent) == 1
 
 
 def test_a_tokenizer_is_downloaded_without_the_model(ask):
