@@ -6,7 +6,7 @@ where rounding hides no fault of the structure, then as the model is served.
 
 import inspect
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -328,7 +328,7 @@ def _checked(
             check_quantizable(model, path, settings.quantization)
             shape = ModelShape((), vocab_size, encoder.max_tokens, ())
             tokens = calibration_tokens(path, shape).numpy().astype(np.uint32)
-            scheme.quantize(model, partial(encoder.run, [tokens]), _narrows)
+            scheme.quantize(model, partial(encoder.run, [tokens]), _unquantized(model))
             limit = max(limit, scheme.tolerance)
         pack_linears(model)
     huge_pages.gather([*model.parameters(), *model.buffers()])
@@ -345,14 +345,20 @@ def _checked(
     return encoder
 
 
-def _narrows(layer: nn.Linear) -> bool:
-    """Return whether a layer has more inputs than outputs, and so is not quantized.
+def _unquantized(model: PreTrainedModel) -> Callable[[nn.Linear], bool]:
+    """Return a function that tells which of a model's linear layers are not quantized.
 
-    Most such layers lead back from an MLP. Their inputs have a few large elements, so that rounding
-    hurts the others: for MiniLM in int8, the mean cosine with float32 is 0.9993 without these
-    layers and 0.9979 with them.
+    Those of the first quarter of transformer layers, as all later layers pass on their errors; and
+    those with more inputs than outputs, as most lead back from an MLP and have a few large inputs,
+    so that rounding hurts the others. For MiniLM in int8, the lowest cosine with float32 of 1,000
+    texts is 0.9990 so, 0.9983 without the former rule, and 0.994 without both; it is 0.9989 if the
+    first and the last layer are kept.
     """
-    return layer.in_features > layer.out_features
+    count = model.config.get_text_config().num_hidden_layers
+    lists = (each for each in model.modules() if isinstance(each, nn.ModuleList))
+    layers = next((each for each in lists if len(each) == count), nn.ModuleList())
+    kept = {linear for layer in layers[: -(-count // 4)] for linear in layer.modules()}
+    return lambda linear: linear in kept or linear.in_features > linear.out_features
 
 
 def _traced(encoder: Encoder, vocab_size: int) -> Encoder:

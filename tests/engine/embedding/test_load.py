@@ -157,6 +157,17 @@ def test_fewer_bits_change_little(settings, tmp_path):
     assert (computed * expected).sum(1).min() > 0.999
 
 
+def test_the_first_quarter_of_the_layers_is_not_quantized(tmp_path):
+    save(CONFIGS["bert"], tmp_path, std=0.05)
+    encoder = load(tmp_path, quantization="int8", compile="off")
+    bytes_in = [
+        sum(buffer.dtype == torch.int8 for buffer in layer.buffers())
+        for layer in encoder.forward.model.encoder.layer
+    ]
+    assert bytes_in[0] == 0
+    assert bytes_in[1] == bytes_in[2] > 0
+
+
 def test_dense_layers_follow_the_pooling(tmp_path):
     model = save(CONFIGS["bert"], tmp_path)
     layer = torch.nn.Linear(64, 24)
