@@ -185,6 +185,10 @@ class Generator:
             models=[self._card(model, names[model][1:], up=model in up) for model in usable]
         )
 
+    def missing(self, name: str, tenant: Tenant) -> rpc.RpcError:
+        """Return the error of a name that `list_models` does not have."""
+        return self._pool.missing(name, tenant.may_use)
+
     def _card(self, model: str, aliases: Sequence[str], *, up: bool) -> generation_pb2.ModelCard:
         """Return a model's card."""
         if up:

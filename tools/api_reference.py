@@ -43,7 +43,7 @@ google.rpc.BadRequest names the invalid field, google.rpc.RetryInfo the time to 
 | UNAUTHENTICATED | no valid key or certificate | send one |
 | PERMISSION_DENIED | the tenant may not use this model or priority | use another |
 | RESOURCE_EXHAUSTED | a queue or quota is full, or the deadline too short; RetryInfo | retry |
-| UNAVAILABLE | no engine is connected, or the server stops; RetryInfo if known | retry later |
+| UNAVAILABLE | no engine of the model is up, or the server stops; RetryInfo if known | retry |
 | DEADLINE_EXCEEDED | the call's deadline passed | set a longer deadline |
 | CANCELLED | the client cancelled, or did not read its stream | |
 | INTERNAL | the server failed; its log has the reason | retry, and report it |

@@ -140,4 +140,4 @@ class Discovery:
         link = self._pool.drain(address)
         if not link.sequences:
             log.info("engine retired", engine=address)
-            await self._pool.remove(address)
+            await self._pool.remove(address, disappeared=True)

@@ -44,6 +44,7 @@ class EngineLink:
             report.
         breaker: Decides how long other engines are preferred after failures.
         problem: Reason why the engine is reachable but unusable; else empty.
+        added: When it was added, by `time.monotonic`.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class EngineLink:
         self.engine: Engine | None = None
         self.draining = False
         self.problem = ""
+        self.added = time.monotonic()
         self._settings = settings
         self._tokenizers = tokenizers
         self._on_change = on_change

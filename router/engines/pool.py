@@ -1,6 +1,7 @@
 """The pool of engines: connections, models and limits."""
 
 import asyncio
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import grpc
@@ -20,6 +21,12 @@ from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
 MIN_COPIED_TOKENS = 256
 """Minimum tokens by which another engine's prefix is longer, so that it is copied."""
+
+AWAITED_SECONDS = 300.0
+"""Seconds in which an engine that was added may still come up, or one that disappeared come back.
+
+Until then no router says that there is no model of a name: clients do not retry that.
+"""
 
 log = structlog.get_logger(__name__)
 
@@ -57,6 +64,7 @@ class EnginePool:
         self._news = News()  # an engine came up, went down or drains
         self._disagreeing: set[str] = set()  # models logged for differing defaults
         self._overruled: set[tuple[str, str]] = set()  # logged pairs of alias and model
+        self._disappeared: dict[str, float] = {}  # when each name of a model lost its last engine
 
     def __contains__(self, address: str) -> bool:
         return address in self._links
@@ -106,15 +114,21 @@ class EnginePool:
         self._changed(link)
         return link
 
-    async def remove(self, address: str) -> None:
+    async def remove(self, address: str, *, disappeared: bool = False) -> None:
         """Remove an engine; its requests migrate to others.
+
+        Args:
+            address: The engine's address.
+            disappeared: Whether nobody asked for it, so that its models may come back.
 
         Raises:
             rpc.RpcError: NOT_FOUND if there is no such engine.
         """
-        link = self.link(address)
+        link, names = self.link(address), self._all_names()
         await self.disconnect(address)
         del self._links[address]
+        if disappeared:
+            self._disappeared.update(dict.fromkeys(names - self._all_names(), time.monotonic()))
         self._changed(link)
 
     async def disconnect(self, address: str) -> None:
@@ -187,7 +201,7 @@ class EnginePool:
 
         Raises:
             rpc.RpcError: NOT_FOUND if unknown, INVALID_ARGUMENT if empty with several models,
-                UNAVAILABLE while no engine was ever up.
+                UNAVAILABLE while no engine was ever up, or one may come up that serves it.
         """
         models = {model: names for model, names in self.names().items() if may_use(names)}
         if not models:
@@ -202,8 +216,30 @@ class EnginePool:
         if not name:
             raise rpc.invalid("model", f"model must be set, as several are served: {served}")
         if name not in meant:
-            raise rpc.not_found("model", f"model {name[:128]!r} is not served; there is: {served}")
+            raise self.missing(name, may_use, f"; there is: {served}")
         return meant[name]
+
+    def missing(
+        self, name: str, may_use: Callable[[Collection[str]], bool], there: str = ""
+    ) -> rpc.RpcError:
+        """Return the error of a name that no model has that is up.
+
+        Args:
+            name: The name.
+            may_use: Returns whether the caller may use a model, by all its names.
+            there: Which models there are.
+        """
+        since = time.monotonic() - AWAITED_SECONDS
+        self._disappeared = {each: at for each, at in self._disappeared.items() if at > since}
+        never_up = (link for link in self._links.values() if link.engine is None)
+        may_come = name in self._disappeared or any(link.added > since for link in never_up)
+        if may_use(self.names_of(name)) and (may_come or name in self._all_names()):
+            message = f"no engine is up for model {name[:128]!r}, but one may connect soon{there}"
+            return rpc.unavailable(message, retry_after=1.0)
+        return rpc.not_found("model", f"model {name[:128]!r} is not served{there}")
+
+    def _all_names(self) -> set[str]:
+        return {name for names in self.names().values() for name in names}
 
     def candidates(self, model: str) -> Sequence[Engine]:
         """Return the engines of `model` that accept new requests.

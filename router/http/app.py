@@ -335,9 +335,7 @@ class Api:
         name = request.path_params["model"]
         card = self._cards(request).get(name)
         if card is None:
-            raise ApiError(
-                404, f"model {name[:128]!r} is not served", param="model", code="model_not_found"
-            )
+            raise self._generator.missing(name, self._authenticate(request))
         shown = anthropic_card if speaks_anthropic(request.scope) else openai_card
         return JSONResponse(shown(card, name, self._created))
 

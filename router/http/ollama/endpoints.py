@@ -10,7 +10,6 @@ from starlette.routing import BaseRoute, Route
 
 from octavo.client.requests import embed_request
 from octavo.client.responses import embeddings, state_name
-from octavo.common import rpc
 from octavo.router.generate import Generator
 from octavo.router.http.body import while_connected
 from octavo.router.http.endpoint import Answer, Authenticate, Handler, Parse
@@ -129,7 +128,7 @@ class OllamaEndpoints:
                 return JSONResponse(
                     {"details": DETAILS, "model_info": info, "capabilities": capabilities}
                 )
-        raise rpc.not_found("model", f"model {name[:128]!r} is not served")
+        raise self._generator.missing(name, tenant)
 
     async def _tags(self, request: Request) -> Response:
         cards = self._cards(self._authenticate(request))

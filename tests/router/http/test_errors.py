@@ -64,6 +64,16 @@ async def test_without_an_engine_it_is_503(frontend, hello):
         assert caught.value.status_code == 503
 
 
+async def test_a_model_of_an_engine_that_may_still_connect_is_503(frontend, scripted, hello):
+    async with frontend(scripted("a"), addresses=["127.0.0.1:1"]) as (_, client):
+        with pytest.raises(openai.InternalServerError, match="model 'huge', but one may") as caught:
+            await client.chat.completions.create(**{**hello, "model": "huge"})
+        assert caught.value.status_code == 503
+        assert caught.value.response.headers["retry-after"] == "1"
+        with pytest.raises(openai.InternalServerError):
+            await client.models.retrieve("huge")
+
+
 @pytest.mark.parametrize("streamed", [False, True])
 async def test_a_deadline_passes(frontend, scripted, hello, streamed):
     engine = scripted(interval=None)
