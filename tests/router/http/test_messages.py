@@ -324,7 +324,7 @@ async def test_each_status_has_its_exception(claude):
         stranger = {"Authorization": "Bearer guess"}
         await fails(anthropic.AuthenticationError, "authentication_error", extra_headers=stranger)
         await fails(anthropic.NotFoundError, "not_found_error", model="huge")
-        await fails(anthropic.APIStatusError, "request_too_large", system="x" * 3000)
+        await fails(anthropic.ContentTooLargeError, "request_too_large", system="x" * 3000)
         call = asyncio.create_task(client.messages.create(**ASK))
         await app.until(lambda: engine.submits)
         refused = await fails(anthropic.RateLimitError, "rate_limit_error")

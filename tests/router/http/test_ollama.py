@@ -1,5 +1,6 @@
 """Ollama's API with its client; the engine's text is scripted, in Hermes' format."""
 
+import asyncio
 from contextlib import asynccontextmanager
 
 import ollama
@@ -88,6 +89,54 @@ async def test_lists_models_and_refuses_in_its_shape(client):
             await asks.generate("tiny", "hi", images=["aGk="])
         with pytest.raises(ollama.ResponseError, match="generates text: use Generate"):
             await asks.embed("tiny", "hi")
+
+
+async def test_each_status_is_an_error_of_the_client(frontend, scripted):
+    engine = scripted(interval=None, max_num_seqs=1)
+    settings = {"api_key": "key", "max_message_bytes": 2048, "max_calls_per_peer": 1}
+    async with frontend(engine, ollama=True, **settings) as (app, _):
+        asks = ollama.AsyncClient(host=app.url, headers={"Authorization": "Bearer key"})
+        stranger = ollama.AsyncClient(host=app.url)
+
+        async def fails(status, message, client=asks, prompt="hi", **arguments):
+            for call in (client.generate, client.chat):
+                about = {"prompt": prompt} if call == client.generate else {"messages": HELLO}
+                with pytest.raises(ollama.ResponseError, match=message) as raised:
+                    await call("tiny", **about | arguments)
+                assert raised.value.status_code == status
+
+        await fails(401, "key", stranger)
+        await fails(400, "num_predict", options={"num_predict": 0})
+        await fails(413, "at most 2048 bytes", options={"stop": ["x" * 3000]})
+        running = asyncio.create_task(asks.generate("tiny", "hi"))
+        await app.until(lambda: engine.submits)
+        await fails(429, "1 requests of 127")
+        running.cancel()
+        await app.clean()
+        await engine.kill()
+        await app.up(0)
+        app.router.pool._links.clear()
+        await fails(503, "no engine is up")
+        app.router._http._api._generator = None  # the frontend itself is broken
+        await fails(500, "the server's log")
+
+
+async def test_a_failure_within_a_stream(frontend, scripted, encode):
+    engine = scripted(interval=None)
+    async with frontend(engine, ollama=True) as (app, _):
+        asks = ollama.AsyncClient(host=app.url)
+        parts = await asks.generate("tiny", "hi", stream=True)
+        listening = asyncio.create_task(anext(parts))
+        await app.until(lambda: engine.submits)
+        (submit,) = engine.submits
+        engine.send(started=[{"request_id": submit.request_id}])
+        engine.send_tokens(submit.request_id, encode("ab"))
+        assert (await listening).response
+        failure = {"request_id": submit.request_id, "code": 13, "message": "it is on fire"}
+        engine.send(failures=[failure])
+        with pytest.raises(ollama.ResponseError, match="it is on fire"):
+            [part async for part in parts]
+        await app.clean()
 
 
 async def test_there_is_none_without_the_flag(frontend, scripted, get):

@@ -216,6 +216,38 @@ async def test_truncation_drops_the_oldest_turns(answering, post):
     assert [text[0] for role, text in shown if role == "user"] == ["8", "l"]
 
 
+async def test_each_status_has_its_exception(answering):
+    settings = {"api_key": "key", "max_message_bytes": 2048, "max_calls_per_peer": 1}
+    async with answering("a", key="key", interval=None, settings=settings) as (app, engine, client):
+
+        async def fails(kind, status, **arguments):
+            with pytest.raises(kind) as caught:
+                await client.responses.create(**ASK | arguments)
+            assert caught.value.status_code == status
+            assert caught.value.body.keys() == {"message", "type", "param", "code"}
+            return caught.value
+
+        stranger = {"Authorization": "Bearer guess"}
+        refused = await fails(openai.AuthenticationError, 401, extra_headers=stranger)
+        assert refused.code == "invalid_api_key"
+        assert (await fails(openai.NotFoundError, 404, model="huge")).code == "model_not_found"
+        wrong = await fails(openai.BadRequestError, 400, temperature="hot")  # 422 is never sent
+        assert wrong.param == "temperature"
+        await fails(openai.APIStatusError, 413, instructions="x" * 3000)
+        call = asyncio.create_task(client.responses.create(**ASK))
+        await app.until(lambda: engine.submits)
+        refused = await fails(openai.RateLimitError, 429)
+        assert int(refused.response.headers["retry-after"]) >= 1
+        call.cancel()
+        await app.clean()
+        await engine.kill()
+        await app.up(0)
+        app.router.pool._links.clear()
+        assert (await fails(openai.InternalServerError, 503)).code == "unavailable"
+        app.router._http._api._generator = None  # the frontend itself is broken
+        await fails(openai.InternalServerError, 500)
+
+
 async def test_a_failure_within_a_stream(answering, encode):
     async with answering("a", interval=None) as (app, engine, client):
         task = asyncio.create_task(client.responses.create(**ASK, stream=True))
