@@ -1,5 +1,6 @@
 """Fixtures of all tests."""
 
+import gc
 import ipaddress
 import os
 import re
@@ -70,6 +71,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> LoadFil
             return "served" if Path(path).name in served else path
 
     return Scheduling(config, log)
+
+
+def pytest_collection_finish() -> None:
+    """Spare the garbage collector all modules and tests, which stay."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -6,12 +6,9 @@ has its own table for each sequence (`octavo.common.kv_cache.layer_groups`), and
 blocks from one pool. A method that raises changes nothing, except that blocks outside a window stay
 released or spilled.
 
-A sequence that has more tokens than its layer group keeps is spilled: its earlier blocks are copied
-to a file, in units, and released. There is one such sequence at a time.
-
-`prefixes.py` makes blocks findable by other requests and finds them, and `swap_moves.py` orders
-copies. Sequences that got blocks in a step keep them until its copies are
-taken.
+`prefixes.py` makes blocks findable by other requests and finds them, `swap_moves.py` orders copies,
+`spilled_sequence.py` moves a sequence's earlier blocks to a file. Sequences that got blocks in a
+step keep them until its copies are taken.
 """
 
 from collections import Counter
@@ -21,20 +18,17 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held, most_kept
+from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held
 from octavo.common.kv_cache.prefix_hash import root_key
-from octavo.engine.kv_cache.block_pool import BlockPool, OutOfBlocksError
+from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
 from octavo.engine.kv_cache.invariants import check_pool, check_table
 from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixCache
+from octavo.engine.kv_cache.spilled_sequence import SpilledSequence
 from octavo.engine.kv_cache.stats import wasted_slots
 from octavo.engine.kv_cache.swap_moves import SwapMoves
 from octavo.engine.kv_cache.transfers import Transfers
-
-
-class FileTakenError(OutOfBlocksError):
-    """The file of the spilled sequence holds another one."""
 
 
 class KVCacheManager:
@@ -44,7 +38,7 @@ class KVCacheManager:
         groups: The model's layer groups.
         device: The device's blocks.
         swap: The blocks of swap space.
-        spilling: Id of the sequence whose tokens the file holds; None if it holds none.
+        spilled: The sequence that has more tokens than stay in blocks.
         prefixes: Finds and publishes prefixes in both.
         moves: Orders copies between both.
     """
@@ -77,8 +71,7 @@ class KVCacheManager:
         self.moves = SwapMoves(self.device, self.swap, self.prefixes)
         self._keeps_states = prefix_caching and self.prefixes.keeps_states
         self._grows_only = not any(g.state_blocks or g.bounded for g in self.groups)
-        self._kept = most_kept(self.groups)
-        self.spilling: int | None = None
+        self.spilled = SpilledSequence(self.groups, self.moves)
         self._tables: dict[int, BlockTable] = {}
 
     # State.
@@ -93,25 +86,14 @@ class KVCacheManager:
         assert not table.swapped, f"sequence {sequence_id} is swapped out"
         return table.groups
 
-    def outgrows(self, num_tokens: int) -> bool:
-        """Return whether a sequence of `num_tokens` tokens has more than stay in blocks."""
-        return num_tokens > self._kept
-
     def num_units(self, sequence_id: int) -> int:
         """Return the number of units of the file that hold a sequence's first tokens."""
-        if sequence_id != self.spilling:
-            return 0
-        (layers,) = self.groups
-        return self._tables[sequence_id].passed[0] * layers.block_size // layers.unit
+        is_spilled = sequence_id == self.spilled.id
+        return self.spilled.num_units(self._tables[sequence_id]) if is_spilled else 0
 
     def holds(self, sequence_id: int) -> bool:
         """Return whether a sequence has a block table, on the device or swapped out."""
         return sequence_id in self._tables
-
-    @property
-    def counters(self) -> Counter[str]:
-        """Counters of prefix blocks offloaded and restored."""
-        return self.moves.counters
 
     @property
     def wasted_slots(self) -> int:
@@ -179,7 +161,7 @@ class KVCacheManager:
         """
         assert sequence_id not in self._tables
         prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
-        num_tokens = min(len(token_ids), self._kept)
+        num_tokens = min(len(token_ids), self.spilled.kept)
         self.device.require(self._blocks_beside(prefix, num_tokens))
         table = BlockTable([], num_tokens, [], root=root_key(salt), keys=list(prefix.keys))
         table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
@@ -223,7 +205,7 @@ class KVCacheManager:
     def blocks_to_admit(self, token_ids: Tokens[int], *, reuse: bool = True, salt: str = "") -> int:
         """Return the number of available blocks that `admit` would take."""
         prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
-        return self._blocks_beside(prefix, min(len(token_ids), self._kept))
+        return self._blocks_beside(prefix, min(len(token_ids), self.spilled.kept))
 
     def _reserved(self, group: int, num_cached: int, num_tokens: int) -> tuple[int, int]:
         """Return the first block that a new sequence needs, and the end of its initial blocks.
@@ -255,7 +237,7 @@ class KVCacheManager:
             OutOfBlocksError: Not enough blocks are available.
         """
         self.device.require(self.blocks_to_reserve(sequence_id, end))
-        table, end = self._tables[sequence_id], min(end, self._kept)
+        table, end = self._tables[sequence_id], min(end, self.spilled.kept)
         self._grow(table, end, (g for g, layers in enumerate(self.groups) if not layers.bounded))
         table.num_tokens = max(table.num_tokens, end)
 
@@ -393,7 +375,7 @@ class KVCacheManager:
             sequence_id: The sequence.
             most_tokens: Number of tokens that it may grow to.
         """
-        if not self._grows_only or self.outgrows(most_tokens):
+        if not self._grows_only or self.spilled.outgrows(most_tokens):
             return None
         return self._tables[sequence_id]
 
@@ -416,19 +398,7 @@ class KVCacheManager:
                     blocks[i] = RELEASED
                 table.passed[group] = max(first, table.passed[group])
             elif layers.kept is not None and layers.first_block(span.start) > table.passed[group]:
-                self._spill(span)
-
-    def _spill(self, span: Span) -> None:
-        """Spill the blocks that tokens from the span's start on do not read in blocks."""
-        if self.spilling not in (None, span.sequence_id):
-            raise FileTakenError(f"the file holds tokens of sequence {self.spilling}")
-        self.spilling = span.sequence_id
-        table, (layers,) = self._tables[span.sequence_id], self.groups
-        size, (blocks,) = layers.unit // layers.block_size, table.groups
-        for begin in range(table.passed[0], layers.first_block(span.start), size):
-            self.moves.spill(blocks[begin : begin + size], begin // size)
-            blocks[begin : begin + size] = [RELEASED] * size
-            table.passed[0] = begin + size
+                self.spilled.spill(table, span)
 
     def _unpublish_states(self, spans: list[Span]) -> None:
         for span in spans:
@@ -439,7 +409,7 @@ class KVCacheManager:
     def fork(self, parent_id: int, child_id: int, num_tokens: int) -> None:
         """Share the blocks of a parent's first `num_tokens` tokens with a new sequence."""
         assert child_id not in self._tables
-        assert parent_id != self.spilling
+        assert parent_id != self.spilled.id
         parent = self._tables[parent_id]
         pool = self.swap if parent.swapped else self.device
         groups = [
@@ -447,14 +417,9 @@ class KVCacheManager:
             for layers, blocks in zip(self.groups, parent.groups, strict=True)
         ]
         keys = parent.keys[: num_tokens // self.block_size]
+        passed, swapped = list(parent.passed), parent.swapped
         child = BlockTable(
-            groups,
-            num_tokens,
-            list(parent.passed),
-            num_tokens,
-            root=parent.root,
-            keys=keys,
-            swapped=parent.swapped,
+            groups, num_tokens, passed, num_tokens, root=parent.root, keys=keys, swapped=swapped
         )
         with ExitStack() as undo:
             for block in child.blocks():
@@ -489,8 +454,8 @@ class KVCacheManager:
         pool = self.swap if table.swapped else self.device
         for block in table.blocks():  # each group's last first: prefixes are evicted from the end
             pool.release(block)
-        if sequence_id == self.spilling:
-            self.spilling = None
+        if sequence_id == self.spilled.id:
+            self.spilled.id = None
 
     # Swap.
 
@@ -529,4 +494,4 @@ class KVCacheManager:
         assert not self._tables, f"sequences left: {list(self._tables)[:8]}"
         assert self.device.num_in_use == 0
         assert self.swap.num_in_use == 0
-        assert self.spilling is None
+        assert self.spilled.id is None

@@ -28,9 +28,11 @@ def with_blocks(group: SequenceGroup, cache: KVCacheManager) -> list[Sequence]:
 
 def waits_to_spill(group: SequenceGroup, cache: KVCacheManager) -> bool:
     """Return whether a group must be spilled and the file still holds another one."""
-    if cache.spilling is None:
+    if cache.spilled.id is None:
         return False
-    return any(cache.outgrows(s.num_tokens) and s.id != cache.spilling for s in group.live)
+    return any(
+        cache.spilled.outgrows(s.num_tokens) and s.id != cache.spilled.id for s in group.live
+    )
 
 
 def preempt(

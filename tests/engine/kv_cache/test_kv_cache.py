@@ -309,7 +309,10 @@ def test_an_evicted_prefix_falls_to_swap_space_and_returns_by_copy():
     assert returned.swap_in == [
         (places[old], new) for old, new in zip(blocks, table(cache, 2), strict=False)
     ]
-    assert (cache.counters["offloaded_blocks"], cache.counters["restored_blocks"]) == (3, 3)
+    assert (cache.moves.counters["offloaded_blocks"], cache.moves.counters["restored_blocks"]) == (
+        3,
+        3,
+    )
     cache.free(2)
     cache.admit(3, [98] * 13)
     assert not cache.take_transfers().swap_out  # swap space still has them
@@ -441,8 +444,8 @@ class Contents(RuleBasedStateMachine):
     def transfer(self):
         self.forget_what_is_gone()
         moves = self.cache.take_transfers()
-        event(f"prefixes offloaded: {self.cache.counters['offloaded_blocks'] > 0}")
-        event(f"prefixes restored: {self.cache.counters['restored_blocks'] > 0}")
+        event(f"prefixes offloaded: {self.cache.moves.counters['offloaded_blocks'] > 0}")
+        event(f"prefixes restored: {self.cache.moves.counters['restored_blocks'] > 0}")
         for pairs, source, target in (
             (moves.swap_out, self.device, self.swap),
             (moves.swap_in, self.swap, self.device),

@@ -365,7 +365,7 @@ class Contents(RuleBasedStateMachine):
     @rule(data=st.data(), swapped=st.booleans())
     def fork(self, data, swapped):
         for id_ in self.pick(data, swapped=swapped)[:1]:
-            if not self.computed[id_] or id_ == self.cache.spilling:
+            if not self.computed[id_] or id_ == self.cache.spilled.id:
                 continue
             child, self.next_id = self.next_id, self.next_id + 1
             self.cache.fork(id_, child, self.computed[id_])

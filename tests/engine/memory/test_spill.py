@@ -84,7 +84,7 @@ def test_a_sequence_longer_than_the_cache_has_the_same_bits(start, types):
     outputs = [alone(each, prompt(0)) for each in (enough, engine)]
     assert outputs[1] == outputs[0]
     assert max(batch.spilled[1].num_units for batch in engine.batches if batch.spilled) >= 3
-    assert engine.cache.counters["spilled_blocks"] > BLOCKS // 4
+    assert engine.cache.moves.counters["spilled_blocks"] > BLOCKS // 4
     prefix = alone(engine, prompt(0))  # its first blocks are cached
     assert prefix == outputs[0]
 
@@ -129,9 +129,9 @@ def test_it_is_preempted(start, expected, preemption):
     for done in (LENGTH // 2, LENGTH):
         while group.sequences[0].num_computed < done:
             engine.step()
-        assert engine.cache.spilling is not None
+        assert engine.cache.spilled.id is not None
         engine.scheduler._preempt(group)
-        assert (engine.cache.spilling is None) is (preemption == "recompute")
+        assert (engine.cache.spilled.id is None) is (preemption == "recompute")
     engine.run()
     assert engine.scheduler.counters[f"preemptions_{preemption}"] == 2
     assert output(engine, group) == expected
@@ -140,7 +140,7 @@ def test_it_is_preempted(start, expected, preemption):
 def test_an_aborted_one_leaves_the_file_to_the_next(start, expected):
     engine = start()
     group = engine.submit(prompt(5), OUTPUT_TOKENS)
-    while engine.cache.spilling is None:
+    while engine.cache.spilled.id is None:
         engine.step()
     engine.step()
     engine.core.requests.abort(0, group.request.request_id, None)
@@ -153,7 +153,7 @@ def test_a_file_that_fails_ends_its_request_alone(start):
     engine = start()
     short = alone(engine, prompt(1, 60))
     group = engine.submit(prompt(0), OUTPUT_TOKENS)
-    while engine.cache.spilling is None:
+    while engine.cache.spilled.id is None:
         engine.step()
     beside = engine.submit(prompt(1, 60), OUTPUT_TOKENS, logprobs=1)
     events = []

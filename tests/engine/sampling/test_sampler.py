@@ -8,7 +8,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -87,6 +86,9 @@ def assert_follows(counts, expected):
     wanted = np.append(expected[frequent], expected[~frequent].sum())
     wanted *= counts.sum() / wanted.sum()
     keep = wanted > 0
+    # Imported here, as it takes each of the processes that collect tests a second.
+    from scipy import stats
+
     result = stats.chisquare(
         observed[keep], wanted[keep] * observed[keep].sum() / wanted[keep].sum()
     )
@@ -155,6 +157,8 @@ def test_a_seed_gives_the_same_token_in_any_company(seed, top_k, top_p, min_p, t
 def test_draws_are_independent_across_positions_outputs_and_seeds():
     grid = np.meshgrid(np.arange(40), np.arange(10), np.arange(50), indexing="ij")
     draws = uniforms(*(axis.astype(np.uint64) for axis in grid))
+    from scipy import stats
+
     assert stats.kstest(draws.ravel(), "uniform").pvalue > 1e-3
     for axis in range(3):
         pairs = np.moveaxis(draws, axis, 0)
