@@ -80,9 +80,8 @@ for _ in llm.generate(([5] for _ in iter(int, 1)), max_tokens=8, ignore_eos=True
 """
 
 
-@pytest.mark.parametrize(
-    "end", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGKILL]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL])
 def test_nothing_is_left_when_the_program_ends(demo_model, end):
     with subprocess.Popen(
         [sys.executable, "-c", PROGRAM],

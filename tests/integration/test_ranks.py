@@ -88,6 +88,7 @@ async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, 
         assert router.metric("octavo_router_migrations_total") > 0
 
 
+@pytest.mark.slow
 async def test_a_rank_told_to_stop_drains_the_engine_and_ends_all(launch, model):
     engine = launch("engine", "--model", model, *SMALL, *RANKS)
     router = launch("router", "--engine", engine.address)

@@ -97,6 +97,7 @@ def test_builds_whole_for(target, tmp_path):
     drive(target, objects, driver, stand_in)
 
 
+@pytest.mark.slow
 def test_runs_on_arm(tmp_path):
     """All sources are valid there; those that the driver calls are right."""
     (target,) = (target for target in TARGETS if target.isa.name == "neon")

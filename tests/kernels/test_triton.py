@@ -162,7 +162,7 @@ def test_rotate_and_write(harness, kernels, data):
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=MAX_EXAMPLES // 5)
+@settings(fixtures_are_shared, max_examples=1 if INTERPRETED else MAX_EXAMPLES)
 def test_copies(harness, kernels, data):
     harness.check_copies(kernels, data.draw(harness.cases(longest=20)), DEVICE)
 
@@ -222,7 +222,11 @@ def test_nothing_is_drawn_outside_the_vocabulary(kernels):
 
 
 @pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.slow)]
+    "dtype",
+    [
+        torch.bfloat16,
+        *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float32, torch.float16)),
+    ],
 )
 def test_mixed_batch(harness, kernels, dtype):
     harness.check_attention(
