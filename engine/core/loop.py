@@ -198,7 +198,8 @@ class EngineCore:
         """Publish all events since the last call, the load, and the changes of the prefix cache."""
         self.reported = time.monotonic()
         self.load = self._measured()
-        for part in (self._scheduler, self._scheduler.cache, self._constraints, self.read_ahead):
+        scheduler = self._scheduler
+        for part in (scheduler, scheduler.cache.moves, self._constraints, self.read_ahead):
             if part is not None:
                 self._metrics.observe_counters(part.counters)
         self._publish_events(self.requests.take_events(), self.load)
