@@ -79,8 +79,19 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is slow
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run the slowest files first, so that short ones balance the end."""
+    """Mark the cases beyond `few` slow; run the slowest files first: short ones balance the end."""
+    functions: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("few") and not item.get_closest_marker("slow"):
+            functions.setdefault(item.nodeid.split("[")[0], []).append(item)
+    for cases in functions.values():
+        (count,) = next(cases[0].iter_markers("few")).args
+        kept = {round(i * len(cases) / count) for i in range(count)}
+        for i, case in enumerate(cases):
+            if i not in kept:
+                case.add_marker("slow")
 
     def rank(item: pytest.Item) -> int:
         if "integration" in item.path.parts:

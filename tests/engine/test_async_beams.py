@@ -100,6 +100,7 @@ def assert_same(groups, expected, *, but=()):
             assert found[1] == pytest.approx(values, abs=1e-4)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("aborted", [(), ABORTED], ids=["all", "some aborted"])
 @pytest.mark.parametrize("preemption", [None, "swap", "recompute"])
 def test_outputs_are_the_same(tiny_model, expected, preemption, aborted):

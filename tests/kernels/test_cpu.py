@@ -39,13 +39,13 @@ def native():
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=40)
+@settings(fixtures_are_shared, max_examples=15)
 def test_attention(harness, native, data):
     harness.check_attention(native, data.draw(harness.cases(fp8=FP8, subnormals=False)))
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=40)
+@settings(fixtures_are_shared, max_examples=10)
 def test_attention_to_whole_numbers(harness, native, data):
     harness.check_attention(native, data.draw(harness.cases(whole=[torch.int8])))
 
@@ -118,7 +118,7 @@ def test_every_number_is_rounded_to_fp8_as_pytorch_does(native, dtype, kept_as):
 
 
 @given(data=st.data())
-@settings(fixtures_are_shared, max_examples=40)
+@settings(fixtures_are_shared, max_examples=15)
 def test_draws(harness, native, data):
     sizes = (1, 2, 5, 15, 16, 17, 300, 1023, 2100)
     harness.check_draws(cpu, *data.draw(harness.rows_to_draw_from(sizes, 4)))
@@ -129,7 +129,9 @@ def test_draws_with_the_greatest_uniform_number(harness, native, vocab_size):
     harness.check_greatest_uniform(cpu, vocab_size)
 
 
-@pytest.mark.parametrize("spread", [0.1, 2.5, 8.0])
+@pytest.mark.parametrize(
+    "spread", [2.5, *(pytest.param(other, marks=pytest.mark.slow) for other in (0.1, 8.0))]
+)
 @pytest.mark.parametrize(
     "cut", [{}, {"top_p": 0.95}, {"top_k": 50}, {"top_k": 40_000, "top_p": 0.9}, {"min_p": 0.05}]
 )
@@ -230,6 +232,7 @@ def test_keys_split_among_threads(harness, native, dtype, window):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("block_size", [8, 16, 64])
 @pytest.mark.parametrize("window", [None, 37])
@@ -277,6 +280,7 @@ def test_any_number_of_threads(harness, native, threads):
     )
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "other",

@@ -120,6 +120,7 @@ def first_seen(position, sliding_window=None, chunk=None, **_):
     return 0 if chunk is None else position - position % chunk
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("dtype", list(TOLERANCES))
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 def test_sizes_of_deepseek_v3(native, lengths, dtype):
@@ -156,7 +157,7 @@ def sequences(draw):
     seed=st.integers(0, 99),
 )
 @settings(
-    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_any_sizes(native, dims, lengths, sight, soft_cap, dtype, kept_as, block_size, seed):
     check(

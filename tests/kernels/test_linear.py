@@ -42,7 +42,6 @@ X86 = {
 }
 """Instructions that the compiler may use, and those that are emulated."""
 ARM = {isa.name: isa for isa in INSTRUCTION_SETS["aarch64"]}
-FAST = ("avx2",)
 NAMES = "linear", "linear_blocks", "stored_blocks", "round_weights", "low_rank", "step", "isa"
 KERNELS = [*(SOURCES / f"{name}.cpp" for name in NAMES), EMULATION / "torch.cpp"]
 PANEL = 32
@@ -57,10 +56,7 @@ shapes = st.tuples(
 
 CPUS = [
     "native",
-    *(
-        name if name in FAST else pytest.param(name, marks=pytest.mark.slow)
-        for name in (*X86, *ARM)
-    ),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in (*X86, *ARM)),
 ]
 """Kinds of CPUs: this machine's, and emulated ones."""
 

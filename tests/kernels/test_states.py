@@ -55,6 +55,7 @@ def test_as_defined_widely(native, operation, data):
     check(native, data.draw(state_cases(operation, longest=200, most_size=136)))
 
 
+@pytest.mark.few(4)
 @needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("operation", OPERATIONS)

@@ -242,7 +242,9 @@ def test_mixed_batch(harness, kernels, dtype):
     )
 
 
-@pytest.mark.parametrize("cache_dtype", FP8)
+@pytest.mark.parametrize(
+    "cache_dtype", [*FP8[-1:], *(pytest.param(each, marks=pytest.mark.slow) for each in FP8[:-1])]
+)
 def test_fp8(harness, kernels, cache_dtype):
     case = harness.case(
         lengths=[(1, 90), (40, 60)], group=2, dtype=torch.bfloat16, cache_dtype=cache_dtype

@@ -93,14 +93,19 @@ def first_loop(path):
 # Maximum instructions of a warp per tile: on an H100, reading 64 keys of a bf16 cache at full
 # bandwidth takes 2,450 cycles, in which four schedulers issue 9,800; two programs of four warps
 # share them. (Triton 3.6 takes 300, 537, 367, 293, 345.)
-FAST = [
+COUNTED = [
     (H100, "decode", COMMON, 340),
-    (H100, "decode", replace(COMMON, cache_dtype=E4M3), 600),
-    (H100, "decode", replace(COMMON, cache_dtype=INT8), 900),
-    (H100, "chunk", COMMON, 410),
-    (A100, "decode", COMMON, 330),
     (A100, "chunk", COMMON, 390),
-    (H100, "decode", LATENT, 1000),
+    *(
+        pytest.param(*case, marks=pytest.mark.slow)
+        for case in (
+            (H100, "decode", replace(COMMON, cache_dtype=E4M3), 600),
+            (H100, "decode", replace(COMMON, cache_dtype=INT8), 900),
+            (H100, "chunk", COMMON, 410),
+            (A100, "decode", COMMON, 330),
+            (H100, "decode", LATENT, 1000),
+        )
+    ),
 ]
 SLOW = [
     (gpu, kind, shape)
@@ -148,7 +153,7 @@ LINEAR = [  # weights, inputs of a group, rows, instructions for 64 bytes of eac
     ("nibbles", 128, 16, 780),
     pytest.param("e4m3", 128, 16, 520, marks=pytest.mark.slow),
     pytest.param("e2m1", 32, 16, 860, marks=pytest.mark.slow),
-    ("nested", 32, 64, 640),
+    pytest.param("nested", 32, 64, 640, marks=pytest.mark.slow),
 ]
 
 
@@ -195,9 +200,8 @@ def test_quantized_linear_widely(tmp_path, gpu, kind, rows):
         check_linear(gpu, kind, group, rows, tmp_path / "cubin", dtype)
 
 
-@pytest.mark.parametrize(
-    ("kind", "rows"), [("e2m1", 16), pytest.param("nibbles", 64, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "rows"), [("e2m1", 16), ("nibbles", 64)])
 def test_quantized_experts(tmp_path, kind, rows):
     check_quantized_experts(H100, kind, rows, tmp_path / "cubin")
 
@@ -239,7 +243,7 @@ def test_rotation_and_writes_leave_registers_for_other_programs(dtype, tmp_path)
         assert taken["REG"] <= 128
 
 
-@pytest.mark.parametrize(("gpu", "kind", "case", "most"), FAST)
+@pytest.mark.parametrize(("gpu", "kind", "case", "most"), COUNTED)
 def test_attention(gpu, kind, case, most, tmp_path):
     check_attention(gpu, kind, case, tmp_path / "cubin")
     loop = first_loop(tmp_path / "cubin")

@@ -19,7 +19,7 @@ pytestmark = MARKS
     wide=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=12 if INTERPRETED else 60)
+@settings(deadline=None, max_examples=6 if INTERPRETED else 60)
 def test_low_rank(**case):
     from octavo.kernels import triton as kernels
 

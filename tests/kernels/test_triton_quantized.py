@@ -29,7 +29,7 @@ def large(kind):
     wide=st.booleans(),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=12 if INTERPRETED else 200)
+@settings(deadline=None, max_examples=6 if INTERPRETED else 200)
 @example(large("points"), 3, torch.bfloat16, True, False, 0)
 @example(large("nested"), 20, torch.float16, False, True, 0)
 def test_quantized_linear(weight, rows, dtype, biased, wide, seed):
@@ -73,7 +73,7 @@ def test_one_input_at_a_time(kind):
     size=st.sampled_from([2.0**-70, 1.0, 2.0**20]),
     seed=st.integers(0, 999),
 )
-@settings(deadline=None, max_examples=12)
+@settings(deadline=None, max_examples=6 if INTERPRETED else 40)
 def test_fp8_linear(rows, inputs, outputs, biased, size, seed):
     from octavo.kernels.triton import fp8_linear
 

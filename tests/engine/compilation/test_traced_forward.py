@@ -68,6 +68,7 @@ def saved(tmp_path_factory):
     return make
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("name", "dtype", "quantization", "tolerance"), WAYS)
 def test_traced_is_eager(saved, name, dtype, quantization, tolerance):
     check_equal(saved(name), dtype, quantization, tolerance=tolerance)

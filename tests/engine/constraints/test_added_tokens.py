@@ -146,6 +146,7 @@ def _constraints(text: str) -> dict[str, tuple[Constraint, str]]:
 KINDS = list(_constraints(""))
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ["demo", "thinking", "llama", "unigram"])
 def test_the_text_of_every_added_token_can_be_forced(request, name, kind):
@@ -207,6 +208,7 @@ RUNS = re.compile(r"\s+")
 NESTED = {"a": [{"b": {"c": [1, {"d": "x"}]}}, {}], "e": {"f": [[]]}}
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize(
     "constraint",

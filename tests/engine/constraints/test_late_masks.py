@@ -108,6 +108,7 @@ WHEN = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.few(2)
 @WHEN
 @pytest.mark.parametrize(
     ("async_scheduling", "speculation"), [(False, None), (True, None), (False, "suffix")]

@@ -66,6 +66,7 @@ def expected(start):
     return alone(start(num_blocks=CONTEXT // 16, kv_spill=None), prompt(0))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     "types",
     [

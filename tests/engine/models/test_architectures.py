@@ -79,6 +79,7 @@ def engine_of(path, **settings):
     return Stepper(build(EngineSettings(model=str(path), **settings)))
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_greedy_output_is_transformers(name, tmp_path):
     model = save(CONFIGS[name], tmp_path)

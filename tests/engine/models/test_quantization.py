@@ -221,6 +221,7 @@ def test_experts_that_stay_as_they_are_are_told(saved, name, left):
     assert [set(entry["percent_of_weights"]) for entry in told] == left
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("tokenizer", [None, "{}", '{"version": "1.0", "model": {"type": "BPE"}}'])
 @pytest.mark.parametrize("name", ["gpt2", "experts"])
 def test_calibration_does_without_a_tokenizer(saved, name, tokenizer):

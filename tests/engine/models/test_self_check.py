@@ -77,6 +77,7 @@ ALONE, PACKED = "self-check failed: alone", "self-check failed: packed"
 CHUNKED = "self-check failed: in chunks"
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("name", "turn_off", "broken"),
     [

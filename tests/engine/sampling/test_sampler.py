@@ -95,6 +95,7 @@ def assert_follows(counts, expected):
     assert result.pvalue > 1e-3
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("params", "warpers"),
     [

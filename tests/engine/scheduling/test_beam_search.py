@@ -65,6 +65,7 @@ def assert_same(groups, expected):
         assert [hypothesis.score for hypothesis in found] == pytest.approx(scores, abs=1e-4)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("width", "penalty", "early"), CASES)
 def test_hypotheses_and_scores_are_transformers(
     engine, decided_model, prompts, width, penalty, early

@@ -509,6 +509,7 @@ def serve(engine, groups):
     return steps, computed, drawn
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("prefix_caching", [False, True])
 @pytest.mark.parametrize("swap", [1, 6, 12, 24])
 def test_a_full_swap_space_neither_stalls_nor_slows(swap, prefix_caching):

@@ -23,6 +23,7 @@ BODIES = [
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("path", "bodies"), BODIES)
 async def test_no_body_is_refused(frontend, scripted, post, path, bodies):
     engine = scripted(CALL, eos=True, max_model_len=8192, features={"constraints": True})

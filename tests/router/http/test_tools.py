@@ -135,6 +135,7 @@ async def test_what_is_wrong_is_named(frontend, talking, hello):
     assert not engine.submits
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("arguments", [r'{"a": "\ud83d"}', '{"', "", "[1]", "a b", '{"a": NaN}'])
 async def test_whatever_arguments_an_answer_has_can_be_sent_back(
     frontend, scripted, post, hello, arguments

@@ -153,6 +153,7 @@ def model(name) -> Model:
     return Model(markers, response_template=template)
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize("kind", SCHEMAS)
 def test_what_a_call_may_be_is_valid(name, model, kind):
     schema = SCHEMAS[kind]

@@ -175,6 +175,7 @@ def model(name) -> Model:
     return Model(MARKERS[name], response_template=template)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("parallel", [True, False])
 def test_forced_calls_always_validate(name, model, parallel):
     reasons = OutputFormats().reasoning(model.text) is not None
@@ -211,6 +212,7 @@ NAMES = ["fs.read", "srv/tool", "ns:tool:2", "a.b/c:d-e_f", "1.2", "a:0", "x" * 
 """Tool names as from Model Context Protocol servers."""
 
 
+@pytest.mark.few(30)
 @pytest.mark.parametrize("tool", NAMES)
 def test_names_come_back_as_they_are(name, model, tool):
     request = ask(TOOL | {"name": tool}, choice={"name": tool})
@@ -442,6 +444,7 @@ def either_model(request, name) -> Model:
     return Model(MARKERS[name] if request.param == "tokens" else [], response_template=template)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("pace", [1, 1000])
 def test_an_answer_keeps_the_texts_of_markers(name, either_model, pace):
     model = either_model
@@ -474,6 +477,7 @@ def test_an_answer_may_begin_with_a_marker_s_text(thinker, kind, pace):
                     assert found[:2] == ([], answer)
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("pace", [1, 1000])
 def test_arguments_keep_the_texts_of_markers(name, either_model, pace):
     model = either_model

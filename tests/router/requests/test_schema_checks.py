@@ -77,6 +77,7 @@ def chain(keyword, length=40):
     return {"$ref": "#/$defs/a0", "$defs": {**each, f"a{length}": {"type": "string"}}}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("schema", "document"),
     [

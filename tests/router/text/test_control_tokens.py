@@ -187,6 +187,7 @@ texts = st.text(st.sampled_from("ab <>|im_end/\n\u00e9日🎉"), max_size=12) | 
 texts = texts.filter(lambda text: "<|im_end|>" not in text)
 
 
+@pytest.mark.few(3)
 @given(messages=st.lists(st.tuples(st.sampled_from(["user", "assistant"]), texts), min_size=1))
 @settings(max_examples=60, deadline=None)
 def test_chats_without_control_tokens_are_encoded_as_always(tokenizer, messages):

@@ -65,6 +65,7 @@ def test_what_shortens_texts_has_no_bound():
     assert found == [None, None, None, 4]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("text", ["A few words, and more of them. ", "日本", "x", " ", "\n\n"])
 def test_counting_ends_where_it_is_too_much(text):
     tokenizer = tokenization._load(models.DEMO)

@@ -64,6 +64,7 @@ def size_of(model):
     return sum(own.nbytes for own in {id(own): own for own in tensors}.values())
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES)
 def test_a_checkpoint_runs_as_it_is_stored(tmp_path, case):
     settings, pack, _ = CASES[case]
@@ -121,6 +122,7 @@ def check_size(path, loaded, config):
     assert abs(size_of(loaded.model) / counted - 1) < 0.1
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("case", "family"),
     [(case, {"awq": "mixtral", "mxfp4": "gpt_oss"}.get(case, "qwen3_moe")) for case in EXPERTS],
@@ -159,6 +161,7 @@ def test_a_scale_that_kernels_cannot_multiply_leaves_a_weight_as_it_was():
     assert make_e2m1(codes, torch.tensor([[129], [0]], dtype=torch.uint8)) is None
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", [*gguf_files.FORMATS, "Q4_K_M", "with others"])
 def test_a_gguf_file_runs_from_its_blocks(tmp_path, monkeypatch, case):
     monkeypatch.setenv("OCTAVO_CACHE_DIR", str(tmp_path / "cache"))

@@ -135,6 +135,7 @@ async def test_outputs_keep_to_their_form(engine, tokenizer):
         assert ends[0].finish_reason == "stop"
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("sampling", "code", "named"),
     [

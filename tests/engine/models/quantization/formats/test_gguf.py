@@ -186,6 +186,7 @@ def loaded_as(dtype, path):
     return load(path, dtype=dtype, device="cpu", block_size=16)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(
     ("family", "case"), [(family, case) for family, cases in CASES.items() for case in cases]
 )

@@ -151,6 +151,7 @@ def error(found, expected):
     return float(((found - expected).norm(dim=1) / spread).median())
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize(
     ("case", "family"),
     [
