@@ -12,7 +12,7 @@ from octavo.router.requests.parsers.gpt_oss import NAME as GPT_OSS  # its forced
 from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS
 
 TURNS = 6
-CONVERSATIONS = 600
+CONVERSATIONS = 2_000
 FAMILIES = tuple(TOOL_FORMATS)
 TOOLS = [
     {"type": "function", "function": {"name": name, "parameters": schema}}
