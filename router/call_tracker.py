@@ -4,7 +4,12 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, nullcontext
+from contextlib import (
+    AbstractAsyncContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass
 from functools import partial
 
@@ -93,6 +98,8 @@ class CallTracker:
         self._gen_ai_metrics = GenAiMetrics(registry)
         self._accounts: dict[str, Account] = {}  # by tenant name
         self._refusing = False
+        self._waiting: set[asyncio.Timeout] = set()  # of calls that wait for a model
+        self._reason = ""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -202,6 +209,13 @@ class CallTracker:
         """Refuse new calls."""
         self._refusing = True
 
+    def fail_waiting(self, message: str) -> None:
+        """Fail the calls that wait for a model with UNAVAILABLE."""
+        self._reason = message
+        for waiting in self._waiting:
+            if not waiting.expired():
+                waiting.reschedule(0.0)
+
     def _check_not_refusing(self) -> None:
         if self._refusing:
             raise rpc.unavailable("the router is shutting down; retry with another router")
@@ -220,7 +234,27 @@ class CallTracker:
         if self._on_demand is None:
             return nullcontext()
         on_loading = None if tell_loading is None else partial(tell_loading, model)
-        return self._on_demand.hold(model, on_loading)
+        return self._hold(self._on_demand.hold(model, on_loading))
+
+    @asynccontextmanager
+    async def _hold(self, loaded: AbstractAsyncContextManager[None]) -> AsyncIterator[None]:
+        """Enter a context that loads a model, which `fail_waiting` may interrupt.
+
+        Raises:
+            rpc.RpcError: See `OnDemandModels.hold`; UNAVAILABLE by `fail_waiting`.
+        """
+        async with AsyncExitStack() as stack:
+            try:
+                async with asyncio.timeout(None) as waiting:
+                    self._waiting.add(waiting)
+                    await stack.enter_async_context(loaded)
+            except TimeoutError:
+                if not waiting.expired():
+                    raise
+                raise rpc.unavailable(self._reason) from None
+            finally:
+                self._waiting.discard(waiting)
+            yield
 
     def _resolve(self, name: str, tenant: Tenant) -> str:
         """Return the full model name for `name` in a tenant's request."""

@@ -225,6 +225,7 @@ class Generator:
     def fail_all(self, message: str) -> None:
         """Fail all requests in progress with UNAVAILABLE, and refuse new calls."""
         self._calls.refuse()
+        self._calls.fail_waiting(message)
         self._attempts.fail_all(rpc.unavailable(message))
 
     async def close(self) -> None:

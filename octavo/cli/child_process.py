@@ -78,6 +78,11 @@ class ChildProcess:
         """Id of the process; None before the start."""
         return self._process.pid
 
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self._process.is_alive()
+
     async def report(self) -> str:
         """Wait for the next report of the child's start.
 

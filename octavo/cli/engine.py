@@ -44,6 +44,16 @@ async def _engine(settings: EngineSettings, progress: running.Progress) -> None:
     await run_engine(settings, ready)
 
 
+def import_engine() -> None:
+    """Import what an engine without ranks needs on this machine, which takes seconds."""
+    from octavo.engine.models.device import choose_device  # noqa: PLC0415 - torch takes seconds
+    from octavo.engine.without_compiler import keep_compiler_out  # noqa: PLC0415
+
+    if choose_device("auto").type == "cpu":
+        keep_compiler_out()
+        import octavo.engine.server  # noqa: F401, PLC0415
+
+
 async def run_engine(
     settings: EngineSettings, on_ready: Callable[[str], None], socket: Path | None = None
 ) -> None:

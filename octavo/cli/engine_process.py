@@ -1,10 +1,11 @@
 """An engine process of `octavo serve`, or another rank of one, which ends when its parent ends."""
 
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 from octavo.cli.child_process import ChildProcess, Report, begin_child, run_child
-from octavo.cli.engine import run_engine, run_other_rank
+from octavo.cli.engine import import_engine, run_engine, run_other_rank
 from octavo.cli.running import settle
 from octavo.common import logging
 from octavo.common.placement import Placement, bind
@@ -43,6 +44,31 @@ class EngineProcess(ChildProcess):
         self.socket = socket
 
 
+class SpareEngine(ChildProcess):
+    """An engine process that has imported its code, and waits for a model."""
+
+    def __init__(self) -> None:
+        self._orders_end, self._orders = Pipe(duplex=False)
+        super().__init__(
+            _wait,
+            (self._orders_end,),
+            name="the spare engine",
+            process_name="octavo-engine",
+            drain_timeout=0.0,
+            remedy=OUT_OF_MEMORY,
+        )
+
+    def start(self) -> None:
+        """Start the process; see `ChildProcess.start`."""
+        super().start()
+        self._orders_end.close()
+
+    def serve(self, settings: EngineSettings, socket: Path, name: str) -> None:
+        """Begin to serve a model; the arguments are those of `EngineProcess`."""
+        self._name, self._drain_timeout = name, settings.drain_timeout
+        self._orders.send((settings, socket))
+
+
 def _run(
     settings: EngineSettings,
     socket: Path | None,
@@ -52,9 +78,21 @@ def _run(
 ) -> None:
     """Serve until SIGTERM in the child; report readiness or failure to the parent."""
     begin_child(parent)
-    logging.configure(settings.log_format, settings.log_level)
     if placement is not None:  # before threads exist and PyTorch is imported
         bind(placement)
+    _serve(settings, socket, reports)
+
+
+def _wait(orders: Connection, reports: Connection, parent: int) -> None:
+    """Import an engine's code in the child, and serve the model that comes."""
+    begin_child(parent)
+    import_engine()
+    settings, socket = orders.recv()
+    _serve(settings, socket, reports)
+
+
+def _serve(settings: EngineSettings, socket: Path | None, reports: Connection) -> None:
+    logging.configure(settings.log_format, settings.log_level)
     run_other_rank(settings)
 
     async def serve(report: Report) -> None:

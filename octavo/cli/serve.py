@@ -117,7 +117,15 @@ def _serve_on_demand(
     )
     running.run(
         lambda progress: running.unless_stopped(
-            serve_models(router, read, models, limit, file, progress)
+            serve_models(
+                router,
+                read,
+                models,
+                limit,
+                file,
+                progress,
+                spare_engine=own_settings.spare_engine,
+            )
         ),
         router.log_format,
     )

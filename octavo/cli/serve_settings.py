@@ -64,6 +64,11 @@ class ServeSettings(Settings):
         description="Seconds without requests after which one of several models is unloaded; 0:"
         " never.",
     )
+    spare_engine: bool = Field(
+        True,
+        description="Keep an engine process without a model ready, if there are several models and"
+        " --memory has 0.3 GiB left for it. It loads the next model some 3 seconds sooner.",
+    )
     ray: bool = Field(
         False,
         description="Run the engines on the Ray cluster of this machine, or of RAY_ADDRESS, in"

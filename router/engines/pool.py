@@ -150,6 +150,14 @@ class EnginePool:
         """
         await self._news.until(lambda: self.link(address).up is not None)
 
+    async def load_tokenizer(self, source: str) -> None:
+        """Load a tokenizer before an engine asks for it.
+
+        Raises:
+            TokenizerError: The tokenizer cannot be loaded.
+        """
+        await self._tokenizers.load(source)
+
     async def close(self) -> None:
         """Close every connection."""
         await end(*self._tasks.values())

@@ -46,10 +46,11 @@ def models_file(tmp_path_factory) -> Path:
 def serve(launch, models_file):
     """Starts a server of the models' file with a memory in GiB and further flags."""
 
-    def start(memory: str, *flags: str):
+    def start(memory: str, *flags: str, spare: bool = False):
         ports = free_port(), free_port()
         server = launch(
             *("serve", "--models", str(models_file), "--memory", memory, *flags),
+            "--spare-engine" if spare else "--no-spare-engine",
             *("--http-port", str(ports[0]), "--admin-port", str(ports[1])),
             program=True,  # engines cannot be forked from a process that serves
         )
@@ -239,7 +240,7 @@ def test_a_model_with_other_settings_is_loaded_again(launch, models_file, tmp_pa
     path = tmp_path / "models.toml"
     path.write_text(models_file.read_text())
     port = free_port()
-    flags = "--memory", TWO_MODELS, "--http-port", str(port)
+    flags = "--memory", TWO_MODELS, "--http-port", str(port), "--no-spare-engine"
     server = launch("serve", "--models", str(path), *flags, program=True).wait_ready()
     server.http = f"127.0.0.1:{port}"
     first = [generate(server, name, "Hello") for name in ("one", "two")]
@@ -260,6 +261,39 @@ def test_a_model_with_other_settings_is_loaded_again(launch, models_file, tmp_pa
 
 
 @pytest.mark.slow
+def test_a_spare_engine_takes_the_next_model(serve):
+    server = serve(TWO_MODELS, spare=True)
+    wait_until(lambda: len(engines(server)) == 1, 60)
+    (spare,) = engines(server)
+    first = generate(server, "one", "Hello")
+    wait_until(lambda: len(engines(server)) == 2, 60)
+    (second,) = {*engines(server)} - {spare}
+    second.kill()  # nobody notices
+    assert generate(server, "two", "Hello") != first
+    assert len(engines(server)) == 2
+    assert spare.is_running()
+    assert generate(server, "one", "Hello") == first
+    children = server.children()
+    assert server.terminate() == 0, server.logs()
+    wait_until(lambda: not any(child.is_running() for child in children), what="no child left")
+
+
+@pytest.mark.slow
+def test_requests_that_wait_for_a_model_hear_of_the_end(serve):
+    server = serve(ONE_MODEL, "--drain-timeout", "0.5")
+    body = {"model": "one", "prompt": "Hello", "max_tokens": 3}
+    with ThreadPoolExecutor() as pool:
+        grpc_call = pool.submit(generate, server, "one", "Hello")
+        http_call = pool.submit(httpx.post, f"http://{server.http}/v1/completions", json=body)
+        wait_until(lambda: states(server)["one"] == "loading")
+        assert server.terminate() == 0, server.logs()
+        with pytest.raises(octavo.UnavailableError, match="the router shut down before"):
+            grpc_call.result()
+        assert http_call.result().status_code == 503
+        assert "the router shut down before" in http_call.result().text
+
+
+@pytest.mark.slow
 def test_engines_end_with_a_killed_server(serve):
     server = serve(ONE_MODEL)
     generate(server, "one", "Hello")
@@ -271,7 +305,7 @@ def test_engines_end_with_a_killed_server(serve):
 @pytest.mark.slow
 def test_three_models_within_the_memory_of_two(serve):
     """200 requests of 8 clients in random order: all complete, with the outputs of each alone."""
-    server = serve(TWO_MODELS)
+    server = serve(TWO_MODELS, spare=True)
     prompts = [f"Prompt {number}" for number in range(8)]
     alone = {(name, p): generate(server, name, p) for name in NAMES for p in prompts}
     draw = random.Random(0)
@@ -305,7 +339,7 @@ def test_unloads_an_idle_model_and_keeps_a_pinned_one(launch, models_file, tmp_p
     port = free_port()
     server = launch(
         *("serve", "--models", str(path), "--memory", TWO_MODELS, "--idle-timeout", "1"),
-        *("--admin-port", str(port)),
+        *("--admin-port", str(port), "--no-spare-engine"),
         program=True,
     ).wait_ready()
     wait_until(lambda: len(engines(server)) == 1, 60)

@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import grpc
 import structlog
 
-from octavo.cli.engine_process import EngineProcess
+from octavo.cli.child_process import ChildProcess
 from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.running import EXPECTED, StartError
 from octavo.common import rpc
 from octavo.common.background import call_in_thread, joined
+from octavo.common.models.errors import ModelError
 from octavo.common.news import News
 from octavo.engine.settings import EngineSettings
 from octavo.router.on_demand import OnLoading
@@ -42,6 +43,8 @@ class NoRoomError(Exception):
 
 Reserve = Callable[["HostedModel", int], AbstractAsyncContextManager[None]]
 """Reserves an amount of memory for a model, in bytes; raises NoRoomError."""
+Begin = Callable[[EngineSettings, Path, str], ChildProcess]
+"""Starts an engine process; the arguments are those of `EngineProcess`."""
 
 
 class HostedModel:
@@ -51,6 +54,7 @@ class HostedModel:
         model: The model.
         socket: Path of its engine's Unix socket.
         reserve: Reserves the memory of its engine.
+        begin: Starts its engine.
         news: Tells of every change of any model.
 
     Attributes:
@@ -60,13 +64,16 @@ class HostedModel:
         used_at: Monotonic time at which a request last held it.
     """
 
-    def __init__(self, model: CatalogModel, socket: Path, reserve: Reserve, news: News) -> None:
+    def __init__(
+        self, model: CatalogModel, socket: Path, reserve: Reserve, begin: Begin, news: News
+    ) -> None:
         self.model = model
         self.state: generation_pb2.ModelState.ValueType = generation_pb2.MODEL_STATE_UNLOADED
         self.loaded_at = self.used_at = 0.0
         self._socket = socket
         self._address = f"unix:{socket}"
         self._reserve = reserve
+        self._begin = begin
         self._news = news
         self._retired = False
         self._holders = 0
@@ -136,6 +143,7 @@ class HostedModel:
 
     async def unload(self) -> None:
         """Unload it once no request holds it; wait until its memory is free."""
+        await self._news.until(lambda: self.state != generation_pb2.MODEL_STATE_LOADING)
         self.leave()
         await self._news.until(lambda: not self.leaving)
 
@@ -189,14 +197,17 @@ class HostedModel:
         """Run its engine until it is unloaded.
 
         Raises:
+            ModelError: The router cannot load its tokenizer.
             StartError: The engine failed to start, or ended.
         """
         begun, name, settings = time.monotonic(), self.model.name, self.model.settings
-        engine = EngineProcess(settings, self._socket, f"the engine of {name!r}")
         log.info("model loading", model=name)
+        engine = self._begin(settings, self._socket, f"the engine of {name!r}")
         try:
-            engine.start()
-            await engine.ready()
+            loading = pool.load_tokenizer(settings.source)
+            async with joined(loading, expected=(ModelError,)) as (tokenizer,):
+                await engine.ready()
+                await tokenizer
             pool.add(self._address)
             async with asyncio.timeout(CONNECT_SECONDS):
                 await _while_alive(engine, pool.until_up(self._address))
@@ -228,7 +239,7 @@ class HostedModel:
                 return
             await self._news.wait(timeout - unused if expires else None)
 
-    async def _end(self, engine: EngineProcess, pool: "EnginePool") -> None:
+    async def _end(self, engine: ChildProcess, pool: "EnginePool") -> None:
         """Stop the engine; its unfinished requests wait in the router for the next one."""
         if self._address in pool:
             await pool.disconnect(self._address)
@@ -250,7 +261,7 @@ class HostedModel:
         )
 
 
-async def _while_alive(engine: EngineProcess, work: Coroutine[Any, Any, None]) -> None:
+async def _while_alive(engine: ChildProcess, work: Coroutine[Any, Any, None]) -> None:
     """Wait for a work that needs an engine.
 
     Raises:

@@ -35,6 +35,8 @@ async def serve_models(
     memory: int,
     file: FileWatch | None,
     progress: running.Progress,
+    *,
+    spare_engine: bool,
 ) -> None:
     """Run a router for the models of a catalog until a signal; then end their engines.
 
@@ -45,6 +47,7 @@ async def serve_models(
         memory: Maximum memory of all loaded models together, in bytes.
         file: Notices changes of the file or directory that they come from, if any.
         progress: Display of the start's stages.
+        spare_engine: Whether an engine process without a model is kept ready.
 
     Raises:
         BackgroundError: An essential part stopped.
@@ -56,7 +59,7 @@ async def serve_models(
     server = await call_in_thread(import_router)
     made: asyncio.Future[Router] = asyncio.get_running_loop().create_future()
     with TemporaryDirectory(prefix="octavo-") as directory:  # mode 0700
-        supervisor = Supervisor(memory, Path(directory))
+        supervisor = Supervisor(memory, Path(directory), spare_engine=spare_engine)
         supervisor.apply(models)
 
         async def supervise() -> None:

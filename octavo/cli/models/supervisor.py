@@ -10,21 +10,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import grpc
+import structlog
 
+from octavo.cli.child_process import ChildProcess
+from octavo.cli.engine_process import EngineProcess, SpareEngine
 from octavo.cli.models.catalog import CatalogModel
 from octavo.cli.models.hosted_model import HostedModel, NoRoomError
 from octavo.common import rpc
 from octavo.common.background import end, keep_running
 from octavo.common.news import News
+from octavo.engine.settings import EngineSettings
 from octavo.router.on_demand import OnLoading
 from octavo.v1 import generation_pb2
 
 if TYPE_CHECKING:
     from octavo.router.engines.pool import EnginePool
 
+log = structlog.get_logger(__name__)
+
 PATIENCE = 5.0
 """Seconds that a model waits for another to become idle. After them, new requests of the one that
 was loaded first wait, so that it does."""
+
+SPARE_MEMORY = 300 << 20
+"""Bytes of an engine process without a model."""
 
 
 class Supervisor:
@@ -33,15 +42,18 @@ class Supervisor:
     Args:
         memory: Maximum memory of all loaded models together, in bytes.
         directory: Directory of the engines' sockets.
+        spare_engine: Whether an engine process without a model is kept ready.
     """
 
-    def __init__(self, memory: int, directory: Path) -> None:
+    def __init__(self, memory: int, directory: Path, *, spare_engine: bool) -> None:
         self._memory = memory
         self._directory = directory
         self._news = News()
         self._hosted: dict[str, HostedModel] = {}
         self._sockets = itertools.count()
         self._reserved: dict[HostedModel, int] = {}
+        self._keeps_spare = spare_engine
+        self._spare: SpareEngine | None = None
         self._turn = asyncio.Lock()  # models get memory in the order in which they ask
 
     def apply(self, models: Sequence[CatalogModel]) -> None:
@@ -55,7 +67,7 @@ class Supervisor:
             hosted = before.pop(model.name, None)
             if hosted is None:
                 socket = self._directory / f"model-{next(self._sockets)}.sock"
-                hosted = HostedModel(model, socket, self._reserve, self._news)
+                hosted = HostedModel(model, socket, self._reserve, self._begin, self._news)
             hosted.model = model
             self._hosted[model.name] = hosted
         for hosted in before.values():
@@ -116,9 +128,42 @@ class Supervisor:
                 for hosted in {*self._hosted.values()} - tasks.keys():
                     tasks[hosted] = keep_running(partial(hosted.run, pool), hosted.model.name)
                 tasks = {hosted: task for hosted, task in tasks.items() if not task.done()}
+                self._keep_spare()
                 await self._news.wait()
         finally:
             await end(*tasks.values())
+            if self._spare is not None:
+                self._spare.stop()
+
+    def _keep_spare(self) -> None:
+        """Start a spare engine for the next model, while none is being loaded, if it has room."""
+        if not self._keeps_spare or self._spare is not None:
+            return
+        states = {each.state for each in self._hosted.values()}
+        free = self._memory - sum(self._reserved.values())
+        busy = generation_pb2.MODEL_STATE_LOADING in states
+        if busy or states == {generation_pb2.MODEL_STATE_LOADED} or free < SPARE_MEMORY:
+            return
+        spare = SpareEngine()
+        try:
+            spare.start()
+        except OSError as error:
+            log.warning("no spare engine", reason=str(error))
+            self._keeps_spare = False
+        else:
+            self._spare = spare
+
+    def _begin(self, settings: EngineSettings, socket: Path, name: str) -> ChildProcess:
+        """Return a process that begins to serve a model: the spare one, if there is one."""
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.alive and settings.tensor_parallel_size == 1:
+            spare.serve(settings, socket, name)
+            return spare
+        if spare is not None:
+            spare.stop()
+        engine = EngineProcess(settings, socket, name)
+        engine.start()
+        return engine
 
     def _find(self, model: str) -> HostedModel | None:
         for hosted in self._hosted.values():
