@@ -1,15 +1,25 @@
 #!/usr/bin/env bash
 # Installs what some tests need beyond Python, where it is missing and can be had: as root on
-# Debian, with npm where there is one. Tests whose tools are not there are skipped, so nothing here
-# fails.
+# Debian, with npm where there is one. With --all, also what only slow tests need. Tests whose tools
+# are not there are skipped, so nothing here fails.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 LIMIT=240 # seconds that one step may take
 
 DEBIAN=(
+    # kernels/
+    g++
+    # router/http/playground/
+    chromium
+    # docker/: promtool, and the Compose that Debian has
+    docker-compose prometheus
+    # router/http/: proxies in front of routers
+    haproxy nginx-light
+)
+SLOW=(
     # clients/cpp
-    cmake g++ libgrpc++-dev pkg-config protobuf-compiler protobuf-compiler-grpc
+    cmake libgrpc++-dev pkg-config protobuf-compiler protobuf-compiler-grpc
     # clients/go
     golang-github-golang-protobuf-1-5-dev golang-go golang-google-grpc-dev make protoc-gen-go-1-5
     protoc-gen-go-grpc
@@ -18,13 +28,8 @@ DEBIAN=(
     libprotobuf-dev libprotobuf-java openjdk-17-jdk-headless protobuf-compiler-grpc-java-plugin
     # kernels/: those for other CPUs
     g++-aarch64-linux-gnu qemu-user
-    # router/http/playground/
-    chromium
-    # docker/: promtool, and the Compose that Debian has
-    docker-compose prometheus
-    # router/http/: proxies in front of routers
-    haproxy nginx-light
 )
+[ "${1:-}" != --all ] || DEBIAN+=("${SLOW[@]}")
 
 missing() { # those of the given packages that are not installed
     comm -23 <(printf '%s\n' "$@" | sort) \
