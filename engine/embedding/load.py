@@ -1,7 +1,8 @@
 """Loads an embedding model or a classifier from transformers, and checks that it computes the same.
 
 The check (`self_check.py`) compares with transformers' own eager pass in float32: first in float32,
-where rounding hides no fault of the structure, then as the model is served.
+where rounding hides no fault of the structure, then as the model is served. Weights in 16 bits are
+widened for it when they are used.
 """
 
 import inspect
@@ -53,9 +54,10 @@ from octavo.engine.models.checks.self_check import (
     SIXTEEN_BIT_TOLERANCE,
 )
 from octavo.engine.models.checks.weight_names import check_loading
+from octavo.engine.models.checks.widened import widened
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.dimensions import fix_context
-from octavo.engine.models.dtypes import choose_dtype
+from octavo.engine.models.dtypes import checkpoint_dtype, choose_dtype
 from octavo.engine.models.linear.packed_linear import pack_linears
 from octavo.engine.models.linear.plain_linears import check_quantizable
 from octavo.engine.models.quantization import find_scheme
@@ -108,9 +110,9 @@ def load_encoder(
     _check_settings(settings, str(path))
     with as_model_error(str(path)):
         config = read_config(str(path), quantized=False)
-        model = _read(str(path), config, plan)
+        dtype = _dtype(settings, config)
+        model = _read(str(path), config, plan, dtype)
     model.train(mode=False)
-    dtype = _dtype(settings, config)
     with as_unsupported(str(path)), torch.inference_mode():
         encoder = _make_encoder(model.base_model, plan, settings.max_model_len)
         vocab_size = config.get_text_config().vocab_size
@@ -187,15 +189,21 @@ def _make_empty(path: str, config: Any, plan: EmbeddingPlan | ClassifierPlan) ->
     return empty
 
 
-def _read(path: str, config: Any, plan: EmbeddingPlan | ClassifierPlan) -> PreTrainedModel:  # noqa: ANN401
-    """Read a model in float32.
+def _read(
+    path: str,
+    config: Any,  # noqa: ANN401
+    plan: EmbeddingPlan | ClassifierPlan,
+    served: torch.dtype,
+) -> PreTrainedModel:
+    """Read a model in its checkpoint's dtype.
 
     Raises:
         UnsupportedModelError: See `_make_empty`.
-        ModelError: Its weights are incomplete, or do not fit into memory.
+        ModelError: Its weights are incomplete, or do not fit into memory, read or served.
     """
     empty: Any = _make_empty(path, config, plan)
-    needed = sum(weight.numel() for weight in empty.parameters()) * torch.float32.itemsize
+    itemsize = max(checkpoint_dtype(config).itemsize, served.itemsize)
+    needed = sum(weight.numel() for weight in empty.parameters()) * itemsize
     free = memory_of(torch.device("cpu")).available
     if needed > free:
         raise ModelError(
@@ -208,7 +216,7 @@ def _read(path: str, config: Any, plan: EmbeddingPlan | ClassifierPlan) -> PreTr
     loaded: tuple[PreTrainedModel, dict[str, Any]] = type(empty).from_pretrained(
         path,
         config=config,
-        dtype=torch.float32,
+        dtype=checkpoint_dtype(config),
         attn_implementation="eager",
         use_safetensors=True,
         ignore_mismatched_sizes=True,
@@ -289,8 +297,8 @@ def _checked(
 
     Args:
         encoder: The encoder; a classifier's without its head.
-        model: Its model in float32, with transformers' own attention; changed in place. It has a
-            classifier's head.
+        model: Its model as it was read, with transformers' own attention; changed in place. It has
+            a classifier's head.
         settings: The engine's settings.
         path: The model's directory.
         dtype: The dtype to serve it in.
@@ -306,18 +314,23 @@ def _checked(
     model, plan, logits = classifier.base_model, encoder.plan, None
     if not model._can_set_attn_implementation():  # noqa: SLF001 - no public name
         raise NotImplementedError("it does not call transformers' attention interface")
-    expected = eager_hidden(encoder, model, texts)
+    with widened(classifier):
+        expected = eager_hidden(encoder, model, texts)
+        if isinstance(plan, ClassifierPlan):
+            logits = eager_logits(encoder, classifier, texts, plan.answers)
     if isinstance(plan, ClassifierPlan):
-        logits = eager_logits(encoder, classifier, texts, plan.answers)
         head = plan.answers and AnswerHead(classifier, plan.answers)
         encoder = replace(encoder, head=head or ClassificationHead(classifier))
+        nn.Module.to(encoder.head, torch.float32)
     model.set_attn_implementation(RAGGED_ATTENTION)
-    if logits is not None:
-        check_logits(encoder.embed(texts), logits)
-    structure = compare_hidden(encoder, texts, expected, FLOAT32_TOLERANCE, "in float32")
+    with widened(model):
+        if logits is not None:
+            check_logits(encoder.embed(texts), logits)
+        structure = compare_hidden(encoder, texts, expected, FLOAT32_TOLERANCE, "in float32")
     limit = FLOAT32_TOLERANCE
-    if dtype != torch.float32:
+    if model.dtype != dtype:
         nn.Module.to(model, dtype)  # the model's own method is untyped
+    if dtype != torch.float32:
         model.set_attn_implementation("eager")
         own = row_errors(eager_hidden(encoder, model, texts), expected).max()
         model.set_attn_implementation(RAGGED_ATTENTION)

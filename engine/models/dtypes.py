@@ -6,6 +6,11 @@ from transformers import PreTrainedConfig
 from octavo.kernels.gpu import describe_gpu, e4m3_dtype
 
 
+def checkpoint_dtype(config: PreTrainedConfig) -> torch.dtype:
+    """Return the dtype of a checkpoint's weights, as its config has it; float32 if it has none."""
+    return config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+
+
 def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> torch.dtype:
     """Return the dtype for `auto` or a dtype's name.
 
@@ -17,7 +22,7 @@ def choose_dtype(name: str, config: PreTrainedConfig, device: torch.device) -> t
         chosen = getattr(torch, name)
         assert isinstance(chosen, torch.dtype)
         return chosen
-    config_dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
+    config_dtype = checkpoint_dtype(config)
     if device.type == "cpu" and config_dtype is not torch.float32:
         from octavo.kernels.cpu import linear  # noqa: PLC0415 - it compiles the kernels
 

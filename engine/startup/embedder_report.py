@@ -10,6 +10,7 @@ from octavo.common.models.classification import ClassifierPlan
 from octavo.common.models.embedding import EmbeddingPlan
 from octavo.engine.embedding.load import load_empty_encoder
 from octavo.engine.memory.cache_tensors import memory_of
+from octavo.engine.models.dtypes import checkpoint_dtype
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
@@ -29,7 +30,7 @@ class EmbedderReport:
         parameters: The number of its weights.
         weights: Estimated bytes of its weights.
         weights_by_quantization: The same for each quantization that the device supports.
-        loading: Bytes that it takes while it loads, in float32.
+        loading: Bytes that it takes while it loads.
         memory: Free bytes of memory before the model is loaded.
         max_model_len: Maximum tokens of a text.
         pooling: How a text's hidden states become one.
@@ -80,7 +81,7 @@ def report_embedder(
         parameters=parameters,
         weights=weights[settings.quantization],
         weights_by_quantization=weights,
-        loading=parameters * torch.float32.itemsize,
+        loading=parameters * max(dtype.itemsize, checkpoint_dtype(model.config).itemsize),
         memory=free,
         max_model_len=encoder.max_tokens,
         pooling=encoder.pooling,

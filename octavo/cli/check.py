@@ -134,7 +134,7 @@ def _embedder_facts(served: "EmbedderReport") -> dict[str, str]:
     if served.labels:
         made = f"scores of {', '.join(map(escape, served.labels))}"
     return {
-        "loading": f"{_size(served.loading)}, in float32",
+        "loading": _size(served.loading),
         "makes": made,
         "longest text": f"{served.max_model_len:,} tokens",
     }

@@ -123,7 +123,7 @@ def test_it_says_what_a_model_makes_of_texts(check):
     made = check("--pooling", "mean", "--json", architectures=["BertModel"], **BERT)
     found = json.loads(made.stdout)
     assert (found["dimensions"], found["labels"], found["max_model_len"]) == (1024, [], 512)
-    assert found["loading"] == 4 * found["parameters"]
+    assert found["loading"] == 2 * found["parameters"]
     names = {"id2label": {"0": "bad", "1": "good"}, "problem_type": "single_label_classification"}
     made = check(architectures=["BertForSequenceClassification"], **BERT, **names)
     assert made.exit_code == 0, made.output

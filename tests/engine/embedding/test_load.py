@@ -2,6 +2,7 @@
 
 import json
 from copy import deepcopy
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -26,7 +27,7 @@ from transformers import (
 
 from octavo.common.models.classification import ClassifierPlan, read_classifier
 from octavo.common.models.embedding import EmbeddingPlan
-from octavo.common.models.errors import UnsupportedModelError
+from octavo.common.models.errors import ModelError, UnsupportedModelError
 from octavo.engine.embedding.load import load_encoder
 from octavo.engine.settings import EngineSettings
 
@@ -155,6 +156,32 @@ def test_fewer_bits_change_little(settings, tmp_path):
     computed = encoder.finish(encoder.embed(texts), None, raw=False)
     expected = torch.stack([by_transformers(model, text, "mean") for text in texts])
     assert (computed * expected).sum(1).min() > 0.999
+
+
+@pytest.mark.parametrize("kind", [AutoModel, AutoModelForSequenceClassification])
+def test_a_checkpoint_in_16_bits_takes_no_more_memory_while_it_loads(kind, tmp_path, monkeypatch):
+    model = save(CONFIGS["bert"], tmp_path, std=0.05, kind=kind).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    size = sum(weight.nbytes for weight in model.parameters())
+    memory = SimpleNamespace(available=int(1.5 * size))
+    monkeypatch.setattr("octavo.engine.embedding.load.memory_of", lambda _: memory)
+    plan = EmbeddingPlan("mean", normalize=True)
+    if kind is AutoModelForSequenceClassification:
+        plan = ClassifierPlan(("a", "b"), "softmax")
+    in_float32 = EngineSettings(model=str(tmp_path), dtype="float32")
+    encoder = load_encoder(EngineSettings(model=str(tmp_path)), tmp_path, plan).encoder
+    with pytest.raises(ModelError, match="GiB of memory while it loads"):
+        load_encoder(in_float32, tmp_path, plan)
+    memory.available *= 2
+    wide = load_encoder(in_float32, tmp_path, plan).encoder
+    model.float()
+    for text in random_texts(7, 60):
+        ids = torch.from_numpy(text.astype(np.int64))[None]
+        with torch.inference_mode():
+            out = model(ids)
+        exact = out.last_hidden_state.mean(1) if kind is AutoModel else out.logits
+        torch.testing.assert_close(wide.embed([text]), exact, atol=1e-5, rtol=0)
+        torch.testing.assert_close(encoder.embed([text]), exact, atol=0.05, rtol=0.05)
 
 
 def test_the_first_quarter_of_the_layers_is_not_quantized(tmp_path):
