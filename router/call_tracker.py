@@ -190,7 +190,8 @@ class CallTracker:
             if model:
                 self.metrics.of(model).duration.observe(duration)
                 self._gen_ai_metrics.ended(model, message, outcome, duration, state)
-            log.info(
+            line = partial(
+                log.info,
                 "request done",
                 request_id=request_id,
                 tenant=tenant.name,
@@ -200,6 +201,7 @@ class CallTracker:
                 duration=_rounded(duration),
                 **_progress(state),
             )
+            asyncio.get_running_loop().call_soon(line)  # after the answer, which need not wait
 
     async def until_idle(self) -> None:
         """Wait until no request is in progress."""

@@ -83,10 +83,14 @@ class Embedding:
         self._done.append(embedding)
         return len(self._done) == len(self._texts)
 
-    def finish(self, encoder: Encoder) -> None:
-        """Set the result, unless the request was cancelled."""
+    def finish(self, encoder: Encoder) -> bool:
+        """Set the result, unless the request was cancelled; return whether it is of numbers."""
         made = encoder.finish(torch.stack(self._done), self._dimensions, raw=self._raw)
+        if not made.isfinite().all():
+            self.fail(ValueError("the model computes NaN or infinity for a text"))
+            return False
         self._end(lambda: self.result.set_result(made.numpy().astype("<f4").tobytes()))
+        return True
 
     def fail(self, error: Exception) -> None:
         """End the request with an error, unless it was cancelled."""
@@ -230,12 +234,13 @@ class EmbeddingCore:
                 raise EngineFailedError(f"{self._failed} steps in a row failed") from error
             return
         self._failed = 0
+        self._step_seconds = time.monotonic() - began
+        # Before requests finish: the event loop answers them when this thread waits again.
+        self._metrics.observe_texts(sum(map(len, texts)), len(texts), self._step_seconds)
         for (request, _), embedding in zip(taken, embeddings, strict=True):
             if request.add(embedding):
-                request.finish(self._encoder)
-                self._metrics.requests.labels("finished").inc()
-        self._step_seconds = time.monotonic() - began
-        self._metrics.observe_texts(sum(map(len, texts)), len(texts), self._step_seconds)
+                finished = request.finish(self._encoder)
+                self._metrics.requests.labels("finished" if finished else "failed").inc()
 
     def _schedule(self) -> list[tuple[Embedding, Text]]:
         """Return the texts of the next step, with their requests; one at least if any is left."""

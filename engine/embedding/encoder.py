@@ -109,11 +109,14 @@ class Encoder:
     def run(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """Return the hidden states of all tokens, and each text's first row and the end."""
         lengths = [len(text) for text in texts]
-        starts = torch.zeros(len(texts) + 1, dtype=torch.int32)
-        starts[1:] = torch.tensor(lengths).cumsum(0)
-        positions = [torch.arange(length) + self.first_position for length in lengths]
-        token_ids = torch.from_numpy(np.concatenate(texts).astype(np.int64))
-        return self.forward(token_ids[None], torch.cat(positions)[None], starts), starts.long()
+        starts = np.cumsum([0, *lengths])
+        token_ids = np.concatenate(texts).astype(np.int64)
+        positions = np.arange(len(token_ids)) - starts[:-1].repeat(lengths) + self.first_position
+        rows = torch.from_numpy(starts)
+        hidden = self.forward(
+            torch.from_numpy(token_ids)[None], torch.from_numpy(positions)[None], rows.int()
+        )
+        return hidden, rows
 
 
 def pool(hidden: Tensor, starts: Tensor, pooling: Pooling) -> Tensor:

@@ -93,6 +93,7 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
     def __init__(self, guard: Guard | None = None, max_calls_per_peer: int = 0) -> None:
         self._guard = guard
         self._calls = PeerLimit(max_calls_per_peer)
+        self._handlers: dict[str, Any] = {}  # made once, by method
 
     async def intercept_service(
         self,
@@ -101,11 +102,17 @@ class RpcInterceptor(grpc.aio.ServerInterceptor):
         ],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:  # noqa: ANN401 - the stubs do not allow None
-        """Wrap an asyncio handler."""
-        handler = await continuation(handler_call_details)
-        if handler is None:
-            return None
-        streaming, method = bool(handler.request_streaming), handler_call_details.method
+        """Return a method's handler, wrapped if it is of asyncio; None if there is none."""
+        method = handler_call_details.method
+        if (made := self._handlers.get(method)) is None:
+            handler = await continuation(handler_call_details)
+            if handler is None:
+                return None
+            made = self._handlers[method] = self._wrapped(handler, method)
+        return made
+
+    def _wrapped(self, handler: "grpc.RpcMethodHandler[Any, Any]", method: str) -> Any:  # noqa: ANN401
+        streaming = bool(handler.request_streaming)
         requests = "stream" if streaming else "unary"
         kind = f"{requests}_{'stream' if handler.response_streaming else 'unary'}"
         wrapped = _wrap(getattr(handler, kind), streaming, method, self._admitted)

@@ -12,7 +12,7 @@ from octavo.engine.metrics import EngineMetrics
 
 
 class Lengths:
-    """Embeds a text as its length; fails on texts of 99 tokens."""
+    """Embeds a text as its length; fails on texts of 99 tokens, and has NaN for 13."""
 
     dimensions = 2
 
@@ -23,7 +23,7 @@ class Lengths:
         self.steps.append([len(text) for text in texts])
         if 99 in self.steps[-1]:
             raise RuntimeError("no")
-        return torch.tensor([[len(text), 0.5] for text in texts])
+        return torch.tensor([[len(text), torch.nan if len(text) == 13 else 0.5] for text in texts])
 
     def finish(self, embeddings, dimensions, *, raw):
         return embeddings[:, :dimensions]
@@ -82,6 +82,15 @@ def test_a_failed_step_fails_its_requests_alone():
     bad, good = request(99), request(1)
     run(made, bad, good)
     with pytest.raises(RuntimeError, match="a step failed"):
+        bad.result.result(0)
+    assert values(good) == [[1, 0.5]]
+
+
+def test_no_client_gets_nan():
+    made, _ = core(Lengths())
+    bad, good = request(2, 13), request(1)
+    run(made, bad, good)
+    with pytest.raises(ValueError, match="computes NaN or infinity"):
         bad.result.result(0)
     assert values(good) == [[1, 0.5]]
 
