@@ -1,7 +1,12 @@
-"""Embeddings of a real server over gRPC and HTTP: those of transformers, or a precise error."""
+"""Embeddings of a real server over gRPC and HTTP: those of transformers, or a precise error.
+
+Slow tests run mteb and llama-index as PyPI has them, if they are installed: `pip install mteb
+sentence-transformers llama-index-embeddings-openai-like`.
+"""
 
 import asyncio
 import json
+import random
 
 import grpc
 import httpx2
@@ -10,6 +15,7 @@ import openai
 import pytest
 import torch
 from langchain_openai import OpenAIEmbeddings
+from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
@@ -17,7 +23,7 @@ import octavo
 from octavo.cli import app
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 from tests.integration.harness import Server, wait_until
-from tests.integration.tiny_bert import save_bert, serve_bert
+from tests.integration.tiny_bert import WORDS, save_bert, serve_bert
 
 TEXTS = ["rome is in italy", "where is rome", "the big red dog sat on the mat " * 6]
 QUERY = "query : "
@@ -269,3 +275,70 @@ def test_an_engine_refuses_what_no_router_sends(bert, launch):
                 assert response.failures[0].code == grpc.StatusCode.UNIMPLEMENTED.value[0]
                 assert "does not generate" in response.failures[0].message
                 break
+
+
+@pytest.mark.slow
+def test_llama_index_gets_the_same(embedder, expected):
+    openai_like = pytest.importorskip("llama_index.embeddings.openai_like")
+    model = openai_like.OpenAILikeEmbedding(
+        model_name="bert", api_base=f"{embedder.http}/v1", api_key="none", embed_batch_size=2
+    )
+    for text, embedding in zip(TEXTS, model.get_text_embedding_batch(TEXTS), strict=True):
+        np.testing.assert_allclose(embedding, expected(text), atol=1e-5)
+    np.testing.assert_allclose(model.get_query_embedding(TEXTS[0]), expected(TEXTS[0]), atol=1e-5)
+
+
+@pytest.mark.slow
+def test_an_mteb_task_scores_as_by_sentence_transformers(embedder, bert):
+    mteb = pytest.importorskip("mteb")
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    datasets = pytest.importorskip("datasets")
+    draw = random.Random(0)
+    rows = []
+    for _ in range(60):
+        one = draw.choices(WORDS, k=8)
+        kept = draw.randint(0, 8)
+        other = one[:kept] + draw.choices(WORDS, k=8 - kept)
+        rows.append({"sentence1": " ".join(one), "sentence2": " ".join(other), "score": kept})
+
+    class Task(mteb.abstasks.AbsTaskSTS):
+        metadata = mteb.TaskMetadata(
+            name="Words",
+            description="Random words, of which some are the same.",
+            dataset={"path": "none", "revision": "1"},
+            type="STS",
+            eval_langs=["eng-Latn"],
+            main_score="cosine_spearman",
+        )
+        min_score, max_score = 0, 8
+
+        def load_data(self, **_):
+            self.dataset = datasets.DatasetDict(test=datasets.Dataset.from_list(rows))
+            self.data_loaded = True
+
+    class Served:
+        mteb_model_meta = mteb.models.ModelMeta.create_empty()
+
+        def __init__(self, client):
+            self.client = client
+
+        def encode(self, inputs, **_):
+            texts = [text for batch in inputs for text in batch["text"]]
+            answer = self.client.embeddings.create(model="bert", input=texts)
+            return np.array([each.embedding for each in answer.data], np.float32)
+
+        def similarity(self, a, b):
+            return cosine_similarity(torch.tensor(a)[:, None], torch.tensor(b)[None], dim=-1)
+
+        def similarity_pairwise(self, a, b):
+            return cosine_similarity(torch.tensor(a), torch.tensor(b))
+
+    def score(model):
+        (result,) = mteb.evaluate(model, Task(), cache=None).task_results
+        return result.scores["test"][0]["cosine_spearman"]
+
+    with openai.OpenAI(base_url=f"{embedder.http}/v1", api_key="none") as client:
+        served = score(Served(client))
+    own = score(sentence_transformers.SentenceTransformer(str(bert), device="cpu"))
+    assert served == pytest.approx(own, abs=1e-6)
+    assert own > 0.5, "the task tells texts apart"
