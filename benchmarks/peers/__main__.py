@@ -45,12 +45,12 @@ def main() -> None:
     mixed, single = workloads.mixed(0, count), workloads.single(0)
     where = Circumstances(
         date=f"{date:%Y-%m-%d}",
-        machine=_machine(),
+        machine=machine(),
         system=f"{platform.system()}, Python {platform.python_version()}",
         load=load,
         model=model.title,
         command=shlex.join(["python", "-m", "benchmarks.peers", *sys.argv[1:]]),
-        commit=_commit(),
+        commit=commit(),
         threads=options.threads,
         rounds=rounds,
         seconds=time.monotonic() - start,
@@ -140,7 +140,8 @@ def _file_name(model: Model) -> str:
     return "peers_" + re.sub(r"\W", "_", model.name)  # a dot would begin a suffix
 
 
-def _machine() -> str:
+def machine() -> str:
+    """Return the processor, its cores and the memory."""
     memory = psutil.virtual_memory().total / 2**30
     return f"{_processor()}, {os.cpu_count()} cores, {memory:.0f} GiB"
 
@@ -159,7 +160,7 @@ def _processor() -> str:
     return f"{facts.get('model name', platform.machine())} ({' '.join(held)})"
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the measured commit, and whether files differ from it."""
     command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
     done = subprocess.run(command, cwd=RESULTS, capture_output=True, text=True, check=False)

@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import psutil
 
-from benchmarks.peers.workers.protocol import Outcome, Request, Setup
+from benchmarks.peers.workers.protocol import Embedded, Outcome, Request, Setup, Texts
 
 BENCHMARKS = Path(__file__).parents[1]
 LOGGED_CHARACTERS = 300
@@ -98,6 +98,14 @@ class WorkerProcess:
                     f"request {number} asked for {request.output_tokens} tokens and got {made}"
                 )
         return outcome
+
+    def embed(self, texts: Texts) -> Embedded:
+        """Embed texts.
+
+        Raises:
+            WorkerError: The worker failed.
+        """
+        return Embedded(**self._ask({"run": [asdict(texts)]}, "outcome"))
 
     def pause(self) -> None:
         """Suspend the worker and its descendants, so that they cost only memory."""

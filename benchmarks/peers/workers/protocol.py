@@ -2,7 +2,8 @@
 
 Each line is one JSON object. The program sends {"load": Setup} once, then any number of
 {"run": [Request, ...]}, and closes the worker's stdin to end it. Each is answered by
-one line: {"ready": {package: version}}, {"outcome": Outcome}, or {"error": text}.
+one line: {"ready": {package: version}}, {"outcome": Outcome}, or {"error": text}. Peers that embed
+get Texts, and answer with Embedded.
 """
 
 import json
@@ -12,7 +13,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol, TextIO, TypeVar
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,34 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
+class Texts:
+    """Texts to embed.
+
+    Attributes:
+        texts: The texts.
+        alone: Whether each is a call of its own, one after the other.
+    """
+
+    texts: list[str]
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Embedded:
+    """The outcome of `Texts`.
+
+    Attributes:
+        seconds: Time of each call, or of all texts together.
+        embeddings: The embeddings of the first texts.
+        note: The peer's choice of how to run it, if any.
+    """
+
+    seconds: list[float]
+    embeddings: list[list[float]]
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Outcome:
     """The outcome of a workload.
 
@@ -62,22 +91,35 @@ class Outcome:
     note: str = ""
 
 
-class Runner(Protocol):
+Asked_contra = TypeVar("Asked_contra", Request, Texts, contravariant=True)
+Made_co = TypeVar("Made_co", Outcome, Embedded, covariant=True)
+
+
+class Runs(Protocol[Asked_contra, Made_co]):
     """A loaded peer."""
 
-    def run(self, requests: Sequence[Request]) -> Outcome:
-        """Run requests greedily, all at once, and time them."""
+    def run(self, requests: Sequence[Asked_contra]) -> Made_co:
+        """Run requests, and time them."""
 
 
-def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
+Runner = Runs[Request, Outcome]
+"""A peer that generates: it runs requests greedily, all at once."""
+
+
+def serve(
+    load: Callable[[Setup], Runs[Asked_contra, Made_co]],
+    packages: Sequence[str],
+    kind: type[Asked_contra] = Request,
+) -> None:
     """Execute commands from stdin until it is closed.
 
     Args:
         load: Loads the peer; an exception is reported and ends the worker.
         packages: Packages whose installed versions are reported.
+        kind: Type of the requests.
     """
     answers = _claim_stdout()
-    runner: Runner | None = None
+    runner: Runs[Asked_contra, Made_co] | None = None
     for line in sys.stdin:
         command = json.loads(line)
         try:
@@ -85,7 +127,7 @@ def serve(load: Callable[[Setup], Runner], packages: Sequence[str]) -> None:
                 runner = load(Setup(**command["load"]))
                 _say(answers, {"ready": {package: version(package) for package in packages}})
             else:
-                requests = [Request(**request) for request in command["run"]]
+                requests = [kind(**request) for request in command["run"]]
                 _say(answers, {"outcome": asdict(runner.run(requests))})
         except Exception as error:  # noqa: BLE001 - any error is the peer's result
             traceback.print_exc()
