@@ -29,13 +29,14 @@ def max_token_bytes(backend: Any) -> int | None:  # noqa: ANN401 - tokenizers ha
     Return None if there is no maximum: a tokenizer that normalizes text or drops spaces can turn
     text of any length into few tokens.
     """
-    state = json.loads(backend.to_str())
+    if backend.normalizer is not None:
+        return None
+    state = json.loads(backend.to_str())  # takes a second if the vocabulary is large
     model, added = state["model"], state["added_tokens"]
     alphabet = set(pre_tokenizers.ByteLevel.alphabet())
     steps = list(_steps(state["pre_tokenizer"]))
     lossless = (
-        state["normalizer"] is None
-        and model["type"] == "BPE"
+        model["type"] == "BPE"
         and not model.get("continuing_subword_prefix")
         and not model.get("end_of_word_suffix")
         and alphabet <= model["vocab"].keys()

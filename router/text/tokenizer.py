@@ -1,6 +1,5 @@
 """One model's tokenizer: encodes texts and chats, decodes tokens."""
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -252,10 +251,11 @@ def last_tokens(token_ids: Sequence[int], count: int, lead: Sequence[int]) -> li
 def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no types
     """Return the vocabulary of a `tokenizers.Tokenizer`."""
     added = backend.get_added_tokens_decoder()
+    decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()  # as JSON
     size = 1 + max(max(backend.get_vocab(with_added_tokens=True).values(), default=-1), *added, -1)
     return Pieces(
         lambda token_ids: backend.decode(token_ids, skip_special_tokens=True),
         [backend.id_to_token(i) for i in range(size)],
         frozenset(i for i, token in added.items() if token.special),
-        byte_fallback='"ByteFallback"' in json.dumps(json.loads(backend.to_str())["decoder"]),
+        byte_fallback=b'"ByteFallback"' in decoder,
     )
