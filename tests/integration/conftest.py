@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from octavo.common.ports import free_port
+from tests import chromium
 from tests.integration.harness import Server
 
 SMALL = ("--num-blocks", "512", "--max-model-len", "2048", "--swap-space", "0.1")
@@ -38,6 +39,19 @@ def served(demo_model: Path, launch_shared: Launch) -> Server:
     server = launch_shared("serve", "--model", "demo", *SMALL, "--http-port", str(port))
     server.http = f"http://127.0.0.1:{port}"
     return server.wait_ready()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """Chromium; for one module, as its event loop runs until it is closed."""
+    playwright = pytest.importorskip(
+        "playwright.sync_api", reason="needs playwright: pip install 'octavo[browser]'"
+    )
+    with playwright.sync_playwright() as driver:
+        path = chromium.find(driver.chromium.executable_path)
+        browser = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
+        yield browser
+        browser.close()
 
 
 def _launcher(directory: Path) -> Iterator[Launch]:

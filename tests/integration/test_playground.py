@@ -7,22 +7,9 @@ import pytest
 
 from benchmarks.fixture import make_model
 from octavo.common.ports import free_port
-from tests import chromium
 
 SECONDS = 120_000
 """Generous timeout in milliseconds: CI's machines may be busy."""
-
-
-@pytest.fixture(scope="module")
-def browser():
-    playwright = pytest.importorskip(
-        "playwright.sync_api", reason="needs playwright: pip install 'octavo[browser]'"
-    )
-    with playwright.sync_playwright() as driver:
-        path = chromium.find(driver.chromium.executable_path)
-        browser = driver.chromium.launch(executable_path=path, args=chromium.ARGUMENTS)
-        yield browser
-        browser.close()
 
 
 @pytest.fixture
