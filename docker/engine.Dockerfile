@@ -1,4 +1,5 @@
-# An engine: one model with its paged KV cache. From the repository's root, for CPUs:
+# An engine: one model with its paged KV cache. `serve` runs several, and a router. From the repository's
+# root, for CPUs:
 #   docker build -f docker/engine.Dockerfile -t octavo-engine .
 # and for NVIDIA GPUs, on which Octavo has not run yet (PyPI's PyTorch brings CUDA; the host needs the
 # driver and its container toolkit):
@@ -31,7 +32,7 @@ COPY constraints.txt .
 RUN python3 -m venv /opt/octavo \
     && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" --no-deps --constraint constraints.txt torch
 COPY . .
-RUN OCTAVO_PURE_WHEEL=1 /opt/octavo/bin/pip install --constraint constraints.txt '.[engine,smg,tracing]'
+RUN OCTAVO_PURE_WHEEL=1 /opt/octavo/bin/pip install --constraint constraints.txt '.[all,smg,tracing]'
 COPY --from=kernels /prebuilt /prebuilt
 RUN mv /prebuilt /opt/octavo/lib/python3.*/site-packages/octavo/kernels/cpu/
 

@@ -149,12 +149,16 @@ class Project:
 
     Args:
         directory: For the files that Compose reads.
+
+    Attributes:
+        models: The directory of compose.models.yaml's models.
     """
 
     def __init__(self, directory: Path) -> None:
         # Compose 1, which Debian has, knows no names of projects.
-        text = re.sub(r"^name: .*\n", "", (DOCKER / "compose.yaml").read_text(), flags=re.MULTILINE)
-        (directory / "compose.yaml").write_text(text)
+        for file in ("compose.yaml", "compose.models.yaml"):
+            text = re.sub(r"^name: .*\n", "", (DOCKER / file).read_text(), flags=re.MULTILINE)
+            (directory / file).write_text(text)
         arguments = {"BASE_IMAGE": BASE, "BUILD_IMAGE": BUILD}
         override = {
             name: {
@@ -163,14 +167,16 @@ class Project:
             }
             for name, more in {"router": {}, "engine": torch_index()}.items()
         }
-        self._directory = directory
-        self._override = {**override, "prometheus": {"image": PROMETHEUS}}
+        self._directory, self.models = directory, directory / "models"
+        others = {"prometheus": {"image": PROMETHEUS}, "models": {"image": f"{PROJECT}-engine"}}
+        self._override = {**override, **others}
         self.use()
         self._environment = {
             **os.environ,
             "OCTAVO_PUBLISH": ADDRESS,
             "OCTAVO_CACHE_MEMORY": "0.25",
             "OCTAVO_SWAP_SPACE": "0.25",
+            "OCTAVO_MODELS": str(self.models),
         }
 
     def use(self, **service: object) -> None:
@@ -183,7 +189,8 @@ class Project:
 
     def compose(self, *arguments: str) -> str:
         """Run docker-compose."""
-        files = [f"--file={self._directory / name}.yaml" for name in ("compose", "override")]
+        names = ("compose", "compose.models", "override")
+        files = [f"--file={self._directory / name}.yaml" for name in names]
         start = ("docker-compose", *files, f"--project-directory={DOCKER}", f"-p{PROJECT}")
         return run(*start, *arguments, env=self._environment, cwd=DOCKER)
 

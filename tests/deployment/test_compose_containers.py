@@ -4,6 +4,7 @@ The tests run in their order, over one set of containers.
 """
 
 import json
+import shutil
 import subprocess
 import threading
 import urllib.parse
@@ -15,6 +16,7 @@ import openai
 import pytest
 
 import octavo
+from benchmarks.fixture import make_model
 from tests.deployment import containers
 from tests.deployment.composed import services
 from tests.deployment.containers import (
@@ -177,6 +179,33 @@ def test_a_router_restarts_after_its_streams(project, expected):
     assert answers(lambda: project.compose("restart", "router")) == expected
     wait_for_engines(1)
     assert answers() == expected
+
+
+def test_models_are_loaded_by_name_from_a_read_only_directory(project):
+    tiny = project.models / "tiny"
+    tiny.mkdir(parents=True)
+    make_model(tiny)
+    tables = '[models.demo]\n[models.tiny]\nmodel = "./tiny"\ncache_memory = 0.1\n'
+    (project.models / "models.toml").write_text(tables)
+    for path in [project.models, *project.models.rglob("*")]:
+        path.chmod(0o755)
+    project.compose("stop", "router", "engine")
+    project.compose("up", "--detach", "models")
+    (container,) = project.containers("models")
+    container.wait_healthy(120)
+    http = openai.OpenAI(base_url=f"http://{ADDRESS}:8000/v1", api_key="none")
+    assert [model.id for model in http.models.list()] == ["demo", "tiny"]
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    answer = http.chat.completions.create(model="demo", messages=chat, temperature=0)
+    assert "Paris" in answer.choices[0].message.content
+    assert http.completions.create(model="tiny", prompt="a", max_tokens=4).usage.completion_tokens
+    refused = ["docker", "exec", container.identity, "touch", "/models/tiny/probe"]
+    done = subprocess.run(refused, capture_output=True, text=True, check=False)
+    assert "Read-only file system" in done.stderr
+    shutil.rmtree(tiny)
+    (project.models / "models.toml").write_text("[models.demo]\n")
+    wait_until(lambda: len(list(http.models.list())) == 1, 60, "the file's change")
+    project.compose("stop", "models")
 
 
 def test_a_volume_that_is_given_to_another_user(project, expected):
