@@ -6,6 +6,7 @@ sentence-transformers llama-index-embeddings-openai-like`.
 
 import asyncio
 import json
+import os
 import random
 
 import grpc
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 
 import octavo
 from octavo.cli import app
+from octavo.common.thread_priority import NICENESS
 from octavo.v1 import engine_pb2, engine_pb2_grpc
 from tests.integration.harness import Server, wait_until
 from tests.integration.tiny_bert import WORDS, save_bert, serve_bert
@@ -36,11 +38,14 @@ def bert(tmp_path_factory):
     path = tmp_path_factory.mktemp("bert")
     save_bert(path, AutoModel, matryoshka_dimensions=[16])
     kinds = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
-    modules = [{"path": at, "type": f"models.{kind}"} for at, kind in kinds.items()]
+    modules = [
+        {"name": str(i), "path": at, "type": f"sentence_transformers.models.{kind}"}
+        for i, (at, kind) in enumerate(kinds.items())
+    ]
     (path / "1_Pooling").mkdir()
     for name, content in {
         "modules": modules,
-        "1_Pooling/config": {"pooling_mode_mean_tokens": True},
+        "1_Pooling/config": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
         "sentence_bert_config": {"max_seq_length": MOST},
         "config_sentence_transformers": {
             "prompts": {"query": QUERY},
@@ -229,6 +234,12 @@ def test_bad_input_over_http_is_refused(http, body, param, why):
 def test_a_chat_is_refused_by_name(http):
     with pytest.raises(openai.BadRequestError, match="embeds texts: use Embed"):
         http.chat.completions.create(model="bert", messages=[{"role": "user", "content": "a"}])
+
+
+def test_it_computes_at_a_lower_priority(embedder):
+    (engine,) = (one for one in embedder.children() if one.num_threads() > 4)
+    threads = [thread.id for thread in engine.threads()]
+    assert NICENESS in {os.getpriority(os.PRIO_PROCESS, thread) for thread in threads}
 
 
 def test_a_call_past_its_deadline_ends_everywhere(client, embedder):
