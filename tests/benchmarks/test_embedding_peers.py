@@ -50,7 +50,7 @@ def test_the_page_compares_with_the_fastest_of_the_others():
     results = [
         result("octavo", 1.0, [1.0, 0.0]),
         result("fast", 2.0, [1.0, 0.0]),
-        result("slow", 5.0, [0.6, 0.8], dtype="float32"),
+        result("sentence_transformers", 5.0, [0.6, 0.8]),
     ]
     results.append(Result(Peer("gone", "gone"), failure="pip ended with 1"))
     page = embeddings.report(results, WORKS)

@@ -208,6 +208,9 @@ def export_onnx(model: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for file in model.glob("*.json"):
         shutil.copy(file, folder)
+    limits = folder / "tokenizer_config.json"  # which fastembed reads
+    settings = json.loads(limits.read_text()) | {"max_length": MOST, "model_max_length": MOST}
+    limits.write_text(json.dumps(settings))
     exported = AutoModel.from_pretrained(
         model, add_pooling_layer=False, attn_implementation="eager", dtype=torch.float32
     ).eval()
