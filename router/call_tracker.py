@@ -39,7 +39,7 @@ log = structlog.get_logger(__name__)
 
 Metadata = Iterable[tuple[str, str | bytes]]
 TellLoading = Callable[[str, int], Awaitable[None]]
-"""Tells a client that its request waits for a model, with its place among those that do."""
+"""Tells a client that its request waits until the model is loaded, and its queue position."""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ from typing import Protocol
 from octavo.v1 import generation_pb2
 
 OnLoading = Callable[[int], Awaitable[None]]
-"""Tells a client that its request waits for a model, with its place among those that do."""
+"""Tells a client that its request waits until the model is loaded, and its queue position."""
 
 
 class OnDemandModels(Protocol):

@@ -23,8 +23,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.peers import environments
-from benchmarks.peers.__main__ import RESULTS, commit, machine
 from benchmarks.peers.environments import Environment, InstallError
+from benchmarks.peers.provenance import RESULTS, commit, machine
 from benchmarks.peers.registry import default_folder
 from benchmarks.peers.worker_process import (
     WorkerError,
@@ -92,7 +92,7 @@ PEERS = (
 
 @dataclass(slots=True)
 class Result:
-    """What a peer did.
+    """Measurements of a peer.
 
     Attributes:
         peer: The peer.
@@ -218,7 +218,7 @@ def _row(result: Result, works: Mapping[str, Texts], exact: Result | None) -> li
 
 
 def _cosine(one: Result, other: Result) -> float:
-    """Return the lowest cosine of the same texts' embeddings."""
+    """Return the lowest cosine similarity between two peers' embeddings of a text."""
     pairs = (
         [np.array(each.made[name].embeddings) for each in (one, other)]
         for name in ("short", "long")
@@ -239,7 +239,7 @@ def short_texts(count: int) -> list[str]:
 
 
 def long_texts(count: int) -> list[str]:
-    """Return texts of log-normal lengths, as those of conversations."""
+    """Return texts of log-normal lengths, like those of messages in conversations."""
     draw, pieces = random.Random(4), _docstrings()
     lengths = [max(20, int(LONG * draw.lognormvariate(-0.405, 0.9))) for _ in range(count)]
     return [_joined(draw, pieces, length) for length in lengths]
@@ -269,7 +269,7 @@ def _read_docstrings() -> Iterator[str]:
 
 
 def provide_model(name: str, folder: Path, python: Path) -> Path:
-    """Return a model's directory; make it if it is missing.
+    """Return a model's directory, which is created if it does not exist.
 
     Args:
         name: "minilm", or "bert-base": its shape with random weights and MiniLM's tokenizer.

@@ -84,7 +84,7 @@ class Embedding:
         return len(self._done) == len(self._texts)
 
     def finish(self, encoder: Encoder) -> bool:
-        """Set the result, unless the request was cancelled; return whether it is of numbers."""
+        """Set the result, unless the request was cancelled; return whether it is finite."""
         made = encoder.finish(torch.stack(self._done), self._dimensions, raw=self._raw)
         if not made.isfinite().all():
             self.fail(ValueError("the model computes NaN or infinity for a text"))

@@ -1,4 +1,4 @@
-"""The one sequence whose first tokens a file holds, because it has more than its blocks keep."""
+"""Moves the first tokens of a sequence that is longer than the cache to a file."""
 
 from octavo.common.kv_cache.layer_groups import LayerGroup, most_kept
 from octavo.engine.kv_cache.block_pool import OutOfBlocksError

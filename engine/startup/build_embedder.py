@@ -95,9 +95,10 @@ def build_embedder(settings: EngineSettings) -> EmbedderParts | None:
         path = Path(resolve(settings.source, packed=keeps_blocks(settings)))
     if (plan := read_purpose(settings, path)) is None:
         return None
-    # Of this thread, which computes, and of OpenMP's, which it starts. Beside bulk embedding on the
-    # same two cores, the p99 of the gaps in 32 streams grew by 1 to 15% so, and by 75% and more
-    # without; bulk had 13 to 25 and 80 texts a second.
+    # The priority of this thread, which computes, and of OpenMP's, which it starts. 32 streams of
+    # an engine on the same two cores ran beside bulk embedding: at this priority, the p99 of the
+    # gaps between tokens grew by 1 to 15%, at the normal one by 75% and more; bulk embedded 13 to
+    # 25 texts a second, and 80.
     lower_priority()
     # Imported here because transformers is slow to import.
     from octavo.engine.embedding.load import load_encoder  # noqa: PLC0415

@@ -8,9 +8,8 @@ from torch import nn
 
 from octavo.common.models.classification import ClassifierPlan
 from octavo.common.models.embedding import EmbeddingPlan
-from octavo.engine.embedding.load import load_empty_encoder
+from octavo.engine.embedding.load import load_empty_encoder, loading_bytes
 from octavo.engine.memory.cache_tensors import memory_of
-from octavo.engine.models.dtypes import checkpoint_dtype
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
@@ -81,7 +80,7 @@ def report_embedder(
         parameters=parameters,
         weights=weights[settings.quantization],
         weights_by_quantization=weights,
-        loading=parameters * max(dtype.itemsize, checkpoint_dtype(model.config).itemsize),
+        loading=loading_bytes(parameters, model.config, dtype),
         memory=free,
         max_model_len=encoder.max_tokens,
         pooling=encoder.pooling,

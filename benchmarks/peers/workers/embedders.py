@@ -1,4 +1,7 @@
-"""Embeds texts: `embedders.py octavo|sentence_transformers|fastembed|openvino`."""
+"""Each peer that embeds texts: how it loads the model and answers a workload.
+
+embedders.py octavo|sentence_transformers|fastembed|openvino
+"""
 
 # ruff: noqa: PLC0415 - each peer is imported where it is installed
 

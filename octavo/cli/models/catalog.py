@@ -75,7 +75,7 @@ class CatalogModel:
 def read_catalog(
     settings: ServeSettings, names: Sequence[str], shared: Flags, limit: int
 ) -> list[CatalogModel]:
-    """Return the models to serve: of --models, of --models-dir, or named on the command line.
+    """Return the models to serve, from --models, from --models-dir or from the command line.
 
     Args:
         settings: The file or the directory, and the default of `idle_timeout`.
@@ -145,7 +145,7 @@ def _tables_of(directory: Path) -> dict[str, dict[str, Any]]:
     paths = {stem: found[names[0]] for stem, names in files.items()}
     paths |= {name: path for name, path in found.items() if (path / CONFIG).is_file()}
     if not paths:
-        raise SettingsError(f"{directory} (--models-dir) has no GGUF file and no model's directory")
+        raise SettingsError(f"{directory} (--models-dir) contains neither a GGUF file nor a model")
     return {name: {"model": str(path.absolute())} for name, path in sorted(paths.items())}
 
 

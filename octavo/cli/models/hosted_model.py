@@ -240,7 +240,7 @@ class HostedModel:
             await self._news.wait(timeout - unused if expires else None)
 
     async def _end(self, engine: ChildProcess, pool: "EnginePool") -> None:
-        """Stop the engine; its unfinished requests wait in the router for the next one."""
+        """Stop the engine; its unfinished requests wait in the router for the next engine."""
         if self._address in pool:
             await pool.disconnect(self._address)
         await call_in_thread(engine.stop)

@@ -58,7 +58,7 @@ def partial_size(repository: str, file: "RepoSibling") -> int:
 
 
 def _fetch(repository: str, info: "ModelInfo", file: "RepoSibling") -> None:
-    """Add a file to the cache, unless its content is there already.
+    """Download a file to the cache, unless its content is there already.
 
     Raises:
         ModelError: Its digest is not the hub's.

@@ -1,4 +1,4 @@
-"""Unknown models while engines connect: clients retry UNAVAILABLE, but not NOT_FOUND."""
+"""While engines connect, an unknown model is UNAVAILABLE: clients do not retry NOT_FOUND."""
 
 import grpc
 import grpc.aio

@@ -75,7 +75,7 @@ def project(tmp_path):
 
 
 async def finish(agent: Agent, app, project: Path) -> str:
-    """Return the agent's output; it sees none of the caller's settings."""
+    """Run an agent without the caller's environment variables; return its output."""
     if shutil.which(agent.program) is None:
         pytest.skip(f"needs {agent.program} on PATH")
     section = re.search(rf"^## {agent.title}\n(.*?)^## ", CONNECT, re.DOTALL | re.MULTILINE)
