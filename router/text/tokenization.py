@@ -242,7 +242,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:
         ModelError: It has only special tokens, and would encode any text as nothing.
     """
     special = set(tokenizer.all_special_tokens) | tokenizer.get_added_vocab().keys()
-    if not tokenizer.get_vocab().keys() - special:
+    if len(tokenizer) <= len(special):
         raise ModelError("it has special tokens only: download the files of its vocabulary")
 
 

@@ -252,10 +252,13 @@ def backend_pieces(backend: Any) -> Pieces:  # noqa: ANN401 - tokenizers has no 
     """Return the vocabulary of a `tokenizers.Tokenizer`."""
     added = backend.get_added_tokens_decoder()
     decoder = b"" if backend.decoder is None else backend.decoder.__getstate__()  # as JSON
-    size = 1 + max(max(backend.get_vocab(with_added_tokens=True).values(), default=-1), *added, -1)
+    ids = backend.get_vocab(with_added_tokens=True)
+    spellings: list[str | None] = [None] * (1 + max(max(ids.values(), default=-1), *added, -1))
+    for text, i in (*ids.items(), *((token.content, i) for i, token in added.items())):
+        spellings[i] = text
     return Pieces(
         lambda token_ids: backend.decode(token_ids, skip_special_tokens=True),
-        [backend.id_to_token(i) for i in range(size)],
+        spellings,
         frozenset(i for i, token in added.items() if token.special),
         byte_fallback=b'"ByteFallback"' in decoder,
     )

@@ -24,8 +24,12 @@ WITHOUT_VOCABULARY = {"ByT5Tokenizer", "CanineTokenizer", "PerceiverTokenizer"}
 """Tokenizer classes whose tokens are bytes or characters."""
 
 
-def check_tokenizer_files(directory: Path) -> None:
+def check_tokenizer_files(directory: Path, *, unparsed: str = "") -> None:
     """Reject a directory without tokenizer files, or with damaged ones or Git LFS pointers.
+
+    Args:
+        directory: The model's directory.
+        unparsed: The name of a file that the caller parses itself.
 
     Raises:
         ModelError: The directory is rejected; the message says what is there.
@@ -34,7 +38,7 @@ def check_tokenizer_files(directory: Path) -> None:
     for file in tokenizer_files(directory):
         check_no_pointer(file)
     for name in OBJECTS:
-        if (directory / name).is_file():
+        if name != unparsed and (directory / name).is_file():
             read_json(directory / name)
     held = {file.name for pattern in VOCABULARIES for file in directory.glob(pattern)}
     if held == {"vocab.json"} and not (directory / "merges.txt").is_file():

@@ -65,7 +65,7 @@ async def test_a_damaged_file_beside_the_vocabulary_is_named(tokenizers, directo
 
 async def test_a_file_of_something_else_is_told_with_its_size(tokenizers, directory):
     (directory / "tokenizer.json").write_text("{}")
-    with pytest.raises(TokenizerError, match=r"KeyError.*tokenizer\.json \(2 bytes\)"):
+    with pytest.raises(TokenizerError, match=r"Model missing.*tokenizer\.json \(2 bytes\)"):
         await tokenizers.load(str(directory))
 
 
