@@ -16,20 +16,21 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from octavo.common import logging
-from octavo.common.sampling_parameters import SamplingParams
 from octavo.common.shutdown import exit_at_once
 from octavo.engine.core import EngineCore
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.parallel.processes import started_ranks
 from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup.build import build
+from octavo.engine.startup.build import Parts, build
 from octavo.kernels import cpu
 
 PROMPT_TOKENS = OUTPUT_TOKENS = 64
@@ -110,8 +111,7 @@ def run(args: argparse.Namespace) -> None:
             parts.scheduler, parts.executor, EngineMetrics(), lambda *_: None, max_waiting=1 << 20
         )
         compute(core, args.batch, WARM_UP_TOKENS)
-        times = None if parts.leader is None else parts.leader.world.times
-        before = (times.reduce, times.gather, times.broadcast) if times else ()
+        before = _times(parts)
         began = time.perf_counter()
         steps = compute(core, args.batch, OUTPUT_TOKENS)
         seconds = time.perf_counter() - began
@@ -121,15 +121,18 @@ def run(args: argparse.Namespace) -> None:
             "steps": steps,
             "compiled": parts.executor.compiled,
         }
-        if times is not None:
-            after = times.reduce, times.gather, times.broadcast
-            spent = [round(b - a, 2) for a, b in zip(before, after, strict=True)]
-            result |= dict(zip(("reduce", "gather", "broadcast"), spent, strict=True))
+        after = _times(parts)
+        result |= {name: round(after[name] - before[name], 2) for name in after}
         print(json.dumps(result), flush=True)
         if parts.leader is not None and processes is not None:
             processes.begin_to_stop()
             parts.leader.stop()
     exit_at_once(os.EX_OK)
+
+
+def _times(parts: Parts) -> dict[str, float]:
+    """Return the seconds that rank 0 has spent on communication."""
+    return {} if parts.leader is None else asdict(parts.leader.world.times)
 
 
 def compute(core: EngineCore, batch: int, output_tokens: int) -> int:

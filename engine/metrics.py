@@ -179,11 +179,11 @@ class EngineMetrics:
         self.batch_tokens.observe(tokens)
         self.batch_sequences.set(texts)
 
-    def show_rank_times(self, times: Times) -> None:
+    def show_rank_times(self, times: Callable[[], Times]) -> None:
         """Make the gauge of times read rank 0's times when scraped."""
-        self.rank_seconds.labels("broadcast").set_function(lambda: times.broadcast)
-        self.rank_seconds.labels("reduce").set_function(lambda: times.reduce)
-        self.rank_seconds.labels("gather").set_function(lambda: times.gather)
+        self.rank_seconds.labels("broadcast").set_function(lambda: times().broadcast)
+        self.rank_seconds.labels("reduce").set_function(lambda: times().reduce)
+        self.rank_seconds.labels("gather").set_function(lambda: times().gather)
 
     def observe_start(self, request: Request, cached_tokens: int) -> None:
         """Count a request that is computed for the first time."""

@@ -16,6 +16,7 @@ from octavo.engine.compilation.norms import RMS_NORM, join_norms
 from octavo.engine.compilation.rotation import Node, fuse_rotary_embeddings
 from octavo.engine.compilation.trace import call
 from octavo.engine.models.linear import packed_linear
+from octavo.engine.parallel.collectives import OPERATOR as SUM
 
 aten = torch.ops.aten
 
@@ -27,6 +28,7 @@ def fuse(graph: Graph) -> None:
         graph: A trace's graph; changed in place.
     """
     _fuse_residuals(graph)
+    _fuse_residuals_of_sums(graph)
     join_norms(graph)
     _fuse_norms(graph)
     join_layer_norms(graph)
@@ -80,6 +82,26 @@ def _fuse_residuals(graph: Graph) -> None:
             _set(linear, 2, rows)
             added.replace_all_uses_with(outputs)
             break
+
+
+def _fuse_residuals_of_sums(graph: Graph) -> None:
+    """Fuse residuals into the sums over ranks that they are added to."""
+    places = {node: place for place, node in enumerate(graph.nodes)}
+    for added in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        for total, residual in (added.args, added.args[::-1]):
+            if (
+                isinstance(total, fx.Node)
+                and isinstance(residual, fx.Node)
+                and total.target is SUM
+                and len(total.args) == len(total.users) == 1
+                and places[residual] < places[total]
+                and _are_alike(residual, total)
+                and residual.meta["val"].shape == total.meta["val"].shape
+                and residual.meta["val"].is_contiguous()
+            ):
+                total.args = (*total.args, residual)
+                added.replace_all_uses_with(total)
+                break
 
 
 def _norm_index(node: Node) -> int | None:

@@ -158,7 +158,8 @@ class _Forwards:
 
         loaded = self._loaded
         if self._world is not None:
-            cpu.set_sum(add_up)
+            assert cpu.sums is not None
+            cpu.sums.set(add_up)
         try:
             forward = TracedForward(
                 self._eager,

@@ -16,11 +16,17 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def add_up(x: Tensor) -> Tensor:
-    """Sum over the ranks of this process' world, which must be set."""
+def add_up(x: Tensor, residual: Tensor | None = None) -> Tensor:
+    """Sum over the ranks of this process' world, which must be set; add a residual."""
     world = current_world()
     assert world is not None
-    return world.sum(x)
+    total = world.sum(x)
+    return total if residual is None else total + residual
 
 
-OPERATOR = define("sum_over_ranks(Tensor x) -> Tensor", torch.empty_like, CPU=add_up, CUDA=add_up)
+OPERATOR = define(
+    "sum_over_ranks(Tensor x, Tensor? residual=None) -> Tensor",
+    lambda x, *_: torch.empty_like(x),
+    CPU=add_up,
+    CUDA=add_up,
+)

@@ -9,7 +9,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,6 +24,8 @@ from torch import Tensor
 from octavo.common.shutdown import exit_at_once
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.times import Times
+from octavo.kernels.cpu.sums import DTYPES as SHARED_DTYPES
+from octavo.kernels.cpu.sums import RankSums
 
 STORE = "OCTAVO_RANK_STORE"
 """Environment variable: the file through which ranks on one machine find each other. Without it,
@@ -55,7 +57,7 @@ class World:
         tensors: The group for layers' sums and gathers.
         control: The group for messages from rank 0.
         watch: The group in which ranks check that the others are alive.
-        times: The times measured so far.
+        shared: Sums in memory that all ranks share; None if they share none.
         serving: Whether the engine serves: then a collective that fails ends it, since all later
             ones would fail too, and its requests are better computed by another engine.
     """
@@ -64,7 +66,8 @@ class World:
     tensors: dist.ProcessGroup
     control: dist.ProcessGroup
     watch: dist.ProcessGroup
-    times: Times = field(default_factory=Times)
+    shared: RankSums | None = None
+    _times: Times = field(default_factory=Times)
     serving: bool = False
 
     @property
@@ -76,6 +79,12 @@ class World:
     def rank(self) -> int:
         """The number of this rank."""
         return self.place.rank
+
+    @property
+    def times(self) -> Times:
+        """The times measured so far."""
+        shared = 0.0 if self.shared is None else self.shared.seconds
+        return replace(self._times, reduce=self._times.reduce + shared)
 
     def send(self, numbers: np.ndarray) -> None:
         """Send int64 numbers, `[n]`, from rank 0 to all others."""
@@ -128,6 +137,9 @@ class World:
 
         On CPUs each rank adds the parts in rank order, in float32 if there are more than two.
         """
+        if self.shared is not None and x.is_cpu and x.dtype in SHARED_DTYPES:
+            with self._ending():
+                return self.shared.add(x)
         with self._timed("reduce"):
             if x.is_cuda or (self.size > 2 and x.nbytes > GATHERED_BYTES):
                 total = x.clone()
@@ -199,13 +211,20 @@ class World:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         began = time.perf_counter()
+        with self._ending():
+            yield
+        spent = time.perf_counter() - began
+        setattr(self._times, name, getattr(self._times, name) + spent)
+
+    @contextmanager
+    def _ending(self) -> Iterator[None]:
+        """End the engine if a collective fails while it serves."""
         try:
             yield
         except RuntimeError as error:
             if self.serving:
                 self.end_engine(error)
             raise
-        setattr(self.times, name, getattr(self.times, name) + time.perf_counter() - began)
 
 
 def _finish(work: dist.Work | None, tensor: Tensor) -> None:

@@ -72,7 +72,8 @@ class ServedEngine:
         )
         metrics.ranks.set(parts.ranks)
         if parts.leader is not None:
-            metrics.show_rank_times(parts.leader.world.times)
+            world = parts.leader.world
+            metrics.show_rank_times(lambda: world.times)
         loop = asyncio.get_running_loop()
         self._tracer = RequestTracer(tracing.tracer, settings.model_name) if tracing.on else None
         self.core = EngineCore(

@@ -14,6 +14,7 @@ from octavo.engine.lora.errors import AdapterError
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.device import choose_device
 from octavo.engine.parallel.place import RankPlace
+from octavo.engine.parallel.shared_sums import share_memory
 from octavo.engine.parallel.world import World, join
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
@@ -99,6 +100,8 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
         world = join(place, device, watch_seconds=settings.rank_timeout)
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"the ranks do not find each other: {error}") from error
+    if device.type == "cpu" and world.shared is None:
+        share_memory(world)
     log.info("ranks joined", rank=place.rank, ranks=place.size)
     return world
 

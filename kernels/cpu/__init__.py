@@ -55,6 +55,7 @@ experts = None if _kernels is None else _kernels.experts
 blocks = None if _kernels is None else _kernels.blocks
 rounding = None if _kernels is None else _kernels.rounding
 spill = None if _kernels is None else _kernels.spill
+sums = None if _kernels is None else _kernels.sums
 dequantize_blocks = dequantize if _kernels is None else _kernels.blocks.dequantize
 path = "pytorch" if _kernels is None else _kernels.isa
 """See `octavo.kernels.backend.Backend`."""
@@ -63,7 +64,6 @@ if _kernels is not None:  # for traced steps, which need the C++ kernels
     take_spent = _kernels.take_spent
     programs = _kernels.programs
     set_step = _kernels.set_step
-    set_sum = _kernels.sums.set
 
 
 def implement(operator: OpOverload) -> None:

@@ -78,9 +78,8 @@ extern __thread Spent spent HIDDEN;
 class Stopwatch {
  public:
   explicit Stopwatch(double& seconds) : seconds_(seconds), began_(Clock::now()) {}
-  ~Stopwatch() {
-    seconds_ += std::chrono::duration<double>(Clock::now() - began_).count();
-  }
+  ~Stopwatch() { seconds_ += elapsed(); }
+  double elapsed() const { return std::chrono::duration<double>(Clock::now() - began_).count(); }
 
  private:
   using Clock = std::chrono::steady_clock;

@@ -1,14 +1,15 @@
-"""Sums over ranks in traced steps: C++ calls back into Python for them."""
+"""Sums over ranks: in memory that ranks share, or by a function that C++ calls."""
 
 import logging
+import mmap
 from collections.abc import Callable
-from ctypes import CDLL, CFUNCTYPE, c_char, c_int, c_int64, c_void_p
+from ctypes import CDLL, CFUNCTYPE, addressof, c_char, c_double, c_int, c_int64, c_void_p
 from typing import Any
 
 import torch
 from torch import Tensor
 
-_DTYPES = torch.float32, torch.float16, torch.bfloat16
+DTYPES = torch.float32, torch.float16, torch.bfloat16
 """Dtypes by their numbers in sum_over_ranks.cpp."""
 _Function = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_int)
 
@@ -16,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 class RankSums:
-    """The function that sums over ranks in this process's traced steps.
+    """Sets how this process sums over ranks.
 
     Args:
         library: The kernels.
@@ -25,10 +26,21 @@ class RankSums:
     def __init__(self, library: CDLL) -> None:
         self._set = library.octavo_set_sum
         self._set.argtypes, self._set.restype = (_Function,), None
-        self._function: Any = None  # keeps the callback alive for C++
+        self._set_ring = library.octavo_set_ring
+        self._set_ring.argtypes, self._set_ring.restype = (c_void_p, c_int, c_int, c_double), None
+        self._bytes = library.octavo_ring_bytes
+        self._bytes.restype = c_int64
+        self._add = library.octavo_sum_over_ranks
+        self._add.argtypes = (c_void_p, c_void_p, c_void_p, c_int64, c_int)
+        self._seconds = library.octavo_ring_seconds
+        self._seconds.restype = c_double
+        self._function: Any = None  # what C++ points to, like the next
+        self._memory: Any = None
 
     def set(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Set the function. The thread that runs a step calls it, with the interpreter's lock held.
+        """Set the function of traced steps for ranks that share no memory.
+
+        The thread that runs a step calls it, with the interpreter's lock held.
 
         Args:
             add_up: Returns the sum of a flat tensor over all ranks. An error fails the step.
@@ -36,7 +48,7 @@ class RankSums:
 
         def call(x: int, out: int, elements: int, dtype: int) -> int:
             try:
-                part, total = (_tensor_at(at, elements, _DTYPES[dtype]) for at in (x, out))
+                part, total = (_tensor_at(at, elements, DTYPES[dtype]) for at in (x, out))
                 total.copy_(add_up(part))
             except Exception:
                 log.exception("a sum over ranks failed")
@@ -45,6 +57,39 @@ class RankSums:
 
         self._function = _Function(call)
         self._set(self._function)
+
+    def bytes(self, ranks: int) -> int:
+        """Return the bytes of memory that ranks need to share."""
+        return int(self._bytes(ranks))
+
+    def share(self, memory: mmap.mmap, rank: int, ranks: int, patience: float) -> None:
+        """Sum in shared memory from now on.
+
+        Args:
+            memory: The memory, zeros at first.
+            rank: The number of this rank.
+            ranks: The number of ranks.
+            patience: Maximum seconds to wait for another rank.
+        """
+        self._memory = c_char.from_buffer(memory)
+        self._set_ring(addressof(self._memory), rank, ranks, patience)
+
+    def add(self, x: Tensor) -> Tensor:
+        """Return the sum of a contiguous tensor of one of `DTYPES` in shared memory.
+
+        Raises:
+            RuntimeError: Another rank did not come.
+        """
+        total = torch.empty_like(x)
+        elements, dtype = x.numel(), DTYPES.index(x.dtype)
+        if self._add(x.data_ptr(), None, total.data_ptr(), elements, dtype):
+            raise RuntimeError("another rank did not come to a sum")
+        return total
+
+    @property
+    def seconds(self) -> float:
+        """Seconds that this process has spent in sums in shared memory."""
+        return float(self._seconds())
 
 
 def _tensor_at(address: int, elements: int, dtype: torch.dtype) -> Tensor:
