@@ -14,6 +14,7 @@ from operator import attrgetter
 
 from octavo.engine.kv_cache import FileTakenError, KVCacheManager, OutOfBlocksError, Span
 from octavo.engine.scheduling.adapter_budget import adapters_fit
+from octavo.engine.scheduling.background import Background
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.chunks import Counts, most_blocks, next_spans, prefill_ends
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
@@ -34,8 +35,6 @@ PREFILL_SHARE = 0.5
 MAX_SCORED_TOKENS = 1024
 """Maximum number of prompt tokens with log-probabilities in a step, over all requests. Each takes a
 row of logits as wide as the vocabulary, so this bounds a step's memory, and its time on a CPU."""
-DECODE_ENGINE_PREFILL_SECONDS = 0.1
-"""Maximum time for which a step of a decode engine computes prompts beside decodes."""
 WATERMARK = 0.01
 """Share of the blocks that stays free when a group is admitted or swapped in, so that the next few
 decodes do not preempt it at once."""
@@ -93,9 +92,11 @@ class Scheduler:
         self._step_tokens = max_num_batched_tokens  # limit of the step that is being scheduled
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
         self._watermark = int(WATERMARK * cache.device.num_blocks)
+        self._background = Background(policy, cache.block_size)
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a new group."""
+        self._background.add(group)
         insort(self.waiting, group, key=ORDER)
 
     @property
@@ -139,6 +140,7 @@ class Scheduler:
     def remove(self, group: SequenceGroup) -> None:
         """Remove a group from its queue, and free all its blocks."""
         self._decodes.remove(group)
+        self._background.groups.discard(group)
         for sequence in group.sequences:
             sequence.drop_placeholders()
             self._forget_draft(sequence)
@@ -167,10 +169,12 @@ class Scheduler:
         # Running groups come first, then swapped ones, then new ones, so each group keeps its place
         # (the paper's section 4.5 admits none until all preempted sequences have completed). A
         # group admitted in a step that preempted would take the blocks just freed.
+        groups = len(self.running) + len(self.swapped) + len(self.waiting)
+        self._background.begin_step(self.running, groups - len(self._background.groups))
         preempted = self._schedule_running(batch)
         if not preempted:
             self._swap_in(batch)
-            if not self.swapped:
+            if self._background.groups.issuperset(self.swapped):
                 self._admit_waiting(batch)
         batch.transfers = self.cache.take_transfers()
         return batch
@@ -193,8 +197,10 @@ class Scheduler:
         prefill = batch.num_tokens - batch.num_drafted - batch.num_sequences
         if prefill > PREFILL_SHARE * batch.num_tokens:
             self.policy.observe_prefill(batch.num_tokens, seconds)
-        elif not prefill and batch.num_sequences and self.speculation is not None:
-            self.speculation.observe_step(batch.num_tokens, seconds)
+        elif not prefill and batch.num_sequences:
+            self._background.observe_decodes(batch.num_tokens, seconds)
+            if self.speculation is not None:
+                self.speculation.observe_step(batch.num_tokens, seconds)
 
     def can_overlap(self, batch: Batch) -> bool:
         """Return whether the next step can be scheduled before the tokens of a step are known.
@@ -226,6 +232,8 @@ class Scheduler:
             for group in self.running
             if group.decode_row is None
         }
+        for group in self._background.pause(self.running, counts):
+            self._decodes.remove(group)
         decodes = len(self._decodes)
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
@@ -311,7 +319,7 @@ class Scheduler:
             spans, used = next_spans(counts, budget, self.cache)
             if self._add_drafted(batch, group, spans, drafts):
                 return used
-        elif (decoder := group.decoder) is not None:
+        elif counts and (decoder := group.decoder) is not None:
             self._make_writable(decoder)
             most_tokens = decoder.num_prompt + group.request.max_tokens
             table = self.cache.own_table(decoder.id, most_tokens)
@@ -323,7 +331,7 @@ class Scheduler:
             self._add(batch, group, [Span(decoder.id, start, start + 1)])
             return 0
         else:
-            spans, used = next_spans(counts, budget, self.cache)
+            spans, used = self._background.next_spans(group, counts, budget, self.cache)
         self.cache.extend(spans)
         self._add(batch, group, spans)
         return used
@@ -436,6 +444,8 @@ class Scheduler:
 
     def _swap_in(self, batch: Batch) -> None:
         while (group := self._first_ready(self.swapped)) is not None:
+            if group in self._background.groups and self._background.full:
+                return
             ends = prefill_ends(group, self.cache)
             ids = [sequence.id for sequence, _ in ends]
             seqs, tokens = self._room(batch)
@@ -453,17 +463,22 @@ class Scheduler:
 
     def _admit_waiting(self, batch: Batch) -> None:
         while (group := self._first_ready(self.waiting)) is not None:
+            if group in self._background.groups and (self._background.full or self.swapped):
+                return
             lead, *siblings = group.live
             seqs, tokens = self._room(batch)
-            if group.num_slots > seqs or tokens < 1:
+            if tokens < 1:
                 return
             reuse = group.request.sampling.prompt_logprobs is None
             salt = group.request.prefix_salt
             front = lead.token_ids[: lead.num_prompt] if siblings else lead.token_ids
             blocks = self.cache.blocks_to_admit(front, reuse=reuse, salt=salt)
             later = sum(1 + self.cache.blocks_for(s.num_output) for s in siblings)
-            if not self._fits(group, blocks, slack=1 + later):
-                return
+            if group.num_slots > seqs or not self._fits(group, blocks, slack=1 + later):
+                if group in self._background.groups or not self._background.paused:
+                    return
+                self._preempt(self._background.paused.pop())
+                continue
             self.waiting.remove(group)
             lead.num_computed = self.cache.admit(lead.id, front, reuse=reuse, salt=salt)
             if not group.admitted:
@@ -478,7 +493,8 @@ class Scheduler:
             self.cache.reserve(sequence.id, end)
         counts = self._count_tokens(group)
         decodes = sum(count == 1 for _, count in counts)
-        spans, _ = next_spans(counts, budget - decodes, self.cache)
+        spans, _ = self._background.next_spans(group, counts, budget - decodes, self.cache)
+        self._background.take(group)
         self.cache.extend(spans)
         insort(self.running, group, key=ORDER)
         self._add(batch, group, spans)

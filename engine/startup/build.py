@@ -22,7 +22,7 @@ from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import return_freed
 from octavo.engine.parallel.place import RankPlace
-from octavo.engine.scheduling.scheduler import DECODE_ENGINE_PREFILL_SECONDS, Scheduler
+from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import generation_config
@@ -43,6 +43,10 @@ from octavo.engine.startup.threads import Threads, set_threads
 from octavo.kernels.ops import device_warning, kernel_path
 
 log = structlog.get_logger(__name__)
+
+
+DECODE_ENGINE_PREFILL_SECONDS = 0.1
+"""Maximum time for which a step of a decode engine computes prompts beside decodes."""
 
 
 @dataclass(frozen=True, slots=True)

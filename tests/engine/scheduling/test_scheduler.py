@@ -187,7 +187,7 @@ requests = st.lists(
         st.integers(1, 30),  # prompt tokens
         st.integers(1, 20),  # output tokens
         st.integers(1, 4),  # outputs
-        st.integers(-2, 2),  # priority
+        st.sampled_from([-100, -100, -1, 0, 1]),  # priority; the lowest is background
         st.integers(0, 1),  # common token of prompts, for shared prefixes
         st.integers(0, 3),  # steps before the next request
         st.booleans(),  # the prompt is scored
@@ -358,6 +358,7 @@ def checked_step(engine, core, batches):
                 dropped = sequence.finish_reason is not None and pending is not None
                 assert sequence.num_tokens == known + (not dropped)
         missed = set(searches) & set(engine.running) - groups_of(batch)
+        missed -= set(engine._background.paused)
         assert not missed or (pending and missed <= groups_of(pending.batch)), "it missed two steps"
     assert sum(len(g.live) for g in engine.running) <= engine.max_num_seqs
 
@@ -481,6 +482,67 @@ def test_prompts_beside_decodes_take_no_longer_than_allowed(limit, rate, chunks)
         while prompt.state is not GroupState.FINISHED:
             found.append(step(engine).num_tokens - 1)
         assert found == chunks
+
+
+def shared_step(engine):
+    """Step; return how many tokens of each request were computed."""
+    return {part.group.request.request_id: part.end - part.start for part in parts_of(step(engine))}
+
+
+def test_background_requests_add_little_to_a_step_beside_others():
+    engine = scheduler(200, seqs=32, batched=64)
+    for tokens in (1, 2, 4, 8, 16, 32):
+        engine._background.observe_decodes(tokens, 0.01 + 0.005 * tokens)
+    engine.policy.observe_prefill(100, 0.1)
+    for i in range(12):
+        engine.submit(group(i, [100 + i] * 4, 60, priority=-100, arrival=0))
+    assert len(shared_step(engine)) == 12, "alone they are unlimited"
+    assert len(shared_step(engine)) == 12
+    chat = group(50, range(200, 210), 12)
+    engine.submit(chat)
+    assert shared_step(engine).pop("50") == 10, "its prompt waits for them"
+    engine.submit(group(51, range(300, 350), 60, priority=-100, arrival=0))
+    # One decode takes 15 ms, so they may add 7.5 ms: one decode, and 7 tokens of prefill.
+    found = shared_step(engine)
+    assert found == {"50": 1, "0": 1}
+    while chat.state is not GroupState.FINISHED:
+        assert shared_step(engine) == {"50": 1, "0": 1}
+    assert len(shared_step(engine)) > 12, "they stay paused"
+    while not engine.idle:
+        step(engine)
+    engine.cache.check_idle()
+
+
+def test_prompts_of_background_requests_are_computed_in_small_chunks_beside_others():
+    engine = scheduler(200, batched=64)
+    engine._background.observe_decodes(1, 0.02)
+    engine.policy.observe_prefill(100, 0.1)
+    engine.submit(group(0, [1, 2, 3], 60))
+    step(engine)
+    engine.submit(group(1, range(100, 130), 2, priority=-100))
+    assert [shared_step(engine).get("1") for _ in range(4)] == [10, 10, 10, 1]
+
+
+@pytest.mark.parametrize("mode", ["swap", "recompute"])
+@pytest.mark.parametrize(("blocks", "seqs"), [(40, 32), (200, 8)])
+def test_others_take_the_memory_and_the_slots_of_paused_background_requests(blocks, seqs, mode):
+    engine = scheduler(blocks, swap=40, mode=mode, seqs=seqs, batched=64)
+    for tokens in (1, 2, 4, 8, 16, 32):
+        engine._background.observe_decodes(tokens, 0.01 * tokens)
+    batch = [group(i, [100 + i] * 12, 20, priority=-100, arrival=0) for i in range(8)]
+    for each in batch:
+        engine.submit(each)
+    step(engine)
+    chats = [group(50 + i, [200 + i] * 20, 6) for i in range(3)]
+    for each in chats:
+        engine.submit(each)
+    for _ in range(8):
+        step(engine)
+    assert all(chat.state is GroupState.FINISHED for chat in chats)
+    while not engine.idle:
+        step(engine)
+    assert all(each.sequences[0].num_output == 20 for each in batch)
+    engine.cache.check_idle()
 
 
 def crowd(count=40):
