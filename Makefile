@@ -76,6 +76,7 @@ docs: $(STAMP) ## Make docs/api.md, docs/flags.md, docs/parameters.md, the dashb
 	$(BIN)/python -m tools.dashboard
 	$(BIN)/python -m tools.metric_table
 	$(BIN)/python -m tools.model_table
+	$(BIN)/python -m tools.rank_table
 
 # The lowest Python, and all others and every machine with it. pip is the virtual environment's own.
 lock: $(BIN)/pip ## Bring constraints.txt in line with pyproject.toml (ARGS=--upgrade: the newest versions)

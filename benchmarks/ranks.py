@@ -1,6 +1,6 @@
 """Compare an engine of one rank with all threads to one of several ranks with fewer threads.
 
-    python -m benchmarks.ranks [--model M] [--ranks 2] [--batch 48] [--rounds 3] [--compile auto]
+    python -m benchmarks.ranks [--model M] [--ranks 2] [--stages 1] [--batch 48] [--rounds 3]
 
 Each round runs both in turn: `--batch` greedy requests at once, of 64 prompt and 64 output tokens.
 It prints output tokens/s and, for several ranks, the seconds that rank 0 spent on communication:
@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--quantization", default="none")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--stages", type=int, default=1, help="of these ranks")
     parser.add_argument("--batch", type=int, default=48)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--compile", choices=("auto", "off"), default="auto")
@@ -83,7 +84,8 @@ def in_process(args: argparse.Namespace, ranks: int) -> dict[str, float]:
     """Run one configuration in a child process; return its measurement."""
     options = ["--model", args.model, "--dtype", args.dtype, "--batch", str(args.batch)]
     options += ["--quantization", args.quantization, "--compile", args.compile]
-    options += ["--ranks", str(ranks), "--alone"]
+    stages = args.stages if ranks > 1 else 1
+    options += ["--ranks", str(ranks), "--stages", str(stages), "--alone"]
     command = [sys.executable, "-m", "benchmarks.ranks", *options]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     result: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
@@ -101,7 +103,8 @@ def run(args: argparse.Namespace) -> None:
         swap_space=0,
         num_blocks=args.batch * (PROMPT_TOKENS + OUTPUT_TOKENS) // 8,
         enable_prefix_caching=False,
-        tensor_parallel_size=args.ranks,
+        tensor_parallel_size=args.ranks // args.stages,
+        pipeline_parallel_size=args.stages,
     )
     text = settings.model_dump_json(exclude_unset=True)
     with started_ranks(args.ranks, text) as (place, processes):

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
 
@@ -113,7 +114,8 @@ class EngineMetrics:
         self.ranks = gauge("ranks", "Processes that each hold a part of the model; 1 holds all.")
         self.rank_seconds = gauge(
             "rank_seconds",
-            "Seconds since the start that rank 0 spent on other ranks: broadcast, reduce, gather.",
+            "Seconds since the start that rank 0 spent on other ranks: broadcast, reduce, gather,"
+            " receive, send.",
             "what",
         )
         self.sessions = gauge("sessions", "Routers connected.")
@@ -181,9 +183,12 @@ class EngineMetrics:
 
     def show_rank_times(self, times: Callable[[], Times]) -> None:
         """Make the gauge of times read rank 0's times when scraped."""
-        self.rank_seconds.labels("broadcast").set_function(lambda: times().broadcast)
-        self.rank_seconds.labels("reduce").set_function(lambda: times().reduce)
-        self.rank_seconds.labels("gather").set_function(lambda: times().gather)
+
+        def reader(name: str) -> Callable[[], float]:
+            return lambda: float(getattr(times(), name))
+
+        for each in fields(Times):
+            self.rank_seconds.labels(each.name).set_function(reader(each.name))
 
     def observe_start(self, request: Request, cached_tokens: int) -> None:
         """Count a request that is computed for the first time."""

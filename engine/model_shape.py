@@ -49,6 +49,19 @@ class StateShape:
 
 
 @dataclass(frozen=True, slots=True)
+class StagePart:
+    """The part of a model that a stage of a pipeline computes.
+
+    Attributes:
+        layers: The numbers of its attention calls.
+        states: The numbers of its calls that keep a state.
+    """
+
+    layers: range
+    states: range
+
+
+@dataclass(frozen=True, slots=True)
 class ModelShape:
     """A model's dimensions, for memory and validation.
 
@@ -58,6 +71,7 @@ class ModelShape:
         max_position: Tokens of the context.
         eos_token_ids: Tokens that end an output.
         states: Shapes of the calls that keep a state, in order.
+        part: The calls of this process's stage; None if it computes all layers.
     """
 
     layers: tuple[LayerShape, ...]
@@ -65,6 +79,7 @@ class ModelShape:
     max_position: int
     eos_token_ids: tuple[int, ...]
     states: tuple[StateShape, ...] = ()
+    part: StagePart | None = None
 
     def has_kinds_of(self, other: "ModelShape") -> bool:
         """Return whether this model has all kinds of another model's layers."""

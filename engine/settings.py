@@ -13,6 +13,7 @@ from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
+from octavo.engine.parallel.served import ADAPTERS, DRAFT_MODEL, KV_DISK, KV_SPILL
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
 from octavo.engine.speculation.method_names import METHOD_TEXTS
 from octavo.kernels import BACKENDS
@@ -74,6 +75,24 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Ranks that each hold a part of the model and of the KV cache, as processes of"
         " their own. The engine starts them on this machine, unless torchrun or another launcher"
         " that sets RANK and WORLD_SIZE has. On GPUs, more than 1 runs uncompiled.",
+    )
+    pipeline_parallel_size: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Stages that each hold some of the layers, on CPUs. Each stage is as many ranks"
+        " as --tensor-parallel-size says.",
+    )
+    pipeline_split: str | None = Field(
+        None,
+        pattern=r"^\d+(,\d+)*$",
+        description="Number of layers of each stage, such as 20,12. Default: as even in memory as"
+        " possible, with the embeddings in the first stage and the head in the last.",
+    )
+    expert_parallel: bool = Field(
+        default=False,
+        description="Give each rank of --tensor-parallel-size whole experts of a mixture, not a"
+        " part of each.",
     )
     rank_timeout: float = Field(
         7.0,
@@ -309,40 +328,49 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             return self
         if not self.enable_prefix_caching or self.swap_space == 0:
             raise ValueError("--kv-disk needs prefix caching and --swap-space")
-        if self.tensor_parallel_size > 1:
-            raise ValueError(
-                "--kv-disk does not work with --tensor-parallel-size"
-                f" {self.tensor_parallel_size}: ranks do not write their blocks yet"
-            )
+        if self.ranks > 1:
+            raise ValueError(f"--kv-disk {self._with_ranks}: {KV_DISK.tensor}")
         return self
 
     @model_validator(mode="after")
     def _spills_alone(self) -> Self:
         if self.kv_spill is None:
             return self
-        if self.tensor_parallel_size > 1 or self.draft_model is not None:
-            why = "does not work with --tensor-parallel-size above 1, nor with --draft-model"
-            raise ValueError(f"--kv-spill {why}")
+        if self.ranks > 1:
+            raise ValueError(f"--kv-spill {self._with_ranks}: {KV_SPILL.tensor}")
+        if self.draft_model is not None:
+            raise ValueError("--kv-spill does not work with --draft-model")
         return self
 
     @model_validator(mode="after")
     def _draft_model_drafts(self) -> Self:
         if (self.speculation == "draft") is not (self.draft_model is not None):
             raise ValueError("--speculation draft and --draft-model need each other")
-        if self.draft_model is not None and self.tensor_parallel_size > 1:
-            raise ValueError(
-                "--draft-model does not work with --tensor-parallel-size"
-                f" {self.tensor_parallel_size}: ranks do not hold a draft model yet; use"
-                " --speculation auto"
-            )
+        if self.draft_model is not None and self.ranks > 1:
+            raise ValueError(f"--draft-model {self._with_ranks}: {DRAFT_MODEL.tensor}")
         return self
 
     @model_validator(mode="after")
     def _adapters_need_one_rank(self) -> Self:
-        if self.tensor_parallel_size > 1 and self.takes_adapters:
+        if self.ranks > 1 and self.takes_adapters:
+            raise ValueError(f"--lora or --enable-lora {self._with_ranks}: {ADAPTERS.tensor}")
+        return self
+
+    @model_validator(mode="after")
+    def _experts_have_ranks(self) -> Self:
+        if self.expert_parallel and self.tensor_parallel_size == 1:
+            raise ValueError("--expert-parallel needs --tensor-parallel-size above 1")
+        return self
+
+    @model_validator(mode="after")
+    def _split_fits_stages(self) -> Self:
+        if self.pipeline_split is None:
+            return self
+        layers = self.stage_layers
+        if len(layers) != self.pipeline_parallel_size or not all(layers):
             raise ValueError(
-                "--lora and --enable-lora do not work with --tensor-parallel-size"
-                f" {self.tensor_parallel_size}: adapters are not split over ranks yet"
+                f"--pipeline-split {self.pipeline_split} must name one number of layers, at least"
+                f" 1, for each of {self.pipeline_parallel_size} stages (--pipeline-parallel-size)"
             )
         return self
 
@@ -383,6 +411,23 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         """The directories of the adapters to load at the start, by name."""
         pairs = (text.partition("=") for text in self.lora)
         return {name: path for name, _, path in pairs}
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks: processes that each hold a part of the model."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def stage_layers(self) -> tuple[int, ...]:
+        """Number of layers of each stage; empty if they are to be balanced."""
+        return (
+            () if self.pipeline_split is None else tuple(map(int, self.pipeline_split.split(",")))
+        )
+
+    @property
+    def _with_ranks(self) -> str:
+        flags = "--tensor-parallel-size or --pipeline-parallel-size above 1"
+        return f"does not work with {flags}"
 
     @property
     def source(self) -> str:

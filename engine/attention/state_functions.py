@@ -50,9 +50,13 @@ def recording(recorder: Recorder) -> Iterator[None]:
         _calls.recorder = None
 
 
+UNNUMBERED = "octavo_unnumbered"
+"""Attribute of a numbered forward: the module's own."""
+
+
 def number_states(module: nn.Module, numbers: Sequence[int]) -> None:
-    """Assign these states to the calls of a module's forward, in order."""
-    forward = module.forward
+    """Assign these states to the calls of a module's forward, in order, instead of earlier ones."""
+    forward = getattr(module.forward, UNNUMBERED, module.forward)
 
     @functools.wraps(forward)
     def run(*arguments: Any, **keywords: Any) -> Any:  # noqa: ANN401 - whatever the module takes
@@ -62,6 +66,7 @@ def number_states(module: nn.Module, numbers: Sequence[int]) -> None:
         finally:
             _calls.numbers = outer
 
+    setattr(run, UNNUMBERED, forward)
     module.forward = run
 
 

@@ -96,6 +96,8 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
         quantization=settings.quantization,
         kv_cache_dtype=settings.kv_cache_dtype,
         max_model_len=settings.max_model_len,
+        stage_layers=settings.stage_layers,
+        whole_experts=settings.expert_parallel,
         world=world,
         adapters=settings.takes_adapters,
     )
@@ -159,7 +161,7 @@ class _Forwards:
         loaded = self._loaded
         if self._world is not None:
             assert cpu.sums is not None
-            cpu.sums.set(add_up)
+            cpu.sums.set(add_up, self._world.receive_hidden, self._world.send_hidden)
         try:
             forward = TracedForward(
                 self._eager,

@@ -141,7 +141,8 @@ class EngineCore:
     @property
     def working(self) -> bool:
         """Whether `step` has work."""
-        return self.steps.pending is not None or not self._scheduler.idle
+        steps = self.steps
+        return bool(steps.pending or steps.in_flight) or not self._scheduler.idle
 
     def run(self) -> None:
         """Serve until `stop`.

@@ -1,6 +1,7 @@
 """One step: schedule, prepare, launch, sample, collect, update."""
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -13,6 +14,7 @@ from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Batch, Samples
+from octavo.engine.scheduling.in_flight import count_in_flight
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler
 
@@ -40,6 +42,7 @@ class Steps:
 
     Attributes:
         pending: The launched step that is not collected yet, or None.
+        in_flight: Launched steps that other stages still compute, the earliest first.
         stalled: Whether the last step did nothing because all groups wait for masks.
         seconds: Duration of the last step.
     """
@@ -68,6 +71,7 @@ class Steps:
         self._ended = 0.0
         self.seconds = 0.0
         self.pending: PendingStep | None = None
+        self.in_flight: deque[PendingStep] = deque()
         self.stalled = False
 
     def step(self) -> Samples | None:
@@ -85,6 +89,8 @@ class Steps:
         Raises:
             StepError: The executor failed.
         """
+        if self._scheduler.stages > 1:
+            return self._step_of_stages()
         previous = self.pending
         launched: PendingStep | None = None
         output: Samples | None = None
@@ -108,6 +114,25 @@ class Steps:
         elif launched is not None:
             output = self._collect(launched)
         return output
+
+    def _step_of_stages(self) -> Samples | None:
+        """Launch a step; collect the earliest if as many are in flight as there are stages.
+
+        Each step has other groups, so that no stage waits for the tokens of another step.
+        """
+        self._masks.begin_step()
+        batch = self._scheduler.schedule()
+        if batch:
+            launched = self._launch(batch, None)
+            count_in_flight(batch, 1)
+            self.in_flight.append(launched)
+        self.stalled = not self.in_flight and self._scheduler.waits_for_masks
+        if not self.in_flight or (batch and len(self.in_flight) < self._scheduler.stages):
+            return None
+        done = self.in_flight.popleft()
+        count_in_flight(done.batch, -1)
+        self._sample(done)
+        return self._collect(done)
 
     def _schedule(self, previous: PendingStep | None) -> Batch:
         """Schedule a step; an empty one if it needs the previous step's tokens."""
@@ -175,6 +200,7 @@ class Steps:
         tokens, sequences = batch.num_tokens, batch.num_sequences
         log.error("step failed", tokens=tokens, sequences=sequences, exc_info=error)
         self.pending = None
+        self.in_flight.clear()
         begun = [group for group in scheduler.waiting if group.awaits_output]
         for group in [*scheduler.running, *scheduler.swapped, *begun]:
             why = "the model failed on this batch; try again"

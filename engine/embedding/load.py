@@ -160,7 +160,7 @@ def _check_settings(settings: EngineSettings, path: str) -> None:
             f"{path} embeds texts, which Octavo does on CPUs only yet: set --device cpu"
         )
     for flag, given in (
-        ("--tensor-parallel-size", settings.tensor_parallel_size > 1),
+        ("--tensor-parallel-size and --pipeline-parallel-size", settings.ranks > 1),
         ("--lora and --enable-lora", settings.takes_adapters),
         ("--speculation", settings.speculation != "off"),
     ):

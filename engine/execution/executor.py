@@ -129,9 +129,12 @@ class Executor:
         """
         if inputs is None:
             return PendingStep(batch)
-        # With several ranks, rank 0 sends the step before the masks are ready.
-        masked = late is not None and self._leader is None
-        if inputs.take_greatest and (masked or not batch.constrained):
+        forward = self._loaded.forward
+        if isinstance(forward, RankForward):
+            arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
+            with self._attending(inputs):
+                return PendingStep(batch, inputs, columns=forward.begin(*arguments))
+        if inputs.take_greatest and (late is not None or not batch.constrained):
             greatest = self._most_likely(inputs, late or ())
             if greatest is not None:
                 return PendingStep(batch, inputs, greatest=greatest, late=late or ())
@@ -145,9 +148,16 @@ class Executor:
             step: The step, which gets its tokens.
             left_out: Ids of sequences that get no token.
         """
-        inputs, logits = step.inputs, step.logits
+        inputs, forward = step.inputs, self._loaded.forward
         if inputs is None:
             return
+        if step.columns is not None:
+            assert isinstance(forward, RankForward)
+            if inputs.take_greatest and not step.batch.constrained:
+                step.greatest = forward.most_likely(step.columns)
+            else:
+                step.logits = forward.logits(step.columns)
+        logits = step.logits
         samples, rows = inputs.samples, inputs.sample_rows
         if left_out:
             kept = [i for i, s in enumerate(samples.sequences) if s.id not in left_out]
@@ -304,8 +314,6 @@ class Executor:
         forward = self._loaded.forward
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         with self._attending(inputs):
-            if isinstance(forward, RankForward):
-                return forward.most_likely(*arguments)
             if isinstance(forward, TracedForward):
                 # New outputs share a row. They have no tokens yet, so their masks are equal.
                 samples, rows = inputs.samples, inputs.sample_rows

@@ -79,6 +79,7 @@ class Leader:
         if self._watch is not None:
             self._watch.close()
         self._send(Kind.STOP, [])
+        self.world.flush()
 
     def _send(self, kind: Kind, *parts: Sequence[int] | np.ndarray) -> None:
         self.world.send(np.concatenate([np.array([kind]), *map(_numbers, parts)]))
@@ -203,4 +204,5 @@ class Follower:
         forward = self._loaded.forward
         assert isinstance(forward, RankForward)
         with attending(PagedStep(inputs.groups, cache.layers, scales, cache.states)):
-            (forward.most_likely if kind is Kind.MOST_LIKELY else forward)(*arguments)
+            columns = forward.begin(*arguments)
+        (forward.most_likely if kind is Kind.MOST_LIKELY else forward.logits)(columns)

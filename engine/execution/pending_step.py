@@ -17,13 +17,15 @@ from octavo.kernels.host_copies import AsyncCopy, to_device
 class PendingStep:
     """A step from its launch until it is collected.
 
-    First it holds the inputs of sampling: `inputs` and `logits`, or `greatest` and `late`.
+    First it holds the inputs of sampling: `inputs` and `logits`, or `greatest` and `late`; with
+    several ranks `columns`, of which `sample` makes one of these.
     `set_tokens` drops these, since logits take much memory.
 
     Attributes:
         batch: The step's batch.
         inputs: The model's inputs; None for a batch that only copies blocks.
         logits: `[num_rows, vocab_size]`; None if the model gave tokens.
+        columns: This rank's columns of logits; None without other ranks.
         greatest: The most likely token of each row of logits, if the model sampled itself.
         late: Ids of the sequences whose masks were not ready when the model sampled: their tokens
             are wrong.
@@ -34,6 +36,7 @@ class PendingStep:
     batch: Batch
     inputs: StepInputs | None = None
     logits: torch.Tensor | None = None
+    columns: torch.Tensor | None = None
     greatest: list[int] | None = None
     late: Collection[int] = ()
     samples: Samples = field(default_factory=Samples)
@@ -61,7 +64,7 @@ class PendingStep:
             continued: The most likely next tokens of its beams, if any.
             scores: Prompt log-probabilities of groups, in parts.
         """
-        self.inputs = self.logits = self.greatest = None
+        self.inputs = self.logits = self.columns = self.greatest = None
         self.samples, self.token_ids = samples, token_ids
         self._arriving = AsyncCopy(token_ids)
         self._reports, self._continued = reports, continued

@@ -3,15 +3,18 @@
 All blocks have one size, so that all layer groups share one pool and no group has spare memory that
 another lacks. Layers of one shape form one group, or several of equal size, with 1 to 8 times the
 smallest tokens per block: whichever fills the blocks best.
+
+Stages of a pipeline have the groups of the whole model, so that block numbers mean the same in all,
+but in their blocks only their own layers and states.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
-from octavo.engine.model_shape import LayerShape, ModelShape, StateShape
+from octavo.engine.model_shape import LayerShape, ModelShape, StagePart, StateShape
 from octavo.kernels.metadata import AttentionShape
 from octavo.kernels.ops import MAX_BLOCK_SIZE
 from octavo.kernels.whole_numbers import width_of
@@ -60,8 +63,8 @@ class CacheLayout:
     """The layout of a model's cache.
 
     Attributes:
-        shape: The model's dimensions.
-        groups: The layer groups: first those without a window, then windows, then states.
+        shape: The model's dimensions, or those of this stage's part.
+        groups: The model's layer groups: first those without a window, then windows, then states.
         shapes: The shape of each attention group's layers.
         places: The location of each layer.
         states: The location of each state.
@@ -197,26 +200,41 @@ def plan_layout(
         if size >= least
     )
     size, chosen = min(fitting, key=lambda one: _cost(one[0], one[1], states))
+    part = shape.part or StagePart(range(len(shape.layers)), range(len(shape.states)))
     groups: list[LayerGroup] = []
     places: dict[int, LayerPlace] = {}
-    for choice in chosen:
-        _place_layers(choice, groups, places)
+    taken = [_place_layers(choice, groups, places, part.layers) for choice in chosen]
     shapes = tuple(c.kind.shape for c in chosen for _ in range(c.groups))
     state_places: dict[int, StatePlace] = {}
     for kind in states:
+        own = [number for number in kind.numbers if number in part.states]
         first, per_block = 0, size // kind.row_elements
-        for number in kind.numbers:
+        if shape.part is not None:
+            per_block = -(-sum(shape.states[n].rows for n in own) // kind.blocks(size))
+        taken.append(per_block * kind.row_elements)
+        for number in own:
             state_places[number] = StatePlace(len(groups), first, per_block)
             first += shape.states[number].rows
         groups.append(LayerGroup(block_size, state_blocks=kind.blocks(size)))
     return CacheLayout(
-        shape,
+        _own_part(shape, part),
         tuple(groups),
         shapes,
-        tuple(places[_keeper(shape, layer)] for layer in range(len(shape.layers))),
-        tuple(state_places[number] for number in range(len(shape.states))),
-        size,
+        tuple(places[_keeper(shape, layer)] for layer in part.layers),
+        tuple(state_places[number] for number in part.states),
+        size if shape.part is None else _aligned(max(taken)),
     )
+
+
+def _own_part(shape: ModelShape, part: StagePart) -> ModelShape:
+    """Return the dimensions of a stage's part."""
+    first = part.layers.start
+    layers = [
+        layer if layer.source is None else replace(layer, source=layer.source - first)
+        for layer in shape.layers[first : part.layers.stop]
+    ]
+    states = shape.states[part.states.start : part.states.stop]
+    return replace(shape, layers=tuple(layers), states=states, part=None)
 
 
 def _keeper(shape: ModelShape, layer: int) -> int:
@@ -230,16 +248,22 @@ def _aligned(elements: int) -> int:
     return -(-elements // ALIGNMENT) * ALIGNMENT
 
 
-def _place_layers(choice: _Choice, groups: list[LayerGroup], places: dict[int, LayerPlace]) -> None:
-    """Append a kind's groups, and record the locations of its layers."""
+def _place_layers(
+    choice: _Choice, groups: list[LayerGroup], places: dict[int, LayerPlace], own: range
+) -> int:
+    """Append a kind's groups, and record the locations of its own layers; return a block's size."""
     kind, size = choice.kind, choice.block_size
     shape, count = kind.shape, kind.per_piece(choice.pieces)
+    most = 0
     for i in range(0, len(kind.layers), count):
-        for j, layer in enumerate(kind.layers[i : i + count]):
-            keys = j * kind.token_elements * size
-            values = keys + kind.key_elements * size
-            places[layer] = LayerPlace(len(groups), keys, values)
+        keys = 0
+        for layer in kind.layers[i : i + count]:
+            if layer in own:
+                places[layer] = LayerPlace(len(groups), keys, keys + kind.key_elements * size)
+                keys += kind.token_elements * size
+        most = max(most, keys)
         groups.append(LayerGroup(size, shape.window, shape.chunk))
+    return most
 
 
 def _state_kinds(

@@ -1,6 +1,6 @@
 """Loads a decoder from transformers, with its attention replaced by paged attention."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -48,6 +48,8 @@ from octavo.engine.models.refusals import (
 )
 from octavo.engine.models.sharding.plan import check_splittable
 from octavo.engine.models.sharding.rank_forward import RankForward
+from octavo.engine.models.sharding.sharded_layers import own_choices
+from octavo.engine.models.sharding.stages import keep_stage, plan_stages
 from octavo.engine.models.sharding.whole_reference import whole_reference
 from octavo.engine.parallel.world import World
 from octavo.kernels import huge_pages
@@ -63,6 +65,8 @@ class LoadOptions(TypedDict, total=False):
     quantization: str
     kv_cache_dtype: str
     max_model_len: int | None
+    stage_layers: Sequence[int]
+    whole_experts: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,11 +182,15 @@ def load_unchecked(
     quantization = options.get("quantization", "none")
     max_model_len = options.get("max_model_len")
     scheme = find_scheme(quantization)
+    experts = slice(None)
     with as_model_error(path):
         source = ModelSource.open(
-            path, options["dtype"], target, max_model_len, quantized=scheme is not None
+            *(path, options["dtype"], target, max_model_len),
+            quantized=scheme is not None,
+            whole_experts=options.get("whole_experts", False),
         )
-        model = source.read(world)
+        own = _own_layers(source, world, options.get("stage_layers", ()))
+        model = source.read(None if world is None or world.size == 1 else world)
     kind, checkpoint = source.dtype, source.checkpoint
     cache_kind = choose_cache_dtype(options.get("kv_cache_dtype", "auto"), kind, target)
     model.train(mode=False)
@@ -190,22 +198,25 @@ def load_unchecked(
     with as_unsupported(path):
         with running_empty():
             shape = find_dimensions(model, max_model_len)
+            small = is_small(model)
+            if own is not None and world is not None:
+                shape, experts = keep_stage(model, shape, own, world)
         check_kernels(shape, block_size, kind, cache_kind, target)
         if scheme is not None:
             stored_format = None if checkpoint is None else checkpoint.format
             check_quantization(model, path, quantization, target, stored_format)
-        if world is not None:
+        if world is not None and world.size > 1:
             check_splittable(shape, measured_cache=cache_kind in FP8_DTYPES)
-        else:
+        elif world is None:
             check_room(model, source, quantization)
         routing = ModuleRouting(model)
-        small = is_small(model)
         place = None if small or world is not None else source.place(block_size)
         known = None if place is None else recall(place)
         with held(model) if small else nullcontext():
             expected, trial, forward = _expect(
                 model, source, shape, routing, world, known, adapters
             )
+            expected = _of_this_rank(expected, model, experts, source, world)
             absorb_expansions(model)
             rounds = kind != torch.float32 or scheme is not None or checkpoint is not None
             checked = known is not None or not rounds
@@ -247,6 +258,27 @@ def load_unchecked(
     )
 
 
+def _own_layers(source: ModelSource, world: World | None, asked: Sequence[int]) -> range | None:
+    """Return the layers of this process's stage; None without stages."""
+    if world is None or world.stages == 1:
+        return None
+    return plan_stages(source.config, world.stages, asked)[world.stage]
+
+
+def _of_this_rank(
+    expected: Reference,
+    model: PreTrainedModel,
+    experts: slice,
+    source: ModelSource,
+    world: World | None,
+) -> Reference:
+    """Return a reference with the choices of this rank's layers, in its numbers of experts."""
+    choices = expected.choices[experts]
+    if source.whole_experts and world is not None:
+        choices = own_choices(model, choices, world)
+    return replace(expected, choices=choices)
+
+
 def _expect(  # noqa: PLR0917
     model: PreTrainedModel,
     source: ModelSource,
@@ -271,7 +303,9 @@ def _expect(  # noqa: PLR0917
     if world is not None:
         fix = partial(fix_context, max_model_len=source.max_model_len)
         expected = whole_reference(
-            source.path, source.config, source.dtype, shape, world, prepare=fix
+            *(source.path, source.config, source.dtype, shape, world),
+            checkpoint=source.checkpoint,
+            prepare=fix,
         )
         return expected, None, RankForward(forward, world, shape.vocab_size, everywhere=True)
     with attention_of(model, reference_attention(source.config)):

@@ -23,6 +23,7 @@ from octavo.engine.models.read_weights import (
     read_config,
 )
 from octavo.engine.models.sharding.plan import make_plan
+from octavo.engine.parallel.served import CHECKPOINTS
 from octavo.engine.parallel.world import World
 
 
@@ -38,6 +39,7 @@ class ModelSource:
         device: The model's device.
         max_model_len: See `EngineSettings`.
         deferred: Whether large weights stay in the files until they are packed.
+        whole_experts: Whether each rank has whole experts, not a part of each.
     """
 
     path: str
@@ -47,6 +49,7 @@ class ModelSource:
     device: torch.device
     max_model_len: int | None
     deferred: bool
+    whole_experts: bool
 
     @classmethod
     def open(
@@ -57,6 +60,7 @@ class ModelSource:
         max_model_len: int | None,
         *,
         quantized: bool,
+        whole_experts: bool = False,
     ) -> "ModelSource":
         """Read everything except the weights.
 
@@ -66,12 +70,13 @@ class ModelSource:
             device: See the attributes.
             max_model_len: See the attributes.
             quantized: Whether the weights will be quantized.
+            whole_experts: See the attributes.
         """
         checkpoint = open_checkpoint(path)
         config = read_config(path, quantized=checkpoint is not None)
         kind = choose_dtype(dtype, config.get_text_config(), device)
         deferred = device.type == "cpu" or quantized
-        return cls(path, config, checkpoint, kind, device, max_model_len, deferred)
+        return cls(path, config, checkpoint, kind, device, max_model_len, deferred, whole_experts)
 
     def read(self, world: World | None = None) -> PreTrainedModel:
         """Read the model, or this rank's part of it.
@@ -92,12 +97,12 @@ class ModelSource:
             return whole
         if self.checkpoint is not None:
             raise UnsupportedModelError(
-                f"{self.path} has quantized weights ({self.checkpoint.format.description}), which"
-                " are not split over ranks yet: use --tensor-parallel-size 1"
+                f"{self.path} has quantized weights ({self.checkpoint.format.description}):"
+                f" {CHECKPOINTS.tensor}: use --tensor-parallel-size 1"
             )
         from octavo.engine.models.sharding.load_shard import load_shard  # noqa: PLC0415 - slow
 
-        plan = make_plan(self.config, world.size)
+        plan = make_plan(self.config, world.size, whole_experts=self.whole_experts)
         return load_shard(self.path, self.config, self.dtype, plan, world)
 
     def _load(self, **options: Any) -> Any:  # noqa: ANN401 - see `load_weights`

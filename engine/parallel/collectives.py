@@ -1,13 +1,13 @@
-"""The sum over ranks as a PyTorch operator: `octavo::sum_over_ranks`.
+"""What ranks tell each other within a step, as PyTorch operators.
 
-With an operator, the compiler captures a model with its sums in one graph.
+With operators, the compiler captures a model with its sums and stages in one graph.
 """
 
 import torch
 from torch import Tensor
 
 from octavo.engine.operators import define
-from octavo.engine.parallel.world import current_world
+from octavo.engine.parallel.world import World, current_world
 
 
 def sum_over_ranks(x: Tensor) -> Tensor:
@@ -18,10 +18,26 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def add_up(x: Tensor, residual: Tensor | None = None) -> Tensor:
     """Sum over the ranks of this process' world, which must be set; add a residual."""
+    total = _world().sum(x)
+    return total if residual is None else total + residual
+
+
+def _world() -> World:
     world = current_world()
     assert world is not None
-    total = world.sum(x)
-    return total if residual is None else total + residual
+    return world
+
+
+def receive_hidden(x: Tensor) -> Tensor:
+    """Return the previous stage's hidden states; this stage's embeddings `x` are like them."""
+    hidden: Tensor = torch.ops.octavo.receive_hidden(x.contiguous())
+    return hidden
+
+
+def send_hidden(x: Tensor) -> Tensor:
+    """Send hidden states to the next stage; return them."""
+    sent: Tensor = torch.ops.octavo.send_hidden(x.contiguous())
+    return sent
 
 
 OPERATOR = define(
@@ -29,4 +45,14 @@ OPERATOR = define(
     lambda x, *_: torch.empty_like(x),
     CPU=add_up,
     CUDA=add_up,
+)
+define(
+    "receive_hidden(Tensor x) -> Tensor",
+    torch.empty_like,
+    CPU=lambda x: _world().receive_hidden(x),
+)
+define(
+    "send_hidden(Tensor x) -> Tensor",
+    torch.empty_like,
+    CPU=lambda x: _world().send_hidden(x).clone(),
 )

@@ -55,7 +55,7 @@ def place_from_launcher(environment: Mapping[str, str], size: int) -> RankPlace 
 
     Args:
         environment: The environment variables.
-        size: The value of --tensor-parallel-size.
+        size: Number of ranks that the settings ask for.
 
     Raises:
         RankError: The variables are wrong or do not fit the setting.
@@ -70,8 +70,8 @@ def place_from_launcher(environment: Mapping[str, str], size: int) -> RankPlace 
         raise RankError(f"RANK, WORLD_SIZE and LOCAL_RANK must be numbers: {error}") from error
     if world != size:
         raise RankError(
-            f"WORLD_SIZE is {world}, but --tensor-parallel-size is {size}: a launcher must start"
-            " one process for each rank"
+            f"WORLD_SIZE is {world}, but --tensor-parallel-size times --pipeline-parallel-size is"
+            f" {size}: a launcher must start one process for each rank"
         )
     if not 0 <= rank < world:
         raise RankError(f"RANK is {rank}, but WORLD_SIZE is {world}")

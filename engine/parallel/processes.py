@@ -97,7 +97,7 @@ def started_ranks(
     """Start the other ranks for a block, unless a launcher has; end them after it.
 
     Args:
-        size: The value of --tensor-parallel-size.
+        size: Number of ranks.
         settings: The engine's settings, as JSON.
 
     Yields:

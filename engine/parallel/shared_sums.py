@@ -6,9 +6,7 @@ import secrets
 from contextlib import suppress
 from pathlib import Path
 
-import numpy as np
 import structlog
-import torch
 
 from octavo.engine.parallel.world import World
 from octavo.kernels import cpu
@@ -24,14 +22,14 @@ log = structlog.get_logger(__name__)
 def share_memory(world: World) -> None:
     """Let ranks on one CPU machine sum in shared memory, if all of them can.
 
-    Rank 0 makes the memory, and the others open it through /proc: a token shows that it is the
-    same, as in containers of their own a process of another number may have it.
+    A stage's first rank makes its memory, and the others open it through /proc: a token shows that
+    it is the same, as in containers of their own a process of another number may have it.
 
     Args:
         world: The ranks; all of them call this.
     """
     sums = cpu.sums
-    if world.place.local_size != world.size:
+    if world.size == 1 or world.place.local_size != world.place.size:
         return
     memory: mmap.mmap | None = None
     size = 0 if sums is None else sums.bytes(world.size) + TOKEN_BYTES
@@ -42,10 +40,8 @@ def share_memory(world: World) -> None:
             os.ftruncate(descriptor, size)
             memory = mmap.mmap(descriptor, size)
             memory[-TOKEN_BYTES:] = token
-        place = np.array([os.getpid(), descriptor], np.int64)
-        world.share([torch.from_numpy(place), torch.tensor(list(token))])
-    else:
-        (pid, number), shared = (tensor.tolist() for tensor in world.share(None))
+    pid, number, *shared = world.tell_all(os.getpid(), descriptor, *token)[world.stage * world.size]
+    if world.rank:
         token = bytes(shared)
         with suppress(OSError, ValueError), Path(f"/proc/{pid}/fd/{number}").open("r+b") as file:
             memory = mmap.mmap(file.fileno(), size)

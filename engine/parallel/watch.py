@@ -56,5 +56,5 @@ class Watch:
         """Wait for all ranks; if one got a stop signal, send it to rank 0."""
         requested = torch.tensor([int(self._stop_requested())])
         dist.all_reduce(requested, group=self._world.watch)
-        if int(requested) and not self._world.rank:
+        if int(requested) and not self._world.place.rank:
             os.kill(os.getpid(), signal.SIGTERM)

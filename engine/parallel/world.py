@@ -7,6 +7,7 @@ gloo group, as they are arrays in host memory.
 import math
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -37,6 +38,8 @@ FOREVER = timedelta(days=365)
 POLLED_SECONDS = 0.002
 """Seconds that a rank polls for a collective's end before it sleeps: most sums end before a
 sleeping core would wake up."""
+SENT_AT_ONCE = 4
+"""Messages to other stages, per stage, that a rank keeps before it waits for the first."""
 GATHERED_BYTES = 1 << 20
 """Bytes of a tensor above which more than two ranks sum in a ring: it sends less data in more
 rounds."""
@@ -54,7 +57,8 @@ class World:
 
     Attributes:
         place: The place of this rank.
-        tensors: The group for layers' sums and gathers.
+        stages: Number of stages, each with some of the layers. The first ranks are the first stage.
+        tensors: The group of this stage's ranks, which sum layers and gather logits.
         control: The group for messages from rank 0.
         watch: The group in which ranks check that the others are alive.
         shared: Sums in memory that all ranks share; None if they share none.
@@ -63,22 +67,34 @@ class World:
     """
 
     place: RankPlace
+    stages: int
     tensors: dist.ProcessGroup
     control: dist.ProcessGroup
     watch: dist.ProcessGroup
     shared: RankSums | None = None
     _times: Times = field(default_factory=Times)
+    _sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
     serving: bool = False
 
     @property
     def size(self) -> int:
-        """Number of ranks."""
-        return self.place.size
+        """Number of ranks of a stage, which share its layers."""
+        return self.place.size // self.stages
 
     @property
     def rank(self) -> int:
-        """The number of this rank."""
-        return self.place.rank
+        """The number of this rank in its stage."""
+        return self.place.rank % self.size
+
+    @property
+    def stage(self) -> int:
+        """The number of this rank's stage."""
+        return self.place.rank // self.size
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether this rank's stage computes the logits."""
+        return self.stage == self.stages - 1
 
     @property
     def times(self) -> Times:
@@ -115,6 +131,13 @@ class World:
         dist.all_reduce(minima, dist.ReduceOp.MIN, group=self.control)
         least: list[int] = minima.tolist()
         return least
+
+    def tell_all(self, *numbers: int) -> list[list[int]]:
+        """Return the numbers of all ranks, in rank order."""
+        own = torch.tensor(numbers, dtype=torch.int64)
+        everyone = [torch.empty_like(own) for _ in range(self.place.size)]
+        dist.all_gather(everyone, own, group=self.control)
+        return [each.tolist() for each in everyone]
 
     def share(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
         """Broadcast rank 0's tensors to all ranks, on the CPU.
@@ -156,31 +179,81 @@ class World:
                 total += part
             return total.to(x.dtype)
 
+    def receive_hidden(self, x: Tensor) -> Tensor:
+        """Return the previous stage's hidden states, which are like `x`."""
+        hidden = torch.empty_like(x)
+        with self._timed("receive"):
+            dist.recv(hidden, self.place.rank - self.size)
+        return hidden
+
+    def send_hidden(self, x: Tensor) -> Tensor:
+        """Send hidden states to the next stage; return them."""
+        with self._timed("send"):
+            self._send(x.clone(), self.place.rank + self.size)
+        return x
+
     def gather_columns(self, columns: Tensor, width: int) -> Tensor | None:
-        """Join the ranks' columns on rank 0.
+        """Join the columns of the last stage's ranks on rank 0.
 
         Args:
-            columns: `[rows, n]`, this rank's columns; the last rank may have fewer than the others.
+            columns: `[rows, n]`, this rank's columns; the last rank may have fewer than the others,
+                and columns of other stages only have the right number and type of rows.
             width: The number of columns of all ranks.
 
         Returns:
             `[rows, width]` on rank 0; None on the others.
         """
+        whole: Tensor | None = None
         with self._timed("gather"):
-            padded = self._padded(columns, width)
-            parts = [torch.empty_like(padded) for _ in range(self.size)] if not self.rank else None
-            _finish(dist.gather(padded, parts, 0, group=self.tensors, async_op=True), padded)
-            return None if parts is None else torch.cat(parts, 1)[:, :width]
+            if self.is_last_stage:
+                whole = self._join_columns(columns, width)
+                if self.stages > 1 and whole is not None:
+                    self._send(whole.contiguous(), 0)
+            elif not self.place.rank:
+                whole = columns.new_empty((len(columns), width))
+                dist.recv(whole, self.place.size - self.size)
+        return None if self.place.rank else whole
 
     def gather_columns_everywhere(self, columns: Tensor, width: int) -> Tensor:
-        """Return the columns of all ranks, on all ranks; see `gather_columns`."""
+        """Return the columns of the last stage's ranks, on all ranks; see `gather_columns`."""
+        whole = columns.new_empty((len(columns), width))
+        if self.is_last_stage:
+            padded = self._padded(columns, width)
+            parts = [torch.empty_like(padded) for _ in range(self.size)]
+            dist.all_gather(parts, padded, group=self.tensors)
+            whole = torch.cat(parts, 1)[:, :width].contiguous()
+        if self.stages > 1:
+            dist.broadcast(whole, self.place.size - self.size)
+        return whole
+
+    def _join_columns(self, columns: Tensor, width: int) -> Tensor | None:
+        """Join the columns of a stage's ranks on its first one."""
         padded = self._padded(columns, width)
-        parts = [torch.empty_like(padded) for _ in range(self.size)]
-        dist.all_gather(parts, padded, group=self.tensors)
-        return torch.cat(parts, 1)[:, :width]
+        parts = [torch.empty_like(padded) for _ in range(self.size)] if not self.rank else None
+        first = self.stage * self.size
+        _finish(dist.gather(padded, parts, first, group=self.tensors, async_op=True), padded)
+        return None if parts is None else torch.cat(parts, 1)[:, :width]
 
     def _broadcast(self, x: Tensor) -> None:
-        _finish(dist.broadcast(x, 0, group=self.control, async_op=True), x)
+        work = dist.broadcast(x, 0, group=self.control, async_op=True)
+        if self.stages > 1 and not self.place.rank:
+            self._keep(work, x)
+        else:
+            _finish(work, x)
+
+    def _send(self, x: Tensor, rank: int) -> None:
+        self._keep(dist.isend(x, rank), x)
+
+    def _keep(self, work: dist.Work | None, x: Tensor) -> None:
+        """Keep a tensor that is being sent; a stage that still computes takes it later."""
+        assert work is not None
+        self._sent.append((work, x))
+        self.flush(SENT_AT_ONCE * self.stages)
+
+    def flush(self, kept: int = 0) -> None:
+        """Wait until at most some messages are still being sent."""
+        while len(self._sent) > kept:
+            self._sent.popleft()[0].wait()
 
     def _padded(self, columns: Tensor, width: int) -> Tensor:
         return torch.nn.functional.pad(
@@ -203,7 +276,7 @@ class World:
         """
         log.error(
             "another rank died, hangs or is cut off: the engine ends",
-            rank=self.rank,
+            rank=self.place.rank,
             error=str(error).splitlines()[0],
         )
         exit_at_once(EXIT_CODE)
@@ -250,13 +323,14 @@ def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
         numbers = numbers[2 + dims :]
 
 
-def join(place: RankPlace, device: torch.device, *, watch_seconds: float) -> World:
+def join(place: RankPlace, device: torch.device, *, watch_seconds: float, stages: int = 1) -> World:
     """Join the other ranks once; wait until all have joined.
 
     Args:
         place: The place of this rank.
         device: The model's device; a GPU becomes the current one of this thread.
         watch_seconds: Maximum seconds of a rank's silence.
+        stages: Number of stages.
 
     Raises:
         RuntimeError: The other ranks cannot be reached.
@@ -275,11 +349,13 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float) -> Wor
         rank=place.rank,
         world_size=place.size,
     )
-    whole = dist.group.WORLD
-    assert whole is not None
+    size = place.size // stages
+    groups = [
+        dist.new_group(list(range(first, first + size))) for first in range(0, place.size, size)
+    ]
     control = dist.new_group(backend="gloo", timeout=FOREVER)
     watch = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(watch_seconds)))
-    world = World(place, whole, control, watch)
+    world = World(place, stages, groups[place.rank // size], control, watch)
     _joined.append(world)
     return world
 

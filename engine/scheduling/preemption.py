@@ -16,9 +16,10 @@ def choose_victim(running: list[SequenceGroup]) -> SequenceGroup:
     """Return the last running group in order: the newest of the lowest priority.
 
     The paper also preempts the latest request first, so that the earliest always progresses and
-    none starves. The newest has also computed least, so its preemption costs least.
+    none starves. The newest has also computed least, so its preemption costs least. Groups that
+    stages still compute keep their blocks.
     """
-    return running[-1]
+    return next(group for group in reversed(running) if not group.in_flight)
 
 
 def with_blocks(group: SequenceGroup, cache: KVCacheManager) -> list[Sequence]:

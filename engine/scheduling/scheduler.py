@@ -18,6 +18,7 @@ from octavo.engine.scheduling.background import Background
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
 from octavo.engine.scheduling.chunks import Counts, most_blocks, next_spans, prefill_ends
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
+from octavo.engine.scheduling.in_flight import next_groups
 from octavo.engine.scheduling.plain_decodes import KeptDecodes
 from octavo.engine.scheduling.preemption import (
     choose_victim,
@@ -59,6 +60,7 @@ class Scheduler:
     Attributes:
         counters: Numbers since the start, by the names in `COUNTED`.
         max_prefill_seconds: Maximum time for which a step computes prompts beside decodes.
+        stages: Number of steps in flight; each step gets its share of the running groups.
     """
 
     def __init__(
@@ -73,6 +75,7 @@ class Scheduler:
         adapter_limit: int | None = None,
         speculation: Speculation | None = None,
         draft_model: DraftModel | None = None,
+        stages: int = 1,
     ) -> None:
         self.cache = cache
         self.speculation = speculation
@@ -88,6 +91,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_scored_tokens = max_scored_tokens
         self.max_prefill_seconds = max_prefill_seconds
+        self.stages = stages
         self.adapter_limit = adapter_limit
         self._step_tokens = max_num_batched_tokens  # limit of the step that is being scheduled
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
@@ -225,11 +229,12 @@ class Scheduler:
             Whether a group was preempted.
         """
         begins_block = self._decodes.begin_step()
+        running = next_groups(self.running, self.stages)
         counts = {
             group: [(decoder, 1)]
             if (decoder := group.decoder) is not None
             else self._count_tokens(group)
-            for group in self.running
+            for group in running
             if group.decode_row is None
         }
         for group in self._background.pause(self.running, counts):
@@ -237,11 +242,11 @@ class Scheduler:
         decodes = len(self._decodes)
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
-        drafts = self._draft(counts, decodes, budget)
+        drafts = self._draft(running, counts, decodes, budget)
         tokens = decodes + sum(map(len, drafts.values()))
         self._step_tokens = self._limit_tokens(tokens)
         budget = self._step_tokens - tokens
-        others = [group for group in self.running if group.decode_row is None]
+        others = [group for group in running if group.decode_row is None]
         begins_block = [group for group in begins_block if group.decode_row is not None]
         # If there are enough blocks for the whole step, all plain decodes get theirs at once.
         # Otherwise each takes its turn among the others, so that the last in order is preempted.
@@ -275,10 +280,17 @@ class Scheduler:
         prefill = max(self.cache.block_size, int(self.max_prefill_seconds / seconds))
         return min(self.max_num_batched_tokens, decoded + prefill)
 
-    def _draft(self, counts: dict[SequenceGroup, Counts], decodes: int, budget: int) -> Drafts:
+    def _draft(
+        self,
+        running: list[SequenceGroup],
+        counts: dict[SequenceGroup, Counts],
+        decodes: int,
+        budget: int,
+    ) -> Drafts:
         """Draft tokens; groups with drafts are not plain decodes in this step.
 
         Args:
+            running: The step's running groups.
             counts: Numbers of tokens that other groups could compute; groups with drafts are added.
             decodes: Number of decoding sequences.
             budget: Number of tokens that the step can compute besides decodes.
@@ -287,13 +299,13 @@ class Scheduler:
             return {}
         drafts = make_drafts(
             self.speculation,
-            self.running,
+            running,
             self.cache,
             decodes=decodes,
             budget=budget,
             model=self.draft_model,
         )
-        for group in self.running if drafts else ():
+        for group in running if drafts else ():
             if group.decode_row is not None and group.sequences[0].id in drafts:
                 self._decodes.remove(group)
                 counts[group] = [(group.sequences[0], 1)]
@@ -323,7 +335,7 @@ class Scheduler:
             self._make_writable(decoder)
             most_tokens = decoder.num_prompt + group.request.max_tokens
             table = self.cache.own_table(decoder.id, most_tokens)
-            plain = group.request.plain and decoder.matcher is None
+            plain = group.request.plain and decoder.matcher is None and self.stages == 1
             if table is not None and plain and decoder.num_output >= group.request.min_tokens:
                 self._decodes.add(group, table)
                 return 0
@@ -440,7 +452,8 @@ class Scheduler:
 
     def _first_ready(self, queue: list[SequenceGroup]) -> SequenceGroup | None:
         """Return the first group of a queue that waits neither for a mask nor for the file."""
-        return next((g for g in queue if g.ready and not waits_to_spill(g, self.cache)), None)
+        ready = (g for g in queue if g.ready and not g.in_flight)
+        return next((g for g in ready if not waits_to_spill(g, self.cache)), None)
 
     def _swap_in(self, batch: Batch) -> None:
         while (group := self._first_ready(self.swapped)) is not None:

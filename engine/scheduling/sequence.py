@@ -144,6 +144,7 @@ class SequenceGroup:
         beam: The beam search whose running beams the sequences are, or None.
         history: Its events with their times, in `time.monotonic()` seconds.
         decode_row: Its row in `KeptDecodes`; None if it has none.
+        in_flight: Number of launched steps with it that stages still compute.
     """
 
     request: Request
@@ -158,6 +159,7 @@ class SequenceGroup:
     beam: BeamState | None = None
     history: list[tuple[GroupEvent, float]] = field(default_factory=list)
     decode_row: int | None = None
+    in_flight: int = 0
     _tie: int = field(init=False)
 
     def __post_init__(self) -> None:

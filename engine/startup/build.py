@@ -99,7 +99,7 @@ class Parts:
     @property
     def ranks(self) -> int:
         """Number of processes that hold a part of the model."""
-        return 1 if self.leader is None else self.leader.world.size
+        return 1 if self.leader is None else self.leader.world.place.size
 
 
 def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
@@ -209,6 +209,7 @@ def make_scheduler(
         adapter_limit=loaded.adapter_limit,
         speculation=plan.speculation,
         draft_model=draft_model,
+        stages=settings.pipeline_parallel_size,
     )
 
 

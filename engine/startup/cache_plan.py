@@ -231,7 +231,7 @@ def _memory_taken(
     if is_set or loaded.device.type != "cuda":
         return 0
     taken = peak_memory(loaded.device) - probe.cache.device.nbytes
-    if not settings.cuda_graphs or settings.tensor_parallel_size > 1:
+    if not settings.cuda_graphs or settings.ranks > 1:
         return taken
     most = settings.max_model_len or loaded.shape.max_position
     blocks = memory_of(loaded.device).total // plan.block_bytes

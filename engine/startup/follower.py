@@ -45,7 +45,7 @@ def main() -> None:
 def run(settings: EngineSettings) -> NoReturn:
     """Run the rank given by the environment; then end the process."""
     try:
-        place = place_from_launcher(os.environ, settings.tensor_parallel_size)
+        place = place_from_launcher(os.environ, settings.ranks)
         assert place is not None
         structlog.contextvars.bind_contextvars(rank=place.rank)
         follow(settings, place)

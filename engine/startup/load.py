@@ -14,6 +14,7 @@ from octavo.engine.lora.errors import AdapterError
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.device import choose_device
 from octavo.engine.parallel.place import RankPlace
+from octavo.engine.parallel.served import GPUS
 from octavo.engine.parallel.shared_sums import share_memory
 from octavo.engine.parallel.world import World, join
 from octavo.engine.settings import EngineSettings
@@ -91,13 +92,20 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
             "--device cpu with several ranks needs a process that sees no GPU: set"
             " CUDA_VISIBLE_DEVICES to nothing"
         )
+    if device.type == "cuda" and settings.pipeline_parallel_size > 1:
+        raise StartupError(f"--pipeline-parallel-size is above 1, but {GPUS.pipeline}")
     if device.type == "cuda" and place.local_size > torch.cuda.device_count():
         raise StartupError(
             f"this machine has {torch.cuda.device_count()} GPUs for {place.local_size} ranks: lower"
             " --tensor-parallel-size, or start ranks on more machines"
         )
     try:
-        world = join(place, device, watch_seconds=settings.rank_timeout)
+        world = join(
+            place,
+            device,
+            watch_seconds=settings.rank_timeout,
+            stages=settings.pipeline_parallel_size,
+        )
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"the ranks do not find each other: {error}") from error
     if device.type == "cpu" and world.shared is None:

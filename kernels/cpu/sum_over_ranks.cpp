@@ -1,4 +1,5 @@
-// The sum over ranks: in memory that the ranks of one machine share, else by a function of Python.
+// What ranks tell each other within a step: sums in memory that the ranks of one machine share, and
+// by a function of Python sums elsewhere and the hidden states that one stage hands to the next.
 //
 // Each rank has two slots in the shared memory, which it uses in turn. It copies a piece of its part
 // to a slot, counts the piece in `written`, waits until the others have counted it too, and adds all
@@ -13,13 +14,15 @@
 #include "operators.h"
 #include "vector.h"
 
-// Sums `elements` of `x` over all ranks into `out`; `dtype` is 0 for float32, 1 for float16 and 2
-// for bfloat16. Returns 0 on success.
-using SumOverRanks = int (*)(const void* x, void* out, int64_t elements, int dtype);
-static SumOverRanks add_up = nullptr;
+// What Python does with `x`; the same as in sums.py.
+enum { kSum, kReceive, kSend };
 
-// Sets the function that sums over ranks that share no memory.
-extern "C" void octavo_set_sum(SumOverRanks function) { add_up = function; }
+// Does `what` with `elements` of `x` and writes the result to `out`; `dtype` is 0 for float32, 1 for
+// float16 and 2 for bfloat16. Returns 0 on success.
+using Exchange = int (*)(int what, const void* x, void* out, int64_t elements, int dtype);
+static Exchange exchange = nullptr;
+
+extern "C" void octavo_set_exchange(Exchange function) { exchange = function; }
 
 namespace {
 
@@ -152,7 +155,7 @@ void add(const void* residual, void* out, int64_t elements) {
 
 }  // namespace
 
-// Sums `elements` of `x` over all ranks and adds `residual` unless it is null; see SumOverRanks.
+// Sums `elements` of `x` over all ranks and adds `residual` unless it is null; see Exchange.
 extern "C" int octavo_sum_over_ranks(const void* x, const void* residual, void* out,
                                      int64_t elements, int dtype) {
   if (dtype < 0) return 1;
@@ -161,7 +164,7 @@ extern "C" int octavo_sum_over_ranks(const void* x, const void* residual, void* 
     const auto run = dtype == 0 ? sum<Float32> : dtype == 1 ? sum<Float16> : sum<BFloat16>;
     return run(x, residual, out, elements) ? 0 : 1;
   }
-  if (!add_up || add_up(x, out, elements, dtype)) return 1;
+  if (!exchange || exchange(kSum, x, out, elements, dtype)) return 1;
   const auto run = dtype == 0 ? add<Float32> : dtype == 1 ? add<Float16> : add<BFloat16>;
   if (residual) run(residual, out, elements);
   return 0;
@@ -184,22 +187,34 @@ extern "C" double octavo_ring_seconds() { return ring.seconds; }
 
 namespace {
 
+int64_t elements_of(const View& view) {
+  int64_t elements = 1;
+  for (int i = view.dimensions - 1; i >= 0; i--) {
+    require(view.sizes[i] <= 1 || view.strides[i] == elements, "exchanged tensors are contiguous");
+    elements *= view.sizes[i];
+  }
+  return elements;
+}
+
 void sum_over_ranks(const Result& result, const View& x, const View* residual) {
-  const auto require_contiguous = [&](const View& view) {
-    int64_t elements = 1;
-    require(view.dtype == x.dtype, "a residual must have the dtype of the sum");
-    for (int i = view.dimensions - 1; i >= 0; i--) {
-      require(view.sizes[i] <= 1 || view.strides[i] == elements, "a summed tensor must be contiguous");
-      elements *= view.sizes[i];
-    }
-    return elements;
-  };
-  const int64_t elements = require_contiguous(x);
-  require(!residual || require_contiguous(*residual) == elements, "a residual has another size");
+  const int64_t elements = elements_of(x);
+  require(!residual || (residual->dtype == x.dtype && elements_of(*residual) == elements),
+          "a residual has another dtype or size");
   void* const out = result.make(x.sizes, x.dimensions, x.dtype);
   if (octavo_sum_over_ranks(x.data, maybe<void>(residual), out, elements, dtype_number(x.dtype)))
     throw std::runtime_error("a sum over ranks failed");
 }
 OCTAVO_OPERATOR(sum_over_ranks)
+
+template <int what>
+void exchange_hidden(const Result& result, const View& x) {
+  void* const out = result.make(x.sizes, x.dimensions, x.dtype);
+  if (!exchange || exchange(what, x.data, out, elements_of(x), dtype_number(x.dtype)))
+    throw std::runtime_error("another stage failed");
+}
+void receive_hidden(const Result& result, const View& x) { exchange_hidden<kReceive>(result, x); }
+OCTAVO_OPERATOR(receive_hidden)
+void send_hidden(const Result& result, const View& x) { exchange_hidden<kSend>(result, x); }
+OCTAVO_OPERATOR(send_hidden)
 
 }  // namespace

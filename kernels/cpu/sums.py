@@ -1,4 +1,4 @@
-"""Sums over ranks: in memory that ranks share, or by a function that C++ calls."""
+"""What ranks tell each other within a step: sums in memory, or functions that C++ calls."""
 
 import logging
 import mmap
@@ -11,7 +11,7 @@ from torch import Tensor
 
 DTYPES = torch.float32, torch.float16, torch.bfloat16
 """Dtypes by their numbers in sum_over_ranks.cpp."""
-_Function = CFUNCTYPE(c_int, c_void_p, c_void_p, c_int64, c_int)
+_Function = CFUNCTYPE(c_int, c_int, c_void_p, c_void_p, c_int64, c_int)
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +24,7 @@ class RankSums:
     """
 
     def __init__(self, library: CDLL) -> None:
-        self._set = library.octavo_set_sum
+        self._set = library.octavo_set_exchange
         self._set.argtypes, self._set.restype = (_Function,), None
         self._set_ring = library.octavo_set_ring
         self._set_ring.argtypes, self._set_ring.restype = (c_void_p, c_int, c_int, c_double), None
@@ -37,21 +37,23 @@ class RankSums:
         self._function: Any = None  # what C++ points to, like the next
         self._memory: Any = None
 
-    def set(self, add_up: Callable[[Tensor], Tensor]) -> None:
-        """Set the function of traced steps for ranks that share no memory.
+    def set(self, *functions: Callable[[Tensor], Tensor]) -> None:
+        """Set the functions of traced steps.
 
-        The thread that runs a step calls it, with the interpreter's lock held.
+        The thread that runs a step calls them, with the interpreter's lock held.
 
         Args:
-            add_up: Returns the sum of a flat tensor over all ranks. An error fails the step.
+            *functions: Return, from a flat tensor, its sum over ranks that share no memory, the
+                previous stage's tensor, and the same that is sent to the next stage. An error fails
+                the step.
         """
 
-        def call(x: int, out: int, elements: int, dtype: int) -> int:
+        def call(what: int, x: int, out: int, elements: int, dtype: int) -> int:
             try:
-                part, total = (_tensor_at(at, elements, DTYPES[dtype]) for at in (x, out))
-                total.copy_(add_up(part))
+                own, made = (_tensor_at(at, elements, DTYPES[dtype]) for at in (x, out))
+                made.copy_(functions[what](own))
             except Exception:
-                log.exception("a sum over ranks failed")
+                log.exception("a message between ranks failed")
                 return 1
             return 0
 

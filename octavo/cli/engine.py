@@ -24,7 +24,7 @@ def engine(flags: Flags) -> None:
 
 def run_other_rank(settings: EngineSettings) -> None:
     """If a launcher made this process a rank other than 0, run that; then end the process."""
-    if settings.tensor_parallel_size > 1 and os.environ.get("RANK", "0") != "0":
+    if settings.ranks > 1 and os.environ.get("RANK", "0") != "0":
         from octavo.engine.startup.follower import run  # noqa: PLC0415 - torch takes seconds
 
         run(settings)
@@ -65,7 +65,7 @@ async def run_engine(
     from octavo.engine.models.device import choose_device  # noqa: PLC0415 - torch takes seconds
     from octavo.engine.without_compiler import keep_compiler_out  # noqa: PLC0415
 
-    if settings.tensor_parallel_size == 1 and choose_device(settings.device).type == "cpu":
+    if settings.ranks == 1 and choose_device(settings.device).type == "cpu":
         keep_compiler_out()
     from octavo.engine.server import serve  # noqa: PLC0415 - torch takes seconds
     from octavo.engine.startup.capacity import StartupError  # noqa: PLC0415

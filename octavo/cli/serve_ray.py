@@ -87,7 +87,7 @@ async def _replicas(engine: EngineSettings, settings: ServeSettings) -> AsyncIte
         nodes = await call_in_thread(cluster.node_resources)
         resources = cluster.rank_resources(settings.ray_resources, engine.device, nodes)
         launch = partial(make_process, engine)
-        spec = EngineSpec(settings.ray_name, launch, engine.tensor_parallel_size, resources)
+        spec = EngineSpec(settings.ray_name, launch, engine.ranks, resources)
         least = settings.ray_min_engines
         async with ReplicaSet(settings.ray_name, spec, least, engine.drain_timeout) as replicas:
             yield replicas

@@ -1,4 +1,4 @@
-"""An engine of two ranks serves, drains, and ends completely when a rank dies or hangs."""
+"""An engine of ranks or stages serves, drains, and ends completely when one dies or hangs."""
 
 import asyncio
 import signal
@@ -13,7 +13,7 @@ from tests.integration.harness import wait_until
 
 STREAMS = 30
 END_SECONDS = 10.0
-RANKS = ("--tensor-parallel-size", "2")
+KINDS = ("--tensor-parallel-size", "--pipeline-parallel-size")
 SMALL = (
     *("--num-blocks", "512", "--max-model-len", "1024", "--swap-space", "0.1"),
     *("--dtype", "float32"),
@@ -52,9 +52,10 @@ def assert_nothing_left(processes):
 
 
 @pytest.mark.slow
-async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, model):
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, model, kind):
     spared = launch("engine", "--model", model, *SMALL)
-    doomed = launch("engine", "--model", model, *SMALL, *RANKS)
+    doomed = launch("engine", "--model", model, *SMALL, kind, "2")
     router = launch("router", "--engine", spared.address, "--engine", doomed.address)
     for server in (spared, doomed, router):
         server.wait_ready()
@@ -82,15 +83,16 @@ async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, 
             assert_nothing_left(children)
             assert await running == expected, number
             if number is signal.SIGKILL:
-                doomed = launch("engine", "--model", model, *SMALL, *RANKS, port=doomed.port)
+                doomed = launch("engine", "--model", model, *SMALL, kind, "2", port=doomed.port)
                 doomed.wait_ready()
                 wait_until(both_up, 30, "the engine coming back")
         assert router.metric("octavo_router_migrations_total") > 0
 
 
 @pytest.mark.slow
-async def test_a_rank_told_to_stop_drains_the_engine_and_ends_all(launch, model):
-    engine = launch("engine", "--model", model, *SMALL, *RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+async def test_a_rank_told_to_stop_drains_the_engine_and_ends_all(launch, model, kind):
+    engine = launch("engine", "--model", model, *SMALL, kind, "2")
     router = launch("router", "--engine", engine.address)
     for server in (engine, router):
         server.wait_ready()

@@ -6,7 +6,8 @@ ranks' results, are not used: the layers of `sharded_layers.py` can be packed, q
 compiled like any others.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from transformers.distributed.tensor_parallel import TensorParallelLayer
@@ -32,12 +34,14 @@ from octavo.engine.models.sharding.plan import (
     THREE_TRANSPOSED,
     VOCABULARY,
     WHOLE,
+    WHOLE_EXPERTS,
     ShardingPlan,
 )
 from octavo.engine.models.sharding.sharded_layers import (
     SummedLinear,
     VocabularyEmbedding,
     sum_experts,
+    sum_whole_experts,
 )
 from octavo.engine.parallel.world import World
 
@@ -47,6 +51,7 @@ PLACEMENTS: dict[str, Callable[[str, Tensor], Placement]] = {
     VOCABULARY: lambda *_: Shard(0),
     PACKED: lambda _, weight: _StridedShard(max(0, weight.dim() - 2), split_factor=2),
     EXPERTS: lambda *_: Replicate(),
+    WHOLE_EXPERTS: lambda *_: Shard(0),
     WHOLE: lambda *_: Replicate(),
     KEYS_VALUES: lambda *_: Replicate(),
     COLUMNS_TRANSPOSED: lambda _, weight: Shard(weight.dim() - 1),
@@ -103,20 +108,35 @@ def load_shard(
         world: The ranks; all of them call this.
     """
     styles = {name: PREFIX + style for name, style in plan.styles.items()}
-    model: PreTrainedModel = load_weights(
-        path,
-        config,
-        None,
-        dtype=dtype,
-        attn_implementation="eager",
-        distributed_config=DistributedConfig(tp_size=world.size, tp_plan=styles),
-    )
+    with _stages_by_octavo():
+        model: PreTrainedModel = load_weights(
+            path,
+            config,
+            None,
+            dtype=dtype,
+            attn_implementation="eager",
+            distributed_config=DistributedConfig(
+                tp_size=world.size, tp_plan=styles, pp_size=world.stages
+            ),
+        )
     with torch.no_grad():
         _take_parts(model)
         _split_heads(model, plan, world)
         _set_sizes(model, plan)
         _add_up(model, plan, world)
     return model
+
+
+@contextmanager
+def _stages_by_octavo() -> Iterator[None]:
+    """Keep transformers from its own stages of equal numbers of layers; see `stages.py`."""
+    module: Any = mixin
+    own = module.apply_pipeline_parallelism
+    module.apply_pipeline_parallelism = lambda model, _: model
+    try:
+        yield
+    finally:
+        module.apply_pipeline_parallelism = own
 
 
 def _take_parts(model: nn.Module) -> None:
@@ -165,6 +185,8 @@ def _add_up(model: PreTrainedModel, plan: ShardingPlan, world: World) -> None:
         parent, _, name = path.rpartition(".")
         if style in ADDS_UP:
             setattr(model.get_submodule(parent), name, SummedLinear(module, world))
+        elif style == EXPERTS and plan.has_whole_experts:
+            sum_whole_experts(module, world)
         elif style == EXPERTS:
             sum_experts(module, world)
         elif module is embeddings and style == VOCABULARY:

@@ -16,11 +16,14 @@ from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import METHODS
 from octavo.engine.models.empty_model import make_on_meta
+from octavo.engine.parallel.served import FP8_CACHE, LATENTS, STATES
 
 COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
 HEAD = "colwise_gather_output"
 PACKED, EXPERTS = "packed_colwise", "moe_tp_experts"
 WHOLE = "replicate"
+WHOLE_EXPERTS = "octavo_whole_experts"
+"""Style of experts' weights of which each rank has whole experts."""
 KEYS_VALUES = "octavo_keys_values"
 """Style of keys and values with fewer heads than ranks: several ranks share a head."""
 THREE_TRANSPOSED, ROWS_TRANSPOSED = "octavo_three_transposed", "octavo_rows_transposed"
@@ -48,6 +51,7 @@ DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
 KEY_VALUE_NAMES = {"k_proj", "v_proj"}
 QUERY_NAME = "q_proj"
 MAX_RANKS = 64
+ALONE = "use --tensor-parallel-size 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,11 @@ class ShardingPlan:
     size: int
     model_type: str
 
+    @property
+    def has_whole_experts(self) -> bool:
+        """Whether each rank has whole experts, not a part of each."""
+        return WHOLE_EXPERTS in self.styles.values()
+
     def style_of(self, name: str) -> str | None:
         """Return the style of a module or parameter; None: each rank has the whole."""
         return self.styles.get(_wildcard(name))
@@ -77,8 +86,13 @@ def _wildcard(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
-def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
+def make_plan(config: PreTrainedConfig, size: int, *, whole_experts: bool = False) -> ShardingPlan:
     """Return the division of a model among `size` ranks.
+
+    Args:
+        config: The model's config.
+        size: The number of ranks.
+        whole_experts: Whether each rank has whole experts, not a part of each.
 
     Raises:
         UnsupportedModelError: It cannot be split; the message names the module or possible sizes.
@@ -87,6 +101,8 @@ def make_plan(config: PreTrainedConfig, size: int) -> ShardingPlan:
     kind = config.get_text_config(decoder=True).model_type
     styles = _styles(model, kind)
     _refuse_by_name(model, kind, styles)
+    if whole_experts:
+        styles |= _whole_experts(model, kind, styles)
     if problem := next(_problems(model, styles, size), None):
         fitting = [n for n in range(2, MAX_RANKS + 1) if not any(_problems(model, styles, n))]
         hint = ", ".join(map(str, fitting)) or "none but 1"
@@ -146,6 +162,25 @@ def _refuse_by_name(model: PreTrainedModel, kind: str, styles: Mapping[str, str]
             )
 
 
+def _whole_experts(model: PreTrainedModel, kind: str, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles of experts' weights if each rank has whole experts.
+
+    Raises:
+        UnsupportedModelError: The model has no experts.
+    """
+    found = {
+        _wildcard(f"{path}.{name}"): WHOLE_EXPERTS
+        for path, module in model.named_modules()
+        if styles.get(_wildcard(path)) == EXPERTS
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    if not found:
+        raise UnsupportedModelError(
+            f"models of the type {kind!r} have no experts: leave --expert-parallel out"
+        )
+    return found
+
+
 def _problems(model: nn.Module, styles: Mapping[str, str], size: int) -> Iterator[str]:
     """Yield the reasons why a model cannot be split over `size` ranks."""
     for path, module in model.named_modules():
@@ -191,6 +226,8 @@ def _parameter_problems(
         style = styles.get(full)
         if style is None or weight.dim() < 2:
             continue
+        if style == WHOLE_EXPERTS and len(weight) % size:
+            yield f"{full} has {len(weight)} experts"
         count = {COLUMNS: weight.shape[-2], ROWS: weight.shape[-1], PACKED: weight.shape[-2] // 2}
         if style in count and count[style] % size:
             yield f"{full} has {count[style]} parts"
@@ -228,15 +265,8 @@ def check_splittable(shape: ModelShape, *, measured_cache: bool) -> None:
         NotImplementedError: The message names it.
     """
     if shape.states:
-        raise NotImplementedError(
-            "states (Mamba, gated delta rules, convolutions) are not split over ranks yet: use"
-            " --tensor-parallel-size 1"
-        )
+        raise NotImplementedError(f"{STATES.name}: {STATES.tensor}: {ALONE}")
     if any(layer.latent for layer in shape.layers):
-        raise NotImplementedError(
-            "latent attention is not split over ranks yet: use --tensor-parallel-size 1"
-        )
+        raise NotImplementedError(f"{LATENTS.name}: {LATENTS.tensor}: {ALONE}")
     if measured_cache:
-        raise NotImplementedError(
-            "--kv-cache-dtype fp8 is not measured over ranks yet: use --tensor-parallel-size 1"
-        )
+        raise NotImplementedError(f"{FP8_CACHE.name}: {FP8_CACHE.tensor}: {ALONE}")

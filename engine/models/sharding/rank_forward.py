@@ -32,15 +32,21 @@ class RankForward:
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Return logits `[num_rows, vocab_size]`; without columns on ranks other than 0."""
-        columns = self._forward(token_ids, positions, logit_rows)
+        return self.logits(self.begin(token_ids, positions, logit_rows))
+
+    def begin(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
+        """Compute this rank's part; return its columns for `logits` or `most_likely`."""
+        return self._forward(token_ids, positions, logit_rows)
+
+    def logits(self, columns: Tensor) -> Tensor:
+        """Return the logits of all ranks; see `__call__`."""
         if self._everywhere:
             return self._world.gather_columns_everywhere(columns, self._vocab_size)
         whole = self._world.gather_columns(columns, self._vocab_size)
         return columns.new_empty((len(columns), 0)) if whole is None else whole
 
-    def most_likely(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> list[int]:
+    def most_likely(self, columns: Tensor) -> list[int]:
         """Return each row's most likely token, the first on a tie; on rank 0 only."""
-        columns = self._forward(token_ids, positions, logit_rows)
         best = argmax(columns)
         values = columns.gather(1, best[:, None]).double()
         pairs = torch.cat([values, best[:, None].double()], 1)

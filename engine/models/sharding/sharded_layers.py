@@ -4,11 +4,15 @@ Of two consecutive products, the first is split by outputs, like heads, and the 
 that ranks sum only once, after the second.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
+from octavo.engine.models.checks.routing import Choice
+from octavo.engine.models.experts.expert_layer import expert_modules
 from octavo.engine.parallel.collectives import sum_over_ranks
 from octavo.engine.parallel.world import World
 
@@ -75,3 +79,41 @@ def sum_experts(experts: nn.Module, world: World) -> None:
         if isinstance(down, Tensor):
             down.zero_()
     experts.register_forward_hook(lambda _, __, output: sum_over_ranks(output))
+
+
+def sum_whole_experts(experts: nn.Module, world: World) -> None:
+    """Make an expert layer, of which each rank has some experts, return sums over ranks."""
+    marked: Any = experts
+    count = marked.num_experts = marked.num_experts // world.size
+
+    def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        hidden, numbers, weights, *more = inputs
+        return hidden, *own_experts(numbers, weights, count, world), *more
+
+    experts.register_forward_pre_hook(take)
+    experts.register_forward_hook(lambda _, __, output: sum_over_ranks(output))
+
+
+def own_experts(
+    numbers: Tensor, weights: Tensor, count: int, world: World
+) -> tuple[Tensor, Tensor]:
+    """Return a routing in this rank's numbers of experts; others get the number after the last.
+
+    Args:
+        numbers: The numbers of tokens' experts.
+        weights: Their weights; those of other ranks' experts become zero.
+        count: Experts of a rank.
+        world: The ranks.
+    """
+    own = numbers - world.rank * count
+    is_here = (own >= 0) & (own < count)
+    return torch.where(is_here, own, count), weights * is_here
+
+
+def own_choices(
+    model: PreTrainedModel, choices: Sequence[Choice], world: World
+) -> tuple[Choice, ...]:
+    """Return recorded choices of experts in this rank's numbers; see `own_experts`."""
+    layers: list[Any] = list(expert_modules(model).values())
+    pairs = zip(layers, choices, strict=True)
+    return tuple(Choice(*own_experts(*one, layer.num_experts, world)) for layer, one in pairs)

@@ -16,7 +16,7 @@ from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.reference import Reference, reference, with_rounding
 from octavo.engine.models.checks.routing import Choice
 from octavo.engine.models.checks.widened import is_narrow, is_small
-from octavo.engine.models.read_weights import load_weights
+from octavo.engine.models.read_weights import QuantizedCheckpoint, load_weights
 from octavo.engine.parallel.world import World
 
 CPU = torch.device("cpu")
@@ -29,6 +29,7 @@ def whole_reference(
     shape: ModelShape,
     world: World,
     *,
+    checkpoint: QuantizedCheckpoint | None,
     prepare: Callable[[PreTrainedModel], Any],
 ) -> Reference:
     """Run transformers' forward pass on rank 0; return the logits on all ranks.
@@ -39,16 +40,17 @@ def whole_reference(
         dtype: Dtype of its weights.
         shape: The dimensions of a part.
         world: The ranks; all of them call this.
+        checkpoint: Its checkpoint if its weights are quantized.
         prepare: Called with the model before it runs.
     """
-    if world.rank:
+    if world.place.rank:
         tokens, logits, rounding, *flat = world.share(None)
         pairs = zip(flat[::2], flat[1::2], strict=True)
         return Reference(tokens, logits, rounding, tuple(Choice(*pair) for pair in pairs))
     model = load_weights(
         path,
         config,
-        None,
+        checkpoint,
         dtype=dtype,
         attn_implementation=reference_attention(config),
         device_map=CPU,

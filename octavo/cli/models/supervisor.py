@@ -156,7 +156,7 @@ class Supervisor:
     def _begin(self, settings: EngineSettings, socket: Path, name: str) -> ChildProcess:
         """Return a process that begins to serve a model: the spare one, if there is one."""
         spare, self._spare = self._spare, None
-        if spare is not None and spare.alive and settings.tensor_parallel_size == 1:
+        if spare is not None and spare.alive and settings.ranks == 1:
             spare.serve(settings, socket, name)
             return spare
         if spare is not None:

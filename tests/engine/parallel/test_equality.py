@@ -6,15 +6,18 @@ from tests.engine.parallel.harness import MODELS, run_ranks, save_models
 
 MODES = {
     "ample": {},
-    "swap": {"num_blocks": 96, "preemption": "swap"},
-    "recompute": {"num_blocks": 96, "preemption": "recompute"},
+    "swap": {"preemption": "swap"},
+    "recompute": {"preemption": "recompute"},
 }
 QUICK = ("few key and value heads", "mixtral")
 
 
-def cases(models):
+def cases(models, num_blocks=96):
     return {
-        f"{model} {mode}": {"model": model, "settings": settings}
+        f"{model} {mode}": {
+            "model": model,
+            "settings": settings if mode == "ample" else settings | {"num_blocks": num_blocks},
+        }
         for model in models
         for mode, settings in MODES.items()
     }

@@ -5,8 +5,11 @@ import pytest
 
 from tests.engine.parallel.harness import run_ranks, save_models, score_errors
 
+STAGES = [1, pytest.param(2, marks=pytest.mark.slow)]
 
-def test_features_give_the_same_in_float32(tmp_path):
+
+@pytest.mark.parametrize("stages", STAGES)
+def test_features_give_the_same_in_float32(stages, tmp_path):
     """Masks of constraints, scores of prompts, drafted tokens and cached prompts."""
     (model,) = save_models(["qwen3"], tmp_path)
     given = {
@@ -14,7 +17,7 @@ def test_features_give_the_same_in_float32(tmp_path):
         "repetitive again": {"speculation": "ngram", "enable_prefix_caching": True},
     }
     cases = {
-        work: {"model": model, "work": work, "settings": settings}
+        work: {"model": model, "work": work, "settings": settings, "stages": stages}
         for work, settings in given.items()
     }
     one, two = (run_ranks(size, cases, tmp_path) for size in (1, 2))
@@ -32,7 +35,8 @@ def test_features_give_the_same_in_float32(tmp_path):
 
 
 @pytest.mark.slow
-def test_rounding_is_as_small_as_on_one_rank(tmp_path):
+@pytest.mark.parametrize("stages", [1, 2])
+def test_rounding_is_as_small_as_on_one_rank(stages, tmp_path):
     """Each rank rounds its own part, so outputs differ, but not by more than on one rank.
 
     The checkpoint is in float32, so its weights are rounded too.
@@ -41,9 +45,11 @@ def test_rounding_is_as_small_as_on_one_rank(tmp_path):
     rounding = {
         name: {"dtype": "bfloat16", "quantization": name} for name in ("none", "int8", "int4")
     } | {"int8 cache": {"kv_cache_dtype": "int8", "block_size": 16}}
-    settings = {"exact": {}} | rounding
+    if stages > 1:
+        rounding["fp8 cache"] = {"kv_cache_dtype": "fp8"}
     given = {
-        name: {"model": model, "work": "scored", "settings": own} for name, own in settings.items()
+        name: {"model": model, "work": "scored", "settings": own, "stages": stages}
+        for name, own in ({"exact": {}} | rounding).items()
     }
     one, two = (run_ranks(size, given, tmp_path) for size in (1, 2))
     for name in rounding:

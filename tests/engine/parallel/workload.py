@@ -3,7 +3,7 @@
 python -m tests.engine.parallel.workload SIZE CASES
 
 CASES is JSON: each case has the functions that submit requests, a model, more settings, and the
-ranks whose step cannot be traced.
+ranks whose step cannot be traced; and the number of stages, if the ranks are not one.
 """
 
 import json
@@ -128,8 +128,9 @@ def weight_bytes(executor):
 
 def settings_of(case, place):
     size = 1 if place is None else place.size
-    given = SETTINGS | case["settings"]
-    return EngineSettings(model=case["model"], tensor_parallel_size=size, **given)
+    stages = case.get("stages", 1) if size > 1 else 1
+    ranks = {"tensor_parallel_size": size // stages, "pipeline_parallel_size": stages}
+    return EngineSettings(model=case["model"], **ranks, **SETTINGS | case["settings"])
 
 
 def refuse(*_):

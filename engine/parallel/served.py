@@ -1,0 +1,62 @@
+"""What ranks serve: the table in docs/operating.md, and the reasons of what is refused."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Feature:
+    """A feature of models or requests.
+
+    Attributes:
+        name: What it is, in Markdown.
+        tensor: Why tensor parallel refuses it; None if it is served.
+        pipeline: Why stages refuse it; None if it is served.
+    """
+
+    name: str
+    tensor: str | None = None
+    pipeline: str | None = None
+
+
+def _refused(name: str, why: str) -> Feature:
+    return Feature(name, why, why)
+
+
+ADAPTERS = _refused("adapters (`--lora`, `--enable-lora`)", "adapters are not split over ranks yet")
+DRAFT_MODEL = _refused(
+    "`--draft-model`", "ranks do not hold a draft model yet; use --speculation auto"
+)
+KV_DISK = _refused("`--kv-disk`", "ranks do not write their blocks yet")
+KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
+EMBEDDING = _refused("embedding models", "they run in one process")
+STATES = Feature(
+    "states (Mamba, gated delta rules, convolutions)", "states are not split over ranks yet"
+)
+LATENTS = Feature("latent attention (DeepSeek)", "latent attention is not split over ranks yet")
+FP8_CACHE = Feature("`--kv-cache-dtype fp8`", "it is not measured over ranks yet")
+CHECKPOINTS = Feature(
+    "checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)",
+    "quantized weights are not split over ranks yet",
+)
+GPUS = Feature("GPUs", pipeline="stages run on CPUs only yet")
+FEATURES = (
+    Feature("decoders with transformers' plan, mixtures of experts, windows, sinks"),
+    Feature("whole experts (`--expert-parallel`)", pipeline="within a stage: with tensor parallel"),
+    LATENTS,
+    STATES,
+    Feature("decoders without transformers' plan", "it has no plan of their parts"),
+    Feature("swap, recomputing, prefix caching, chunked prompts, migration"),
+    Feature("sampling, beams, constraints, prompt log-probabilities"),
+    Feature("`--speculation ngram`, `suffix`, `auto`"),
+    Feature("`--quantization`"),
+    Feature("GGUF files (tensor parallel converts them to floats)"),
+    CHECKPOINTS,
+    Feature("`--kv-cache-dtype int8`"),
+    FP8_CACHE,
+    ADAPTERS,
+    DRAFT_MODEL,
+    KV_DISK,
+    KV_SPILL,
+    EMBEDDING,
+    GPUS,
+)
