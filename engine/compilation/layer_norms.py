@@ -1,6 +1,7 @@
 """Replaces LayerNorm and GELU in a traced step by operators in C++: `octavo::layer_norm`, `gelu`.
 
-PyTorch's start threads for a few rows, and each ends a program of the engine's own operators.
+PyTorch's operators use threads even for a few rows, and each of them splits the sequence of the
+engine's operators, which otherwise runs without Python.
 """
 
 from typing import Any

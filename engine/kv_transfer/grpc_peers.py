@@ -18,7 +18,8 @@ log = structlog.get_logger(__name__)
 
 READERS = 8
 """Maximum number of concurrent reads, one per request."""
-_OPTIONS = [NO_PROXY, ("grpc.use_local_subchannel_pool", 1)]  # no earlier read's backoff
+# With its own subchannels, a new read never waits for an earlier one's backoff.
+_OPTIONS = [NO_PROXY, ("grpc.use_local_subchannel_pool", 1)]
 MAX_PEERS = 256
 """Number of engines whose speed is remembered."""
 

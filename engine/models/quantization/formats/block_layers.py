@@ -16,7 +16,7 @@ DTYPES = {torch.bfloat16, torch.float32}
 """Dtypes of activations that the kernels support."""
 
 FEW = 64
-"""Number of embeddings for finding their factor."""
+"""Number of embeddings from which a model's factor of all embeddings is found."""
 
 
 @dataclass(frozen=True, slots=True)
