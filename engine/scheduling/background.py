@@ -88,23 +88,22 @@ class Background:
         if rate is not None:
             self.prefill = max(self._min_prefill, int(SHARE * seconds[0] / rate))
 
-    def pause(
-        self, running: list[SequenceGroup], counts: dict[SequenceGroup, Counts]
-    ) -> list[SequenceGroup]:
-        """Take the running background groups into the step, in order; return the paused rest.
+    def choose(self, running: list[SequenceGroup]) -> list[SequenceGroup]:
+        """Return the running groups that the step computes, and pause the rest.
 
         Args:
-            running: All running groups.
-            counts: Numbers of tokens that each could compute; none for those that are paused.
+            running: The running groups that the step may compute, in order.
         """
-        for group in running if self.limited else ():
-            if group not in self.groups:
-                continue
-            if self.decodes < 1:
+        if not self.limited:
+            return running
+        chosen = []
+        for group in running:
+            if group in self.groups and self.decodes < 1:
                 self.paused.append(group)
-                counts[group] = []
-            self.decodes -= group.num_slots
-        return self.paused
+            else:
+                self.take(group)
+                chosen.append(group)
+        return chosen
 
     def next_spans(
         self, group: SequenceGroup, counts: Counts, budget: int, cache: KVCacheManager

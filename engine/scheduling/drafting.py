@@ -56,7 +56,7 @@ def may_draft(group: SequenceGroup) -> bool:
 
 
 def make_drafts(
-    speculation: Speculation,
+    speculation: Speculation | None,
     groups: Iterable[SequenceGroup],
     cache: KVCacheManager,
     *,
@@ -67,7 +67,7 @@ def make_drafts(
     """Draft tokens for the decoding sequences of running groups.
 
     Args:
-        speculation: The draft method and its policy.
+        speculation: The draft method and its policy; None: no drafts.
         groups: Running groups.
         cache: The KV cache of their blocks.
         decodes: Number of sequences that decode in this step.
@@ -77,7 +77,7 @@ def make_drafts(
     wanted: list[Wanted] = []
     left = int(DRAFT_SHARE * budget)
     drafts: Drafts = {}
-    if not left or not speculation.begin_step(decodes):
+    if speculation is None or not decodes or not left or not speculation.begin_step(decodes):
         return drafts
     for group in groups:
         if not may_draft(group) or group.wants_prompt_logprobs:

@@ -229,7 +229,9 @@ class Scheduler:
             Whether a group was preempted.
         """
         begins_block = self._decodes.begin_step()
-        running = next_groups(self.running, self.stages)
+        running = self._background.choose(next_groups(self.running, self.stages))
+        for group in self._background.paused:
+            self._decodes.remove(group)
         counts = {
             group: [(decoder, 1)]
             if (decoder := group.decoder) is not None
@@ -237,12 +239,19 @@ class Scheduler:
             for group in running
             if group.decode_row is None
         }
-        for group in self._background.pause(self.running, counts):
-            self._decodes.remove(group)
         decodes = len(self._decodes)
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
-        drafts = self._draft(running, counts, decodes, budget)
+        drafts = make_drafts(
+            *(self.speculation, running, self.cache),
+            decodes=decodes,
+            budget=budget,
+            model=self.draft_model,
+        )
+        for group in running if drafts else ():  # those with drafts are no plain decodes now
+            if group.decode_row is not None and group.sequences[0].id in drafts:
+                self._decodes.remove(group)
+                counts[group] = [(group.sequences[0], 1)]
         tokens = decodes + sum(map(len, drafts.values()))
         self._step_tokens = self._limit_tokens(tokens)
         budget = self._step_tokens - tokens
@@ -280,37 +289,6 @@ class Scheduler:
         prefill = max(self.cache.block_size, int(self.max_prefill_seconds / seconds))
         return min(self.max_num_batched_tokens, decoded + prefill)
 
-    def _draft(
-        self,
-        running: list[SequenceGroup],
-        counts: dict[SequenceGroup, Counts],
-        decodes: int,
-        budget: int,
-    ) -> Drafts:
-        """Draft tokens; groups with drafts are not plain decodes in this step.
-
-        Args:
-            running: The step's running groups.
-            counts: Numbers of tokens that other groups could compute; groups with drafts are added.
-            decodes: Number of decoding sequences.
-            budget: Number of tokens that the step can compute besides decodes.
-        """
-        if self.speculation is None or not decodes:
-            return {}
-        drafts = make_drafts(
-            self.speculation,
-            running,
-            self.cache,
-            decodes=decodes,
-            budget=budget,
-            model=self.draft_model,
-        )
-        for group in running if drafts else ():
-            if group.decode_row is not None and group.sequences[0].id in drafts:
-                self._decodes.remove(group)
-                counts[group] = [(group.sequences[0], 1)]
-        return drafts
-
     def _schedule_group(
         self,
         batch: Batch,
@@ -331,7 +309,7 @@ class Scheduler:
             spans, used = next_spans(counts, budget, self.cache)
             if self._add_drafted(batch, group, spans, drafts):
                 return used
-        elif counts and (decoder := group.decoder) is not None:
+        elif (decoder := group.decoder) is not None:
             self._make_writable(decoder)
             most_tokens = decoder.num_prompt + group.request.max_tokens
             table = self.cache.own_table(decoder.id, most_tokens)
