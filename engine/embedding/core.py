@@ -10,8 +10,10 @@ from concurrent.futures import Future
 from contextlib import suppress
 from queue import Empty, SimpleQueue
 
+import numpy as np
 import structlog
 import torch
+from numpy.typing import NDArray
 
 from octavo.engine.core import HEARTBEAT_SECONDS, EngineFailedError
 from octavo.engine.embedding.encoder import Encoder, Text
@@ -60,7 +62,7 @@ class Embedding:
         self.result: Future[bytes] = Future()
         self.arrival = time.monotonic()
         self._texts = texts
-        self._done: list[torch.Tensor] = []
+        self._done: list[NDArray[np.float32]] = []
         self._taken = 0
 
     @property
@@ -78,18 +80,19 @@ class Embedding:
         self._taken += 1
         return self._texts[self._taken - 1]
 
-    def add(self, embedding: torch.Tensor) -> bool:
+    def add(self, embedding: NDArray[np.float32]) -> bool:
         """Add the embedding of the first text without one; return whether it was the last."""
         self._done.append(embedding)
         return len(self._done) == len(self._texts)
 
     def finish(self, encoder: Encoder) -> bool:
         """Set the result, unless the request was cancelled; return whether it is finite."""
-        made = encoder.finish(torch.stack(self._done), self._dimensions, raw=self._raw)
-        if not made.isfinite().all():
+        rows = torch.from_numpy(np.stack(self._done))
+        made = encoder.finish(rows, self._dimensions, raw=self._raw).numpy()
+        if not np.isfinite(made).all():
             self.fail(ValueError("the model computes NaN or infinity for a text"))
             return False
-        self._end(lambda: self.result.set_result(made.numpy().astype("<f4").tobytes()))
+        self._end(lambda: self.result.set_result(made.astype("<f4").tobytes()))
         return True
 
     def fail(self, error: Exception) -> None:
@@ -225,7 +228,7 @@ class EmbeddingCore:
             return
         texts = [text for _, text in taken]
         try:
-            embeddings = self._encoder.embed(texts)
+            embeddings = self._encoder.embed(texts).numpy()
         except Exception as error:
             log.exception("step failed", texts=len(texts))
             self._fail(list({id(request): request for request, _ in taken}.values()))

@@ -2,17 +2,19 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from torch.nn.functional import normalize
 
 from octavo.common.models.classification import ClassifierPlan
 from octavo.common.models.embedding import EmbeddingPlan, Pooling
 from octavo.engine.attention.ragged import attending_within
 
+TINY = np.float32(1e-12)
+"""Minimum divisor of an embedding that is normalized, as in PyTorch."""
 Text = NDArray[np.uint32]
 """The token ids of a text, at least one. Those of a pair's second text are higher by the size of
 the vocabulary, if the model tells the two apart."""
@@ -98,7 +100,7 @@ class Encoder:
         """
         if isinstance(self.plan, EmbeddingPlan):
             leading = embeddings[:, :dimensions]
-            return normalize(leading, dim=1) if self.plan.normalize else leading.contiguous()
+            return _normalized(leading) if self.plan.normalize else leading.contiguous()
         if raw or self.plan.activation == "identity":
             return embeddings
         if self.plan.activation == "sigmoid":
@@ -108,10 +110,12 @@ class Encoder:
     @torch.inference_mode()
     def run(self, texts: Sequence[Text]) -> tuple[Tensor, Tensor]:
         """Return the hidden states of all tokens, and each text's first row and the end."""
+        # NumPy takes less time than PyTorch for a few rows, much of a short text's time.
         lengths = [len(text) for text in texts]
-        starts = np.cumsum([0, *lengths])
-        token_ids = np.concatenate(texts).astype(np.int64)
-        positions = np.arange(len(token_ids)) - starts[:-1].repeat(lengths) + self.first_position
+        starts = np.array([0, *accumulate(lengths)])
+        token_ids = np.concatenate(texts, dtype=np.int64)
+        positions = np.concatenate([np.arange(length) for length in lengths])
+        positions += self.first_position
         rows = torch.from_numpy(starts)
         hidden = self.forward(
             torch.from_numpy(token_ids)[None], torch.from_numpy(positions)[None], rows.int()
@@ -132,5 +136,14 @@ def pool(hidden: Tensor, starts: Tensor, pooling: Pooling) -> Tensor:
             return hidden[starts[:-1]]
         case "last":
             return hidden[starts[1:] - 1]
-        case "mean" | "max":
-            return torch.segment_reduce(hidden, pooling, lengths=starts.diff())
+        case "mean":
+            sums = np.add.reduceat(hidden.numpy(), starts[:-1].numpy())
+            return torch.from_numpy(sums / np.diff(starts.numpy())[:, None].astype(np.float32))
+        case "max":
+            return torch.from_numpy(np.maximum.reduceat(hidden.numpy(), starts[:-1].numpy()))
+
+
+def _normalized(rows: Tensor) -> Tensor:
+    """Return rows `[num_rows, size]` divided by their lengths; zeros stay zeros."""
+    given = rows.numpy()
+    return torch.from_numpy(given / np.maximum(np.linalg.norm(given, axis=1, keepdims=True), TINY))

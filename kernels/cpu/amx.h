@@ -18,6 +18,9 @@ constexpr int kMatrixRows = 32;   // two tiles
 constexpr int kMatrixWords = 16;  // per row of a tile
 constexpr int kLeastMatrixRows = 8;
 
+// Completes stores before the matrix unit reads memory: the compiler does not know what it reads.
+inline void before_tiles() { asm volatile("" ::: "memory"); }
+
 // A thread's use of the matrix unit. Tiles 0 to 3 hold the sums of 2 x 16 rows and 2 x 16 outputs,
 // tiles 4 and 5 the rows, tiles 6 and 7 the weights.
 class MatrixUnit {
@@ -33,6 +36,7 @@ class MatrixUnit {
   void multiply(const uint32_t* a, int64_t stride, int rows, const uint32_t* panel, int64_t steps,
                 const uint32_t* ahead, typename T::Sum (&sums)[kMatrixRows][2]) {
     configure(rows);
+    before_tiles();
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
@@ -86,6 +90,7 @@ class MatrixUnit {
       config.row_bytes[tile] = 64;
       config.rows[tile] = counts[tile];
     }
+    before_tiles();
     _tile_loadconfig(&config);
   }
 

@@ -60,7 +60,8 @@ struct Outputs {
   const LinearLayer& layer;
 
   // Stores a row's products with a panel's weights, without the bias.
-  void write(int64_t row, int64_t panel, const Floats* products) const {
+  __attribute__((always_inline)) void write(int64_t row, int64_t panel,
+                                            const Floats* products) const {
     const float* bias = layer.bias + panel * kPanel;
     Floats left = products[0] + load<Floats>(bias);
     Floats right = products[1] + load<Floats>(bias + kLanes);

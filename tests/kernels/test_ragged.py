@@ -43,8 +43,9 @@ def test_the_kernel_computes_its_definition(lengths, heads, widths, dtype, reach
     )
 
 
-def test_a_text_has_the_same_bits_alone_and_among_others():
-    query = torch.randn((900, 2, 32))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_text_has_the_same_bits_alone_and_among_others(dtype):
+    query = torch.randn((900, 2, 32)).to(dtype)
     starts = torch.tensor([0, 100, 840, 900], dtype=torch.int32)
     together = torch.ops.octavo.ragged_attention(query, query, query, starts, 0.2, -1, False)
     own = query[100:840]
@@ -54,11 +55,12 @@ def test_a_text_has_the_same_bits_alone_and_among_others():
     assert torch.equal(together[100:840], alone)
 
 
-def test_the_memory_of_a_larger_batch_is_not_read():
-    nan = torch.full((128, 1, 32), math.nan)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_memory_of_a_larger_batch_is_not_read(dtype):
+    nan = torch.full((128, 1, 32), math.nan, dtype=dtype)
     starts = torch.tensor([0, 128], dtype=torch.int32)
     torch.ops.octavo.ragged_attention(nan, nan, nan, starts, 0.2, -1, False)
-    query = torch.randn((7, 1, 32))
+    query = torch.randn((7, 1, 32)).to(dtype)
     starts = torch.tensor([0, 7], dtype=torch.int32)
     computed = torch.ops.octavo.ragged_attention(query, query, query, starts, 0.2, -1, False)
     assert not computed.isnan().any()
