@@ -303,6 +303,16 @@ def test_a_row_is_the_same_alone_and_among_others(kernels, make, dtype):
         assert operator(x[:rows], len(bias), *layer).equal(alone[:rows])
 
 
+@each_kind
+@pytest.mark.usefixtures("two_threads")
+def test_rows_of_several_blocks_are_as_those_of_one(kernels, make, dtype):
+    x, weight, bias = case((300, 2048, PANEL + 5), seed=1, dtype=dtype)
+    operator, layer = make(kernels, weight, bias)
+    together = operator(x.contiguous(), len(bias), *layer)
+    parts = [operator(part.contiguous(), len(bias), *layer) for part in x.split(50)]
+    assert together.equal(torch.cat(parts))
+
+
 @pytest.mark.parametrize("rows", [1, 4, 20])
 @each_kind
 @pytest.mark.usefixtures("two_threads")
