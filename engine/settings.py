@@ -225,6 +225,16 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Maximum tokens computed in a step. Default: 512 on a CPU, 8192 on a GPU, 2048"
         " where texts are embedded.",
     )
+    max_encoder_tokens: int = Field(
+        1024,
+        ge=1,
+        description="Maximum tokens of images that a step encodes, but at least one image.",
+    )
+    encoder_cache_tokens: int = Field(
+        16384,
+        ge=0,
+        description="Tokens of encoded images that are kept for requests that are computed again.",
+    )
     speculation: SpeculationMode = Field(
         "off",
         description="Speculative decoding: draft tokens and verify them in one step. Outputs do not"

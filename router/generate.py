@@ -153,7 +153,9 @@ class Generator:
         async with self._calls.call(message.model, tenant) as model:
             limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
             validation.check_chat(message, limits)
-            token_ids = await self._tokenizers.encode(tokenizer, message, tenant)
+            images = await self._preparer.read_images(message.chat, model, tenant)
+            texts = [image.text for image in images]
+            token_ids = await self._tokenizers.encode(tokenizer, message, tenant, images=texts)
         return generation_pb2.TokenizeResponse(
             token_ids=token_ids, max_model_len=limits.max_model_len
         )
@@ -229,7 +231,8 @@ class Generator:
         self._attempts.fail_all(rpc.unavailable(message))
 
     async def close(self) -> None:
-        """End the process that checks outputs against schemas."""
+        """End the process that checks outputs against schemas, and the threads that read images."""
+        self._preparer.close()
         await self._checker.close()
 
     def _tokens_to_reserve(self, state: RequestState) -> int:
@@ -277,7 +280,7 @@ class Generator:
                     successor = self._admission.successor(claim)
                     if successor is not None and state.begun:
                         return
-                    if successor is not None and not prefetches:
+                    if successor is not None and not prefetches and not state.request.images:
                         work = successor.prefetch(state.request, engine.address)
                         prefetches.append(start(work, f"prefetch:{state.request.request_id}"))
         except TimeoutError:

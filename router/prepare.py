@@ -4,19 +4,26 @@ import asyncio
 import secrets
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
+from octavo.common import rpc
 from octavo.router.call_tracker import Call
 from octavo.router.engines.pool import EnginePool
+from octavo.router.image_reader import ImageReader
 from octavo.router.requests import validation
 from octavo.router.requests.defaults import fill_in
 from octavo.router.requests.held_schemas import held_schemas
 from octavo.router.requests.output_plan import OutputFormats, OutputPlan
+from octavo.router.requests.placed_images import placed_images
 from octavo.router.requests.request import Request
 from octavo.router.requests.schema_checker import SchemaChecker
 from octavo.router.settings import RouterSettings
+from octavo.router.tenants.tenant import Tenant
 from octavo.router.text.tokenization import Tokenizers
 from octavo.v1 import generation_pb2
+
+if TYPE_CHECKING:  # slow to import
+    from octavo.router.images.processor import ProcessedImage
 
 LARGE_BYTES = 32_768
 """Total bytes of schemas above which a thread parses them."""
@@ -46,6 +53,7 @@ class Preparer:
         self._pool = pool
         self._tokenizers = tokenizers
         self._checker = checker
+        self._reader = ImageReader(settings.allow_image_urls)
         self._formats = OutputFormats(settings.tool_parser, settings.reasoning_parser)
 
     async def prepare(self, message: generation_pb2.GenerateRequest, call: Call) -> Request:
@@ -58,17 +66,26 @@ class Preparer:
         if self._pool.embedding(model) is not None or self._pool.classifier(model) is not None:
             raise self._pool.other_purpose(model)
         limits, tokenizer = self._pool.limits(model), self._pool.tokenizer(model)
+        images: list[ProcessedImage] = []
         sampling, max_tokens = self._pool.defaults(model)
         fill_in(message, sampling)
         validation.check_request(message, limits)
         if message.HasField("chat"):
             self._formats.check(message.chat, tokenizer.model)
         kept = validation.kept_tokens(message, limits)
+        if kept is not None and (parts := validation.image_parts(message.chat)):
+            raise rpc.invalid(parts[0][0], f"{parts[0][0]} excludes truncate_prompt_tokens")
         if message.WhichOneof("prompt") == "tokens":
             token_ids = list(message.tokens.token_ids)[-(kept or 0) :]
         else:
+            images = await self.read_images(message.chat, model, tenant)
             token_ids = await self._tokenizers.encode(
-                tokenizer, message, tenant, limits.max_model_len - 1, kept
+                tokenizer,
+                message,
+                tenant,
+                limits.max_model_len - 1,
+                kept=kept,
+                images=[image.text for image in images],
             )
             validation.check_vocabulary(message, token_ids, tokenizer.pieces, limits)
         plan = await self._plan(message, model, token_ids)
@@ -91,7 +108,34 @@ class Preparer:
             seed=message.sampling.seed if seeded else secrets.randbits(64),
             plan=plan,
             bad_words=await self._tokenizers.encode_words(tokenizer, message.bad_words, tenant),
+            images=placed_images(images, token_ids, tokenizer.images.image_token_id)
+            if images and tokenizer.images is not None
+            else (),
         )
+
+    async def read_images(
+        self, chat: generation_pb2.ChatPrompt, model: str, tenant: Tenant
+    ) -> "list[ProcessedImage]":
+        """Read the images of a chat, and drop their files from it.
+
+        Raises:
+            rpc.RpcError: The model reads none, or see `ImageReader.read`.
+        """
+        parts = validation.image_parts(chat)
+        if not parts:
+            return []
+        field, processor = parts[0][0], self._pool.tokenizer(model).images
+        if processor is None or not self._pool.limits(model).images:
+            raise rpc.invalid(field, f"{field}: model {model!r} reads no images")
+        images = []
+        for field, part in parts:
+            images.append(await self._reader.read(field, part, processor, tenant))
+            part.Clear()  # of whole files, only the tensors are kept
+        return images
+
+    def close(self) -> None:
+        """Stop the threads that read images."""
+        self._reader.close()
 
     async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
         """Return the parts of its schemas that are not enforced; the request need not be valid."""

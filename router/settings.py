@@ -15,6 +15,7 @@ from octavo.common.settings import flag
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.router.balancing import PolicyName
+from octavo.router.images.url_pattern import UrlPattern
 from octavo.router.requests.parser_names import ReasoningParserName, ToolParserName
 
 DNS_SCHEME = "dns:///"
@@ -227,6 +228,12 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
     max_message_bytes: int = Field(
         4 << 20, ge=1024, description="Maximum size of a message from a client, in bytes."
     )
+    allow_image_urls: list[str] = Field(
+        [],
+        description="https URLs that images of requests are fetched from, such as"
+        " `https://*.example.com/*`. May be given several times. Only hosts with public addresses"
+        " are asked. Default: none; images come as data.",
+    )
     max_calls_per_peer: int = Field(
         0,
         ge=0,
@@ -418,6 +425,13 @@ class RouterSettings(TracingSettings, ConnectionSettings, TlsSettings):
         if key is not None and not re.fullmatch("[!-~]+", key.get_secret_value()):
             raise ValueError("must be visible ASCII characters, without spaces")
         return key
+
+    @field_validator("allow_image_urls")
+    @classmethod
+    def _check_image_urls(cls, patterns: list[str]) -> list[str]:
+        for pattern in patterns:
+            UrlPattern.parse(pattern)
+        return patterns
 
     @field_validator("engine")
     @classmethod

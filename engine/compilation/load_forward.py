@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from octavo.engine.models.checks.routing import Routing
     from octavo.engine.models.checks.self_check import SelfCheck
     from octavo.engine.models.load_model import LoadedModel
+    from octavo.engine.models.vision import Vision
 
 log = structlog.get_logger(__name__)
 
@@ -42,6 +43,8 @@ class LoadedForward:
         device: The model's device.
         forward: The function that runs the model.
         targets: The layers that adapters may adapt; None if the model takes no adapters.
+        eager: The step as transformers runs it, for prompts with images.
+        vision: The part that encodes images; None if the model has none.
     """
 
     shape: ModelShape
@@ -51,6 +54,8 @@ class LoadedForward:
     device: torch.device
     forward: Forward
     targets: "Targets | None" = None
+    eager: EagerForward | None = None
+    vision: "Vision | None" = None
 
     @property
     def compiled(self) -> bool:
@@ -107,7 +112,8 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
         _warn_unquantized(unquantized_shares(loaded.model))
     with as_unsupported(model):
         targets = adapt_loaded(loaded, model) if settings.takes_adapters else None
-        forward = _Forwards(loaded, targets, world).make(eager=settings.compile == "off")
+        forwards = _Forwards(loaded, targets, world)
+        forward = forwards.make(eager=settings.compile == "off")
     return_freed()
     cache_cleanup.prune()
     return LoadedForward(
@@ -118,6 +124,8 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
         loaded.device,
         forward,
         targets,
+        forwards.eager,
+        loaded.vision,
     )
 
 
@@ -130,7 +138,7 @@ class _Forwards:
         self._loaded = loaded
         self._targets = targets
         self._world = world
-        self._eager = EagerForward(loaded.model)
+        self.eager = EagerForward(loaded.model)
 
     def make(self, *, eager: bool) -> Forward:
         """Return the step that passed the self-check.
@@ -145,10 +153,10 @@ class _Forwards:
         has_kernels = loaded.device.type == "cpu" and device_warning(loaded.device) is None
         if not eager and has_kernels and (forward := self._traced()) is not None:
             return self._of_all_ranks(forward)
-        self._check(self._eager)
+        self._check(self.eager)
         if not eager and loaded.device.type == "cuda" and self._world is None:
-            return compiled_for_gpu(self._eager, loaded.device, loaded.check)
-        return self._of_all_ranks(self._eager)
+            return compiled_for_gpu(self.eager, loaded.device, loaded.check)
+        return self._of_all_ranks(self.eager)
 
     def _traced(self) -> Forward | None:
         """Return the traced step; None after a warning if it fails."""
@@ -164,7 +172,7 @@ class _Forwards:
             cpu.sums.set(add_up, self._world.receive_hidden, self._world.send_hidden)
         try:
             forward = TracedForward(
-                self._eager,
+                self.eager,
                 loaded.shape.vocab_size,
                 loaded.dtype,
                 adapters=self._targets is not None,
@@ -176,8 +184,8 @@ class _Forwards:
             if count_packed(loaded.model) == len(loaded.check.expected.choices):
                 self._check(forward, OperatorRouting())
             else:  # its routing cannot be forced
-                self._check(self._eager)
-                whole = self._of_all_ranks(self._eager, everywhere=True)
+                self._check(self.eager)
+                whole = self._of_all_ranks(self.eager, everywhere=True)
                 loaded.check.follow(whole)(self._of_all_ranks(forward, everywhere=True))
         except SelfCheckError as error:
             log.warning("the model runs in Python, which is slower", why=str(error))

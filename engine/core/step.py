@@ -14,6 +14,7 @@ from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Batch, Samples
+from octavo.engine.scheduling.image_encodes import image_key
 from octavo.engine.scheduling.in_flight import count_in_flight
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler
@@ -153,6 +154,11 @@ class Steps:
                 self._masks.wait()
                 late = batch.late
             launched = self._executor.launch(batch, inputs, late)
+        failed = self._executor.take_failed_images()
+        for group in batch.groups if failed else ():
+            if any(image_key(group.request, each) in failed for each in group.request.images):
+                why = "the model's vision encoder failed on an image"
+                self._requests.fail(group, FailureCode.INTERNAL, why)
         spilled = batch.spilled
         if spilled is not None and self._executor.spill_failed():
             why = "the file of --kv-spill cannot be read or written"
@@ -206,6 +212,8 @@ class Steps:
             why = "the model failed on this batch; try again"
             self._requests.fail(group, FailureCode.INTERNAL, why)
         scheduler.cache.forget_contents()
+        if scheduler.images is not None:
+            scheduler.images.forget()
         self._num_failed += 1
         if self._executor.device_lost():
             raise EngineFailedError("the device is lost: every later step would fail") from error

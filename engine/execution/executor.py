@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import structlog
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
@@ -31,9 +32,12 @@ from octavo.engine.sampling.sampler import (
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
+from octavo.engine.scheduling.image_encodes import ImageKey
 from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import draw_tokens
 from octavo.kernels.sampling_tensors import SamplingTensors
+
+log = structlog.get_logger(__name__)
 
 SCORED_ROWS = 256
 """Rows of prompt logits that are converted to log-probabilities at a time."""
@@ -68,6 +72,8 @@ class Executor:
         self._device = loaded.device
         self._graphs: StepGraphs | None = None
         self._eager_before = 0
+        self._images: dict[ImageKey, torch.Tensor] = {}
+        self._failed_images: set[ImageKey] = set()
         self._shapes = cache.layout.attention_shapes(
             loaded.dtype, loaded.cache_dtype, loaded.device
         )
@@ -92,13 +98,18 @@ class Executor:
         Returns:
             The step's inputs; None for a batch that only copies blocks.
         """
+        self._encode_images(batch)
         if not batch.num_sequences:
             if self._leader is not None:
                 self._leader.copy(batch.transfers)
             self.cache.apply(batch.transfers)
             return None
         arrays, inputs = make_inputs(
-            batch, layout=self.cache.layout, device=self._device, shapes=self._shapes
+            batch,
+            layout=self.cache.layout,
+            device=self._device,
+            shapes=self._shapes,
+            mutual=self._loaded.vision is not None and self._loaded.vision.bidirectional,
         )
         if self._adapters is not None:
             adapters = (group.request.adapter for group in batch.groups)
@@ -301,8 +312,37 @@ class Executor:
             record=record,
         )
 
+    def _encode_images(self, batch: Batch) -> None:
+        """Encode a step's images; drop others. An image that fails harms no other request."""
+        for key in batch.dropped_images:
+            self._images.pop(key, None)
+        for key, image in batch.images.items():
+            assert self._loaded.vision is not None, "validation refuses them"
+            try:
+                encoded = self._loaded.vision.encode(image.tensors, len(image.places))
+            except Exception:
+                log.exception("image not encoded", image=image.span.digest.hex()[:16])
+                self._failed_images.add(key)
+                width = self._loaded.vision.hidden_size
+                encoded = torch.zeros(1, len(image.places), width, device=self._device)
+            self._images[key] = encoded
+
+    def take_failed_images(self) -> set[ImageKey]:
+        """Return the images that could not be encoded since the last call."""
+        failed, self._failed_images = self._failed_images, set()
+        return failed
+
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the needed tokens."""
+        if (images := inputs.images) is not None:
+            eager = self._loaded.eager
+            assert eager is not None
+            positions = inputs.positions if images.positions is None else images.positions
+            embeddings = torch.cat([self._images[key][:, part] for key, part in images.parts], 1)
+            with self._attending(inputs):
+                return eager.with_images(
+                    inputs.token_ids, positions, inputs.logit_rows, images.rows, embeddings
+                )
         graphs = self._graphs if inputs.adapters is None else None  # recorded without adapters
         if graphs is not None and (logits := graphs.run(inputs)) is not None:
             return logits
@@ -312,6 +352,8 @@ class Executor:
     def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
         """Return the most likely next token of each needed row; None if the step gives logits."""
         forward = self._loaded.forward
+        if inputs.images is not None:
+            return None
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         with self._attending(inputs):
             if isinstance(forward, TracedForward):
@@ -326,7 +368,9 @@ class Executor:
     def _attending(self, inputs: StepInputs) -> Iterator[None]:
         """Set the step's batch, cache and adapters, and read its spilled blocks."""
         cache, scales = self.cache, self._loaded.kv_scales
-        step = PagedStep(inputs.groups, cache.layers, scales, cache.states)
+        images = inputs.images
+        groups = inputs.groups if images is None or images.groups is None else images.groups
+        step = PagedStep(groups, cache.layers, scales, cache.states)
         reading: AbstractContextManager[None] = nullcontext()
         if inputs.spilled is not None:
             assert cache.spill is not None

@@ -9,6 +9,7 @@ import torch
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.scheduling.batch import NO_SAMPLES, Batch, Samples, ScheduledSequence
+from octavo.engine.scheduling.image_encodes import ImageKey, image_key
 from octavo.kernels.host_copies import to_device
 from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata, AttentionShape
@@ -37,6 +38,24 @@ class StepArrays:
 
 
 @dataclass(frozen=True, slots=True)
+class StepImages:
+    """The tokens of a step whose embeddings are those of images.
+
+    Attributes:
+        rows: `[n]` int64, the tokens.
+        parts: Where their embeddings are, in order: an encoded image, and its first and last rows.
+        positions: `[3, 1, num_tokens]` int64, rotary positions of all tokens; None if the model has
+            one for each, as any step.
+        groups: The step's metadata if the tokens of an image attend to each other; else None.
+    """
+
+    rows: torch.Tensor
+    parts: list[tuple[ImageKey, slice]]
+    positions: torch.Tensor | None
+    groups: Sequence[AttentionMetadata] | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class StepInputs:
     """One step's tensors, with all sequences contiguous, and the uses of its logits.
 
@@ -54,6 +73,7 @@ class StepInputs:
         adapters: The sequences' adapters; None if no sequence has one.
         num_chunks: Number of sequences with several tokens: chunks of prompts and drafts.
         spilled: Index of the sequence whose first tokens are in a file, and their number of units.
+        images: The tokens that stand for images; None if there are none.
     """
 
     token_ids: torch.Tensor
@@ -68,6 +88,7 @@ class StepInputs:
     adapters: StepAdapters | None = None
     num_chunks: int = 0
     spilled: tuple[int, int] | None = None
+    images: StepImages | None = None
 
     @property
     def take_greatest(self) -> bool:
@@ -83,6 +104,7 @@ def make_inputs(
     layout: CacheLayout,
     device: torch.device,
     shapes: Sequence[AttentionShape | None],
+    mutual: bool = False,
 ) -> tuple[StepArrays, StepInputs]:
     """Concatenate a batch's sequences.
 
@@ -91,6 +113,7 @@ def make_inputs(
         layout: Layout of the cache.
         device: The cache's device.
         shapes: Shape of each layer group's attention; None for states.
+        mutual: Whether the tokens of an image attend to each other.
     """
     starts, ends = batch.starts, batch.ends
     query_lens = (ends - starts).astype(np.int32)
@@ -113,6 +136,7 @@ def make_inputs(
         laid[2 + group] = tables[group][seqs, places] * layers.block_size + offsets
         if layers.bounded or spilled is not None:
             tables[group][tables[group] == RELEASED] = 0  # attention does not read them
+    images = _images(batch, laid[1], starts, query_starts, device)
     samples = batch.samples()
     # A token is sampled from the logits of the token before it.
     flat = query_starts[samples.rows] + samples.positions - 1 - starts[samples.rows]
@@ -140,6 +164,17 @@ def make_inputs(
         rows=np.concatenate([wanted, np.array(others, np.int64)]),
         tables=tables,
     )
+    if images is not None and mutual:
+        owners, lengths, seen = _seen(batch, starts, ends)
+        split = replace(
+            arrays,
+            query_starts=np.concatenate([[0], lengths]).cumsum(dtype=np.int32),
+            query_lens=lengths,
+            seq_lens=seen,
+            tables=[table[owners] for table in tables],
+        )
+        groups = to_inputs(split, device=device, shapes=shapes).groups
+        images = replace(images, groups=groups)
     inputs = replace(
         to_inputs(arrays, device=device, shapes=shapes),
         samples=samples,
@@ -148,8 +183,83 @@ def make_inputs(
         beam_rows=beam_rows,
         scored=scored,
         spilled=None if spilled is None else (spilled[0], spilled[1].num_units),
+        images=images,
     )
     return arrays, inputs
+
+
+def _images(
+    batch: Batch,
+    positions: np.ndarray,
+    starts: np.ndarray,
+    query_starts: np.ndarray,
+    device: torch.device,
+) -> StepImages | None:
+    """Return the tokens that stand for images, and set the rotary positions of their sequences.
+
+    Args:
+        batch: The batch.
+        positions: `[num_tokens]` int64, places of the tokens in their sequences; changed.
+        starts: First token of each sequence.
+        query_starts: Its place in the batch.
+        device: The step's device.
+    """
+    rows, parts = list[np.ndarray](), list[tuple[ImageKey, slice]]()
+    spread: dict[int, np.ndarray] = {}
+    for i, each in enumerate(batch.rest, len(batch.plain)):
+        request, first = each.group.request, int(query_starts[i] - starts[i])
+        if request.rotary is not None:
+            own = positions[query_starts[i] : query_starts[i + 1]]
+            prompt = request.rotary[:, each.start : each.end]
+            own += request.rotary_shift
+            own[: prompt.shape[1]] = prompt[0]  # of text all three are the same
+            spread[int(query_starts[i])] = prompt
+        for image in request.images:
+            begin, end = np.searchsorted(image.places, [each.start, each.end])
+            if begin < end:
+                rows.append(first + image.places[begin:end])
+                parts.append((image_key(request, image), slice(begin, end)))
+    if not rows:
+        return None
+    in_three = None
+    if spread:
+        three = np.tile(positions, (3, 1))
+        for start, prompt in spread.items():
+            three[:, start : start + prompt.shape[1]] = prompt
+        in_three = to_device(three[:, None], device)
+    return StepImages(to_device(np.concatenate(rows), device), parts, in_three)
+
+
+def _seen(
+    batch: Batch, starts: np.ndarray, ends: np.ndarray
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split a batch's sequences where tokens of images attend to each other.
+
+    A token of an image is a sequence of its own, which sees all up to the image's last token.
+
+    Returns:
+        The parts, in columns `[n]`: the index of the sequence, the number of tokens, int32, and the
+        number of tokens that the last one sees, int32.
+    """
+    parts: list[tuple[int, int, int]] = []
+    for i, (group, start, end) in enumerate(
+        zip(batch.groups, starts.tolist(), ends.tolist(), strict=True)
+    ):
+        at = start
+        for image in group.request.images:
+            gaps = np.flatnonzero(np.diff(image.places) > 1) + 1
+            for run in np.split(image.places, gaps):
+                first, last = max(int(run[0]), at), min(int(run[-1]) + 1, end)
+                if first >= last:
+                    continue
+                if at < first:
+                    parts.append((i, first - at, first))
+                parts += [(i, 1, last)] * (last - first)
+                at = last
+        if at < end:
+            parts.append((i, end - at, end))
+    owners, lengths, seen = zip(*parts, strict=True)
+    return np.array(owners), np.array(lengths, np.int32), np.array(seen, np.int32)
 
 
 def _tokens(batch: Batch, starts: np.ndarray, query_starts: np.ndarray) -> np.ndarray:

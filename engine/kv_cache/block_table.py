@@ -4,8 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from octavo.common.kv_cache.prefix_hash import ROOT_KEY
-
 RELEASED = -1
 """Entry of a block table whose block was released: no token attends to it, or a file has it."""
 
@@ -29,7 +27,7 @@ class BlockTable:
         passed: For each layer group, the number of leading entries that are RELEASED.
         computed: Number of tokens in the state, including this step's.
         branch: Number of leading tokens whose K and V, but not the state, are cached; 0 for none.
-        root: The parent of the first block's key.
+        salt: The salt of the blocks' keys.
         keys: Keys of the leading blocks published so far, in blocks of the smallest size.
         snapshot: The keys under which the latest state of a decode was published.
         swapped: Whether the blocks are in CPU swap space.
@@ -40,7 +38,7 @@ class BlockTable:
     passed: list[int]
     computed: int = 0
     branch: int = 0
-    root: bytes = ROOT_KEY
+    salt: str = ""
     keys: list[bytes] = field(default_factory=list)
     snapshot: list[bytes] = field(default_factory=list)
     swapped: bool = False

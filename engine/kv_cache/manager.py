@@ -19,7 +19,6 @@ from contextlib import ExitStack
 import numpy as np
 
 from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held
-from octavo.common.kv_cache.prefix_hash import root_key
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
 from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
@@ -163,7 +162,7 @@ class KVCacheManager:
         prefix = self.find_prefix(token_ids, salt) if reuse else self.prefixes.nothing
         num_tokens = min(len(token_ids), self.spilled.kept)
         self.device.require(self._blocks_beside(prefix, num_tokens))
-        table = BlockTable([], num_tokens, [], root=root_key(salt), keys=list(prefix.keys))
+        table = BlockTable([], num_tokens, [], salt=salt, keys=list(prefix.keys))
         table.branch = prefix.reach if prefix.reach > prefix.num_tokens else 0
         table.computed = prefix.num_tokens
         restored: list[tuple[Hit, int]] = []
@@ -419,7 +418,7 @@ class KVCacheManager:
         keys = parent.keys[: num_tokens // self.block_size]
         passed, swapped = list(parent.passed), parent.swapped
         child = BlockTable(
-            groups, num_tokens, passed, num_tokens, root=parent.root, keys=keys, swapped=swapped
+            groups, num_tokens, passed, num_tokens, salt=parent.salt, keys=keys, swapped=swapped
         )
         with ExitStack() as undo:
             for block in child.blocks():

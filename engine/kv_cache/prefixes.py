@@ -12,7 +12,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from octavo.common.kv_cache.layer_groups import LayerGroup, most_kept
-from octavo.common.kv_cache.prefix_hash import ROOT_KEY, block_key, chain_keys, root_key
+from octavo.common.kv_cache.prefix_hash import (
+    ROOT_KEY,
+    PrefixSalt,
+    block_key,
+    chain_keys,
+    image_digests,
+    root_key,
+)
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import BlockTable
 
@@ -52,6 +59,11 @@ class Prefix:
         """Yield all blocks."""
         for group in self.groups:
             yield from group
+
+
+def _is_plain(salt: str) -> bool:
+    """Return whether a prompt's tokens alone make the keys of its blocks."""
+    return not salt and not isinstance(salt, PrefixSalt)
 
 
 def block_keys(key: bytes, group: int, count: int = 1) -> list[bytes]:
@@ -135,7 +147,8 @@ class PrefixCache:
         known: dict[int, list[Hit]] = {group: [] for group, _ in self._unbounded}
         key = root_key(salt)
         for end in range(size, min(len(token_ids), self._most_tokens + 1), size):
-            key = block_key(key, token_ids[end - size : end])
+            images = image_digests(salt, end - size, end)
+            key = block_key(key, token_ids[end - size : end], images)
             if not self._extend(known, key, end // size, is_stored):
                 break
             keys.append(key)
@@ -207,20 +220,21 @@ class PrefixCache:
         before, count = len(keys), num_computed // size
         if count <= before:
             return
-        parent = keys[-1] if keys else table.root
-        keys += chain_keys(parent, token_ids[before * size : count * size], size)
+        parent = keys[-1] if keys else root_key(table.salt)
+        new = token_ids[before * size : count * size]
+        keys += chain_keys(parent, new, size, table.salt, before * size)
         for block, key in self._full_blocks(table, before, count):
             self.publish_block(self._device, block, key)
             if self.is_stored is not None:
                 self._unsaved.append((block, key))
-        if table.root == ROOT_KEY:
+        if _is_plain(table.salt):
             self._keep_contents(keys, token_ids, before, count)
         if self.keeps_states and num_computed == table.computed:
             self._publish_state(table, len(token_ids))
 
     def keep_contents(self, token_ids: Sequence[int], salt: str) -> None:
         """Keep the contents of a prompt's blocks that the slower tier has filled."""
-        if self.contents is not None and not salt:
+        if self.contents is not None and _is_plain(salt):
             keys = chain_keys(ROOT_KEY, token_ids, self._block_size)
             self._keep_contents(keys, token_ids, 0, len(keys))
 

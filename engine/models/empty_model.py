@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from octavo.engine.models.deferred import DeferredTensor
 from octavo.engine.models.experts.expert_layer import skip_experts
+from octavo.engine.models.model_classes import auto_class
 
 SMALL = 1 << 16
 """Maximum elements of a weight that has its own memory."""
@@ -34,7 +35,7 @@ def make_on_meta(config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedMode
         dtype: Dtype of its weights.
     """
     with torch.device("meta"), no_init_weights():
-        model: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        model: Any = auto_class(config).from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
         )
     model.tie_weights()

@@ -24,6 +24,7 @@ from octavo.engine.models.refusals import (
     check_kernels,
     check_quantization,
 )
+from octavo.engine.models.vision import Vision, split_vision
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +38,7 @@ class EmptyModel:
         cache_dtype: See `LoadedModel`.
         device: The device that would run it.
         stored: The format of its checkpoint, if its weights are quantized.
+        vision: The part that encodes images, if it has one.
     """
 
     model: PreTrainedModel
@@ -45,6 +47,7 @@ class EmptyModel:
     cache_dtype: torch.dtype
     device: torch.device
     stored: Format | None = None
+    vision: Vision | None = None
 
 
 def load_empty(
@@ -78,6 +81,7 @@ def load_empty(
         config = read_config(path, quantized=stored_format is not None)
         kind = choose_dtype(dtype, config.get_text_config(), target)
         model = make_empty(config, kind)
+        vision = split_vision(model)
         replace_attention(model)
     cache_kind = choose_cache_dtype(kv_cache_dtype, kind, target)
     with as_unsupported(path), running_empty():
@@ -85,4 +89,4 @@ def load_empty(
         check_kernels(shape, block_size, kind, cache_kind, target)
         if find_scheme(quantization) is not None:
             check_quantization(model, path, quantization, target, stored_format)
-    return EmptyModel(model, shape, kind, cache_kind, target, stored_format)
+    return EmptyModel(model, shape, kind, cache_kind, target, stored_format, vision)

@@ -9,8 +9,9 @@ from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForImageTextToText, PreTrainedModel
 
+from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.attention.latent import absorb_expansions, absorbed_linears
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
@@ -34,6 +35,7 @@ from octavo.engine.models.forward import EagerForward, Forward
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import replace_conv1d
+from octavo.engine.models.model_classes import auto_class
 from octavo.engine.models.model_source import ModelSource
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.base import Scheme
@@ -51,6 +53,8 @@ from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.models.sharding.sharded_layers import own_choices
 from octavo.engine.models.sharding.stages import keep_stage, plan_stages
 from octavo.engine.models.sharding.whole_reference import whole_reference
+from octavo.engine.models.vision import Vision, split_vision
+from octavo.engine.parallel.served import IMAGES
 from octavo.engine.parallel.world import World
 from octavo.kernels import huge_pages
 from octavo.kernels.ops import FP8_DTYPES
@@ -84,6 +88,7 @@ class LoadedModel:
         trial: The self-check with an adapter, if requested; no step has passed it yet.
         kept: The cache file of the self-check's reference, if any; see `pass_check`.
         variant: More properties that affect the outcome of the check.
+        vision: The part that encodes images, if it has one.
     """
 
     model: PreTrainedModel
@@ -96,6 +101,7 @@ class LoadedModel:
     trial: "TrialCheck | None" = None
     kept: Path | None = None
     variant: str = ""
+    vision: Vision | None = None
 
     def pass_check(self, forward: Forward, routing: Routing | None = None) -> None:
         """Check a step, and cache its reference.
@@ -194,6 +200,7 @@ def load_unchecked(
     kind, checkpoint = source.dtype, source.checkpoint
     cache_kind = choose_cache_dtype(options.get("kv_cache_dtype", "auto"), kind, target)
     model.train(mode=False)
+    vision = None if world is not None else split_vision(model)
     replace_attention(model)
     with as_unsupported(path):
         with running_empty():
@@ -243,6 +250,8 @@ def load_unchecked(
             routing=routing,
             measure=source.measure_rounding if world is None and not small else None,
         )
+    if vision is not None:
+        vision.place(target, shape)
     adapted = None if trial is None else TrialCheck(check.against(trial.expected), trial.scales)
     return LoadedModel(
         model,
@@ -255,11 +264,19 @@ def load_unchecked(
         adapted,
         kept=place,
         variant=f"{quantization} {cache_kind} {adapters}",
+        vision=vision,
     )
 
 
 def _own_layers(source: ModelSource, world: World | None, asked: Sequence[int]) -> range | None:
-    """Return the layers of this process's stage; None without stages."""
+    """Return the layers of this process's stage; None without stages.
+
+    Raises:
+        UnsupportedModelError: Several processes cannot serve the model.
+    """
+    if world is not None and auto_class(source.config) is AutoModelForImageTextToText:
+        why = f"{source.path} reads images, and {IMAGES.tensor}: serve it in one process"
+        raise UnsupportedModelError(why)
     if world is None or world.stages == 1:
         return None
     return plan_stages(source.config, world.stages, asked)[world.stage]

@@ -12,7 +12,7 @@ from typing import Any
 import structlog
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
 from transformers.initialization import no_init_weights
 
 from octavo.common.models.checkpoint import GENERATION_CONFIG, is_packed
@@ -21,6 +21,7 @@ from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.quantized import KEYS
 from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.mapped_tensors import StoredTensor, open_tensors
+from octavo.engine.models.model_classes import auto_class
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.quantization.formats.base import (
     Format,
@@ -261,12 +262,12 @@ def load_weights(
     """
     deferred = deferred or bool(TensorLocations.read(Path(path)).tensors)
     if checkpoint is None and not (empty or deferred):
-        return AutoModelForCausalLM.from_pretrained(
+        return auto_class(config).from_pretrained(
             path, config=config, use_safetensors=True, trust_remote_code=False, **options
         )
     # To find the class, which accepts weights without a path.
     with torch.device("meta"), no_init_weights():
-        made: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
+        made: Any = auto_class(config).from_config(config, trust_remote_code=False)
     if (Path(path) / GENERATION_CONFIG).is_file():
         options["generation_config"] = GenerationConfig.from_pretrained(path)
     if checkpoint is not None:

@@ -28,6 +28,7 @@ DRAFT_MODEL = _refused(
 )
 KV_DISK = _refused("`--kv-disk`", "ranks do not write their blocks yet")
 KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
+IMAGES = _refused("images", "ranks do not encode images yet")
 EMBEDDING = _refused("embedding models", "they run in one process")
 STATES = Feature(
     "states (Mamba, gated delta rules, convolutions)", "states are not split over ranks yet"
@@ -58,5 +59,6 @@ FEATURES = (
     KV_DISK,
     KV_SPILL,
     EMBEDDING,
+    IMAGES,
     GPUS,
 )

@@ -20,6 +20,7 @@ from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.adapter_service import AdapterService
 from octavo.engine.rpc.block_sender import BlockSender
 from octavo.engine.rpc.session import Session
+from octavo.engine.rpc.session_images import STORE_BYTES
 from octavo.engine.rpc.sessions import Sessions
 from octavo.engine.rpc.thread_bridge import thread_bridge
 from octavo.engine.rpc.tracing import RequestTracer
@@ -111,6 +112,7 @@ class ServedEngine:
             limits=self.parts.limits,
             eos_token_ids=self.parts.eos_token_ids,
             find_adapter=self.adapters.find,
+            vision=self.parts.vision,
         )
         return Session(self.core, translate)
 
@@ -135,6 +137,7 @@ class ServedEngine:
                 beam_search=limits.beam_search,
                 constraints=limits.constraints,
                 adapters=parts.adapters is not None,
+                images=limits.images,
             ),
             version=version("octavo"),
             device=parts.device,
@@ -152,6 +155,7 @@ class ServedEngine:
             adapters=self.adapters.message().adapters,
             aliases=settings.model_names[1:],
             block_layout=parts.block_layout,
+            image_store_bytes=STORE_BYTES,
             role=engine_pb2.EngineRole.Value(f"ENGINE_ROLE_{settings.role.upper()}"),
         )
 

@@ -17,12 +17,14 @@ from octavo.engine.events import (
     Started,
 )
 from octavo.engine.rpc.heartbeat import Core
+from octavo.engine.rpc.session_images import SessionImages
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sequence import TokenLogprob
 from octavo.v1 import engine_pb2, sampling_pb2
 
 Translate = Callable[..., Request]
-"""Returns the request of a `Submit`; its keyword `session` is the session's number."""
+"""Returns the request of a `Submit`; its keywords are the session's number and the images that the
+router has sent for it, by digest."""
 
 
 class Session:
@@ -35,6 +37,7 @@ class Session:
     def __init__(self, core: Core, translate: Translate) -> None:
         self._core = core
         self._translate = translate
+        self._images = SessionImages()
         self._pending = engine_pb2.SessionResponse()
         self._entries: dict[tuple[str, int], engine_pb2.SequenceOutput] = {}  # in `_pending`
         self._numbered: dict[int, engine_pb2.SequenceOutput] = {}  # of these, by their number
@@ -93,6 +96,8 @@ class Session:
     async def _read(self, session: int, messages: AsyncIterator[engine_pb2.SessionRequest]) -> None:
         async for message in messages:
             match message.WhichOneof("command"):
+                case "image":
+                    self._images.add(message.image)
                 case "submit":
                     self._submit(session, message.submit)
                 case "abort":
@@ -101,7 +106,7 @@ class Session:
 
     def _submit(self, session: int, submit: engine_pb2.Submit) -> None:
         try:
-            request = self._translate(submit, session=session)
+            request = self._translate(submit, session=session, images=self._images.take())
         except RpcError as error:
             failure = engine_pb2.Failure(
                 request_id=submit.request_id,

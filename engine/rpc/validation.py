@@ -2,13 +2,15 @@
 
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import fields
+from typing import Protocol
 
+import numpy as np
 from google.protobuf.duration_pb2 import Duration
 
 from octavo.common import rpc
-from octavo.common.kv_cache.prefix_hash import prefix_salt
+from octavo.common.kv_cache.prefix_hash import ImageSpan, prefix_salt
 from octavo.common.limits import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
@@ -22,11 +24,33 @@ from octavo.common.sampling_parameters import set_values
 from octavo.common.tracing import CONTEXT_FIELDS
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.kv_disk.read_ahead import Prefetch
-from octavo.engine.scheduling.request import BeamSearch, Request, RequestAdapter, Resumption
+from octavo.engine.scheduling.request import (
+    BeamSearch,
+    PromptImage,
+    Request,
+    RequestAdapter,
+    Resumption,
+)
 from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.v1 import engine_pb2, sampling_pb2
 
 FindAdapter = Callable[[str], RequestAdapter | None]
+NO_IMAGES: Mapping[bytes, Mapping[str, np.ndarray]] = {}
+
+
+class ImageTokens(Protocol):
+    """How a model's prompts have images."""
+
+    image_token_id: int
+    reach: int | None
+    longest: int | None
+
+    def rotary_positions(
+        self, prompt: Sequence[int], images: Sequence[PromptImage]
+    ) -> np.ndarray | None:
+        """Return `Request.rotary` of a prompt."""
+
+
 MAX_NUMBER = (1 << 64) - 1
 """Maximum number of an output in its session."""
 MAX_ADDRESS = 256
@@ -41,6 +65,8 @@ def to_request(
     limits: Limits,
     eos_token_ids: Collection[int],
     find_adapter: FindAdapter = lambda _: None,
+    images: Mapping[bytes, Mapping[str, np.ndarray]] = NO_IMAGES,
+    vision: ImageTokens | None = None,
 ) -> Request:
     """Check a Submit and convert it to a request.
 
@@ -50,6 +76,8 @@ def to_request(
         limits: The engine's limits.
         eos_token_ids: The tokens that end an output.
         find_adapter: Returns the loaded adapter of a name; None if there is none.
+        images: The images that were sent for it, by digest.
+        vision: How the model's prompts have images; None if they have none.
 
     Raises:
         RpcError: This engine can never serve the request.
@@ -58,6 +86,7 @@ def to_request(
     check_parameters(submit, limits)
     prompt = tuple(submit.prompt_token_ids)
     check_token_ids("prompt_token_ids", prompt, limits.vocab_size)
+    placed = _images(submit, prompt, images, vision)
     beam = _beam(submit.beam) if submit.HasField("beam") else None
     constraint = _constraint(submit.constraint) if submit.HasField("constraint") else None
     sampling = _sampling(submit.sampling, submit.output)
@@ -103,6 +132,8 @@ def to_request(
         first_number=submit.first_number,
         kv_source=submit.kv_source,
         bad_words=bad_words,
+        images=placed,
+        rotary=vision.rotary_positions(prompt, placed) if placed and vision is not None else None,
     )
 
 
@@ -129,6 +160,53 @@ def to_prefetch(
         raise rpc.invalid("kv_source", f"kv_source must have 1 to {MAX_ADDRESS} characters")
     salt = prefix_salt(message.cache_salt, "" if adapter is None else adapter.digest)
     return Prefetch(tuple(message.prompt_token_ids), salt, message.kv_source)
+
+
+def _images(
+    submit: engine_pb2.Submit,
+    prompt: tuple[int, ...],
+    images: Mapping[bytes, Mapping[str, np.ndarray]],
+    vision: ImageTokens | None,
+) -> tuple[PromptImage, ...]:
+    """Check and convert a prompt's images.
+
+    Args:
+        submit: The message.
+        prompt: The prompt.
+        images: The images that were sent for it, by digest.
+        vision: How the model's prompts have images; None if they have none.
+    """
+    if submit.images and vision is None:
+        raise rpc.invalid("images", "images must be empty: the model reads none here")
+    placed, before = list[PromptImage](), 0
+    for i, image in enumerate(submit.images):
+        assert vision is not None
+        field = f"images[{i}]"
+        if not before <= image.start < image.end < len(prompt):
+            raise rpc.invalid(
+                field,
+                f"{field} must have 1 or more tokens in [{before}, {len(prompt) - 2}]; got"
+                f" [{image.start}, {image.end})",
+            )
+        if vision.reach is not None and image.end > vision.reach:
+            raise rpc.invalid(
+                field,
+                f"{field} must end within the first {vision.reach} tokens of the prompt, which all"
+                f" layers of this model see; it ends at {image.end}",
+            )
+        if vision.longest is not None and image.end - image.start > vision.longest:
+            raise rpc.invalid(
+                field,
+                f"{field} may have at most {vision.longest} tokens, as many as a step computes; it"
+                f" has {image.end - image.start}",
+            )
+        if image.digest not in images:
+            raise rpc.invalid(f"{field}.digest", f"{field}.digest names an image that was not sent")
+        before = image.end
+        span = ImageSpan(image.start, image.end, image.digest)
+        (places,) = np.nonzero(np.array(prompt[span.start : span.end]) == vision.image_token_id)
+        placed.append(PromptImage(span, places + span.start, images[span.digest]))
+    return tuple(placed)
 
 
 def _adapter(name: str, find_adapter: FindAdapter) -> RequestAdapter | None:

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.kv_cache import Transfers
-from octavo.engine.scheduling.request import Request
+from octavo.engine.scheduling.image_encodes import ImageKey
+from octavo.engine.scheduling.request import PromptImage, Request
 from octavo.engine.scheduling.sequence import Sequence, SequenceGroup, TokenLogprob
 
 MAX_BEAM_SHARE = 0.5
@@ -143,6 +144,8 @@ class Batch:
             padded with 0 to the width of the longest one.
         rest: The other sequences.
         transfers: Block copies to do before computing.
+        images: Images to encode before computing.
+        dropped_images: Encoded images to drop before.
         created: Time at which scheduling began, in `time.perf_counter()` seconds.
     """
 
@@ -150,6 +153,8 @@ class Batch:
     plain_tables: list[np.ndarray] = field(default_factory=list)
     rest: list[ScheduledSequence] = field(default_factory=list)
     transfers: Transfers = field(default_factory=Transfers)
+    images: dict[ImageKey, PromptImage] = field(default_factory=dict)
+    dropped_images: list[ImageKey] = field(default_factory=list)
     created: float = field(default_factory=time.perf_counter)
 
     @property
@@ -291,7 +296,8 @@ class Batch:
         return {s.id for s in sequences if s.matcher is not None and not s.matcher.ready}
 
     def __bool__(self) -> bool:
-        return bool(self.plain or self.rest) or bool(self.transfers)
+        work = self.plain or self.rest or self.images or self.dropped_images
+        return bool(work) or bool(self.transfers)
 
 
 def _takes_greatest(request: Request, sequence: Sequence, position: int) -> bool:

@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Protocol
 
-from octavo.common.kv_cache.prefix_hash import prefix_salt
+import numpy as np
+
+from octavo.common.kv_cache.prefix_hash import ImageSpan, prefix_salt
 from octavo.engine.constraints.constraint import Constraint
 from octavo.engine.constraints.matcher import EndRule
 from octavo.engine.scheduling.sampling_params import SamplingParams
@@ -59,6 +61,21 @@ class Resumption:
     finished: bool = False
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class PromptImage:
+    """An image of a prompt.
+
+    Attributes:
+        span: The prompt's tokens that stand for it, and its digest.
+        places: `[n]` int64, positions of those tokens whose embeddings it replaces, ascending.
+        tensors: What the vision encoder takes, by name.
+    """
+
+    span: ImageSpan
+    places: np.ndarray
+    tensors: Mapping[str, np.ndarray]
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One prompt and its parameters.
@@ -87,11 +104,14 @@ class Request:
         first_number: The session's number of output 0; the others follow. 0: no numbers.
         kv_source: Address of another engine that may have its blocks; empty: none is known.
         bad_words: Sequences of tokens that outputs must not contain.
+        images: The prompt's images, in order. A token follows the last.
+        rotary: `[3, len(prompt)]` int64, rotary positions of the prompt's tokens, if they are not
+            their places; later tokens count on from the largest.
         takes_greatest: Whether the result is the token of the highest logit, without
             log-probabilities; computed once, as every step reads it.
         stopping: Tokens that end an output.
         plain: Whether its decodes may be plain: one output, without penalties, log-probabilities,
-            bad words, a constraint or beams.
+            bad words, a constraint, beams or rotary positions of its own.
     """
 
     session: int
@@ -115,6 +135,8 @@ class Request:
     first_number: int = 0
     kv_source: str = ""
     bad_words: tuple[tuple[int, ...], ...] = ()
+    images: tuple[PromptImage, ...] = ()
+    rotary: np.ndarray | None = field(default=None, compare=False)
     takes_greatest: bool = field(init=False, repr=False, compare=False)
     stopping: frozenset[int] = field(init=False, repr=False, compare=False)
     plain: bool = field(init=False, repr=False, compare=False)
@@ -135,6 +157,7 @@ class Request:
             or bool(self.bad_words)
             or self.beam is not None
             or self.constraint is not None
+            or self.rotary is not None
         )
 
     def number_of(self, index: int) -> int:
@@ -149,8 +172,14 @@ class Request:
 
     @property
     def prefix_salt(self) -> str:
-        """The salt of its blocks in the prefix cache: adapters never share blocks."""
-        return prefix_salt(self.cache_salt, "" if self.adapter is None else self.adapter.digest)
+        """The salt of its blocks in the prefix cache: adapters and images never share blocks."""
+        digest = "" if self.adapter is None else self.adapter.digest
+        return prefix_salt(self.cache_salt, digest, [image.span for image in self.images])
+
+    @property
+    def rotary_shift(self) -> int:
+        """Distance of rotary positions behind the prompt from the tokens' places."""
+        return 0 if self.rotary is None else int(self.rotary.max()) + 1 - len(self.prompt)
 
     def finish_reason(self, last: int, length: int) -> FinishReason | None:
         """Return why an output of `length` tokens ends with its last one; None if it goes on."""

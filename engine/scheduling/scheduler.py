@@ -16,8 +16,9 @@ from octavo.engine.kv_cache import FileTakenError, KVCacheManager, OutOfBlocksEr
 from octavo.engine.scheduling.adapter_budget import adapters_fit
 from octavo.engine.scheduling.background import Background
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
-from octavo.engine.scheduling.chunks import Counts, most_blocks, next_spans, prefill_ends
+from octavo.engine.scheduling.chunks import Counts, most_blocks, prefill_ends
 from octavo.engine.scheduling.drafting import DraftModel, Drafts, make_drafts, waits_to_draft
+from octavo.engine.scheduling.image_encodes import ImageEncodes
 from octavo.engine.scheduling.in_flight import next_groups
 from octavo.engine.scheduling.plain_decodes import KeptDecodes
 from octavo.engine.scheduling.preemption import (
@@ -76,10 +77,12 @@ class Scheduler:
         speculation: Speculation | None = None,
         draft_model: DraftModel | None = None,
         stages: int = 1,
+        images: ImageEncodes | None = None,
     ) -> None:
         self.cache = cache
         self.speculation = speculation
         self.draft_model = draft_model
+        self.images = images
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -169,6 +172,8 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose what the next step computes, and allocate the blocks for it."""
         batch = Batch()
+        if self.images is not None:
+            self.images.begin_step()
         self._scored_left = self.max_scored_tokens
         # Running groups come first, then swapped ones, then new ones, so each group keeps its place
         # (the paper's section 4.5 admits none until all preempted sequences have completed). A
@@ -181,6 +186,8 @@ class Scheduler:
             if self._background.groups.issuperset(self.swapped):
                 self._admit_waiting(batch)
         batch.transfers = self.cache.take_transfers()
+        if self.images is not None:
+            batch.images, batch.dropped_images = self.images.chosen, self.images.end_step()
         return batch
 
     def observe_step(
@@ -306,7 +313,7 @@ class Scheduler:
             OutOfBlocksError: There are not enough blocks.
         """
         if drafts and any(sequence.id in drafts for sequence, _ in counts):
-            spans, used = next_spans(counts, budget, self.cache)
+            spans, used = self._next_spans(group, counts, budget)
             if self._add_drafted(batch, group, spans, drafts):
                 return used
         elif (decoder := group.decoder) is not None:
@@ -321,10 +328,19 @@ class Scheduler:
             self._add(batch, group, [Span(decoder.id, start, start + 1)])
             return 0
         else:
-            spans, used = self._background.next_spans(group, counts, budget, self.cache)
+            spans, used = self._next_spans(group, counts, budget)
         self.cache.extend(spans)
         self._add(batch, group, spans)
         return used
+
+    def _next_spans(
+        self, group: SequenceGroup, counts: Counts, budget: int
+    ) -> tuple[list[Span], int]:
+        """Return a group's tokens to compute, as far as their images are or will be encoded."""
+        spans, used = self._background.next_spans(group, counts, budget, self.cache)
+        if self.images is None or not group.request.images:
+            return spans, used
+        return self.images.fit(group.request, spans, used)
 
     def _begin_block(self, group: SequenceGroup) -> None:
         """Allocate the block that the next token of a plain decode needs."""
@@ -484,7 +500,7 @@ class Scheduler:
             self.cache.reserve(sequence.id, end)
         counts = self._count_tokens(group)
         decodes = sum(count == 1 for _, count in counts)
-        spans, _ = self._background.next_spans(group, counts, budget - decodes, self.cache)
+        spans, _ = self._next_spans(group, counts, budget - decodes)
         self._background.take(group)
         self.cache.extend(spans)
         insort(self.running, group, key=ORDER)

@@ -21,7 +21,9 @@ from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.lora.adapter import AdapterRegistry
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import return_freed
+from octavo.engine.models.vision import Vision
 from octavo.engine.parallel.place import RankPlace
+from octavo.engine.scheduling.image_encodes import ImageEncodes
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
 from octavo.engine.settings import EngineSettings
@@ -74,6 +76,7 @@ class Parts:
         adapters: The adapters that requests may name; None if the engine takes none.
         block_layout: Name of all that blocks' contents depend on; empty if they cannot be shared.
         disk: The KV cache's tier on disk; None if there is none.
+        vision: The part that encodes images; None if the model has none.
     """
 
     path: Path
@@ -95,6 +98,7 @@ class Parts:
     adapters: AdapterRegistry | None = None
     block_layout: str = ""
     disk: DiskTier | None = None
+    vision: Vision | None = None
 
     @property
     def ranks(self) -> int:
@@ -134,6 +138,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         gib=round(size.num_blocks * plan.block_bytes / GIB, 3),
         max_model_len=size.max_model_len,
     )
+    if loaded.model.vision is not None and loaded.model.vision.bidirectional:
+        loaded.model.vision.longest = plan.max_num_batched_tokens - plan.max_num_seqs
     scheduler = make_scheduler(settings, loaded, plan, size)
     shape, device = loaded.model.shape, loaded.model.device
     limits = _limits(settings, loaded, plan, size, files)
@@ -161,6 +167,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         adapters=loaded.adapters,
         block_layout=layout,
         disk=open_disk_tier(settings, layout, plan.block_bytes),
+        vision=loaded.model.vision,
     )
 
 
@@ -210,6 +217,13 @@ def make_scheduler(
         speculation=plan.speculation,
         draft_model=draft_model,
         stages=settings.pipeline_parallel_size,
+        images=None
+        if loaded.model.vision is None
+        else ImageEncodes(
+            settings.max_encoder_tokens,
+            settings.encoder_cache_tokens,
+            whole=loaded.model.vision.bidirectional,
+        ),
     )
 
 
@@ -225,6 +239,7 @@ def _limits(
         budgets=(size.budget,),
         beam_search=True,
         constraints=files.has_tokenizer and bool(shape.eos_token_ids),
+        images=loaded.model.vision is not None,
     )
 
 

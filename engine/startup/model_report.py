@@ -77,6 +77,7 @@ class ModelReport:
         sequences: Sequences of `max_model_len` tokens that fit into it.
         max_num_seqs: Maximum sequences in the running batch.
         groups: The layer groups of the cache.
+        images: Whether it reads images.
     """
 
     model: str
@@ -99,6 +100,7 @@ class ModelReport:
     sequences: int
     max_num_seqs: int
     groups: tuple[GroupReport, ...]
+    images: bool
 
 
 def report(settings: EngineSettings, memory: int | None = None) -> ModelReport | EmbedderReport:
@@ -127,7 +129,11 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport |
     block_bytes = layout.block_elements * empty.cache_dtype.itemsize
     seqs, batched = batch_size(settings, empty.device)
     stored = empty.stored
-    weights = sizes_by_quantization(empty.model, empty.device, stored)
+    of_vision = [] if empty.vision is None else empty.vision.weights
+    weights = {
+        scheme: size + sum(weight.nbytes for weight in of_vision)
+        for scheme, size in sizes_by_quantization(empty.model, empty.device, stored).items()
+    }
     taken = weights[settings.quantization]
     device = memory_of(empty.device) if memory is None else Memory(memory, memory)
     if why := why_no_room(weights, settings.quantization, device.available):
@@ -151,7 +157,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport |
         dtype=str(empty.dtype).removeprefix("torch."),
         quantization=settings.quantization if stored is None else stored.description,
         cache_dtype=str(empty.cache_dtype).removeprefix("torch."),
-        parameters=sum(weight.numel() for weight in empty.model.parameters()),
+        parameters=sum(weight.numel() for weight in (*empty.model.parameters(), *of_vision)),
         weights=taken,
         weights_by_quantization=weights if stored is None else {stored.description: taken},
         memory=device.available,
@@ -164,6 +170,7 @@ def report(settings: EngineSettings, memory: int | None = None) -> ModelReport |
         sequences=blocks // max(1, blocks_held(layout.groups, longest, batched)),
         max_num_seqs=seqs,
         groups=group_reports(layout, block_bytes, longest, batched),
+        images=empty.vision is not None,
     )
 
 

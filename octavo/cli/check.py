@@ -144,6 +144,7 @@ def _facts(served: "ModelReport") -> dict[str, str]:
     """Return the other facts of a report of a model that generates text, by name."""
     tokens = "tokens of any number" if served.tokens is None else f"{served.tokens:,} tokens"
     return {
+        "reads": "text and images" if served.images else "text",
         "KV cache": f"{_size(served.cache)}, {served.cache_dtype}: {tokens}, or"
         f" {served.sequences:,} sequences of {served.max_model_len:,}",
         "context": f"{served.max_model_len:,} of the model's {served.context:,} tokens",

@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 from octavo.client.checks import checked
-from octavo.client.types import Message, ToolCall
+from octavo.client.types import Image, Message, ToolCall
 from octavo.common.tools import Tool, schema_text
 from octavo.v1 import generation_pb2 as pb
 
@@ -81,7 +81,7 @@ def _add(chat: pb.ChatPrompt, message: Message) -> None:
     chat.messages.add(
         role=message.role,
         content=message.content if whole else "",
-        parts=[] if whole else [pb.ContentPart(text=text) for text in message.content],
+        parts=[] if whole else [_content_part(part) for part in message.content],
         tool_calls=[
             pb.ToolCall(id=call.id, name=call.name, arguments=call.arguments)
             for call in message.tool_calls
@@ -98,7 +98,7 @@ def _message(number: int, fields: Mapping[str, Any]) -> Message:
         members = {name: value for name, value in fields.items() if value is not None}
         content = members.pop("content", "")
         return Message(
-            content=content if isinstance(content, str) else [_text(part) for part in content],
+            content=content if isinstance(content, str) else [_part(part) for part in content],
             tool_calls=[_call(call) for call in members.pop("tool_calls", ())],
             reasoning=members.pop("reasoning_content", "") or members.pop("reasoning", ""),
             **members,
@@ -110,13 +110,26 @@ def _message(number: int, fields: Mapping[str, Any]) -> Message:
         ) from None
 
 
-def _text(part: str | Mapping[str, Any]) -> str:
-    if isinstance(part, str):
+def _part(part: str | Image | Mapping[str, Any]) -> str | Image:
+    if isinstance(part, str | Image):
         return part
+    if part["type"] == "image_url":
+        return Image(**part["image_url"])
     if part["type"] != "text":
         raise TypeError
     text: str = part["text"]
     return text
+
+
+def _content_part(part: str | Image) -> pb.ContentPart:
+    if isinstance(part, str):
+        return pb.ContentPart(text=part)
+    image = pb.ImagePart(media_type=part.media_type, detail=part.detail)
+    if part.url:
+        image.url = part.url
+    else:
+        image.data = part.data
+    return pb.ContentPart(image=image)
 
 
 def _call(call: ToolCall | Mapping[str, Any]) -> ToolCall:

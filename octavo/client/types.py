@@ -37,12 +37,29 @@ class ToolCall:
 
 
 @dataclass(frozen=True, slots=True)
+class Image:
+    """An image in a message of role "user": the data of a PNG, JPEG, WebP or GIF file, or a URL.
+
+    Attributes:
+        data: The file.
+        url: A data URL, or an https URL that the router's --allow-image-urls matches.
+        media_type: Media type of the data. Default: what the file itself says.
+        detail: How closely to look: "auto", "low" or "high"; it has no effect.
+    """
+
+    data: bytes = b""
+    url: str = ""
+    media_type: str = ""
+    detail: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One message of a chat.
 
     Attributes:
         role: "system", "developer", "user", "assistant" or "tool".
-        content: The text, or its parts.
+        content: The text, or its parts: texts and images.
         tool_calls: Tool calls of an assistant's message.
         tool_call_id: Id of the call that a tool's message answers.
         reasoning: Reasoning before the answer, in an assistant's message.
@@ -50,7 +67,7 @@ class Message:
     """
 
     role: str
-    content: str | Sequence[str] = ""
+    content: str | Sequence[str | Image] = ""
     tool_calls: Sequence[ToolCall] = ()
     tool_call_id: str = ""
     reasoning: str = ""

@@ -31,6 +31,7 @@ MAX_CHOICES = 1024
 MAX_TOOLS = 128
 MAX_TOOL_NAME = 128
 MAX_PARTS = 1024
+MAX_IMAGES = 64
 MAX_TEXTS = 2048
 
 
@@ -45,6 +46,7 @@ class Limits:
         budgets: Block budget of each engine; a request must fit into every one.
         beam_search: Whether the engines support beam search.
         constraints: Whether the engines can constrain outputs.
+        images: Whether prompts may have images.
     """
 
     max_model_len: int
@@ -53,6 +55,7 @@ class Limits:
     budgets: tuple[BlockBudget, ...]
     beam_search: bool
     constraints: bool = False
+    images: bool = False
 
 
 def check_parameters(

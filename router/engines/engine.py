@@ -13,6 +13,7 @@ import structlog
 
 from octavo.common import rpc
 from octavo.common.background import joined
+from octavo.common.image_store import ImageStore
 from octavo.common.kv_cache.layer_group_messages import to_budget
 from octavo.common.limits import MAX_REQUEST_ID
 from octavo.router.admission.claims import Claims
@@ -20,7 +21,7 @@ from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
-from octavo.router.requests.request import Request
+from octavo.router.requests.request import Request, RequestImage
 from octavo.router.requests.state import RequestState
 from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
@@ -29,6 +30,8 @@ log = structlog.get_logger(__name__)
 
 MAX_ABORTED = 4096
 """Number of aborted requests whose ids are not reused, as late tokens may still arrive."""
+PIECE_BYTES = 1 << 20
+"""Bytes of an image in a message."""
 INTERNAL: int = grpc.StatusCode.INTERNAL.value[0]
 SILENT_LOOKS = 4
 """Number of consecutive silent intervals before an engine counts as hung: if the router itself
@@ -101,6 +104,7 @@ class Engine:
         self._next_number = 1
         self._aborted: OrderedDict[str, None] = OrderedDict()
         self._numbers = itertools.count(1)
+        self._images = ImageStore[None](info.image_store_bytes)
         self._broken: str | None = None
         self._heartbeat_timeout = heartbeat_timeout
         self._heard = False  # whether a message came this interval
@@ -204,8 +208,29 @@ class Engine:
         for index in range(len(state.outputs)):
             self._outputs[self._next_number] = session_id, state, index
             self._next_number += 1
+        for image in state.request.images:
+            self._send_image(image)
         self._outbox.put_nowait(engine_pb2.SessionRequest(submit=submit))
         return session_id
+
+    def _send_image(self, image: RequestImage) -> None:
+        """Send an image, or its digest alone if the engine has kept it."""
+        digest, tensors = image.span.digest, image.tensors
+        if self._images.has(digest):
+            pieces = [engine_pb2.ImagePiece(digest=digest, last=True)]
+        else:
+            self._images.add(digest, len(tensors), None)
+            starts = range(0, len(tensors), PIECE_BYTES)
+            pieces = [
+                engine_pb2.ImagePiece(
+                    digest=digest,
+                    data=tensors[start : start + PIECE_BYTES],
+                    last=start + PIECE_BYTES >= len(tensors),
+                )
+                for start in starts
+            ]
+        for piece in pieces:
+            self._outbox.put_nowait(engine_pb2.SessionRequest(image=piece))
 
     def abort(self, session_id: str, index: int | None = None) -> None:
         """Abort a request or one of its outputs; it receives no more events."""

@@ -324,6 +324,7 @@ class EnginePool:
             budgets=tuple({engine.budget for engine in engines}),
             beam_search=all(info.features.beam_search for info in infos),
             constraints=all(info.features.constraints for info in infos),
+            images=all(info.features.images for info in infos),
         )
 
     def embedding(self, model: str) -> engine_pb2.EmbeddingInfo | None:

@@ -1,9 +1,10 @@
 """Collects the messages of a chat from the parts in which an API has them."""
 
 import base64
+from collections.abc import Sequence
 from dataclasses import replace
 
-from octavo.client import Message
+from octavo.client import Image, Message
 from octavo.router.http.errors import ApiError
 
 SEAL = "octavo:"
@@ -47,7 +48,12 @@ class Conversation:
 
     def prompt(self) -> list[Message]:
         """Return the messages, with their parts on separate lines."""
-        return [replace(one, content="\n".join(one.content)) for one in self.messages]
+        return [replace(one, content=_joined(one.content)) for one in self.messages]
+
+
+def _joined(parts: Sequence[str | Image]) -> str | Sequence[str | Image]:
+    texts = [part for part in parts if isinstance(part, str)]
+    return "\n".join(texts) if len(texts) == len(parts) else parts
 
 
 def _speaker(message: Message) -> str:

@@ -81,6 +81,7 @@ _NESTED = ("input", "messages", "tools")
 _PARTS = (
     (re.compile(r"^(tools\[\d+\]|messages\[\d+\]\.tool_calls\[\d+\])\.(?!id\b)"), r"\1.function."),
     (re.compile(r"^(messages\[\d+\])\.parts\b"), r"\1.content"),
+    (re.compile(r"^(messages\[\d+\]\.content\[\d+\])\.image\b"), r"\1.image_url"),
     (re.compile(r"^(messages\[\d+\])\.reasoning\b"), r"\1.reasoning_content"),
 )
 """Paths inside messages and tools, and their HTTP form."""

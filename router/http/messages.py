@@ -2,12 +2,12 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-from octavo.client import Message, ToolCall
+from octavo.client import Image, Message, ToolCall
 from octavo.router.http.bodies import OpenBody
-from octavo.router.http.errors import WRONG_TYPE
+from octavo.router.http.errors import UNSUPPORTED, WRONG_TYPE
 from octavo.router.http.no_ops import Never, only
 
 
@@ -36,6 +36,44 @@ class TextPart(OpenBody):
     file: Never = None
 
 
+class ImageUrl(OpenBody):
+    """The URL of an image, and how closely to look."""
+
+    url: str
+    detail: str | None = None
+
+    def image(self) -> Image:
+        """Convert to the client's `Image`."""
+        return Image(url=self.url, detail=self.detail or "")
+
+
+def with_url(value: object) -> object:
+    """Return the object for an image's URL, which some clients send alone."""
+    return {"url": value} if isinstance(value, str) else value
+
+
+class ChatPart(TextPart):
+    """A part of a chat's message: text, or an image."""
+
+    type: Annotated[str, only("text", "image_url")]
+    image_url: Annotated[
+        ImageUrl | None, BeforeValidator(with_url), Field(validate_default=True)
+    ] = None
+
+    @field_validator("image_url")
+    @classmethod
+    def _check_image(cls, value: ImageUrl | None, info: ValidationInfo) -> ImageUrl | None:
+        if info.data.get("type", "image_url") == "image_url" and value is None:
+            raise PydanticCustomError(WRONG_TYPE, "must be set")
+        if info.data.get("type") != "image_url" and value is not None:
+            raise PydanticCustomError(UNSUPPORTED, "belongs to parts of type image_url")
+        return value
+
+    def part(self) -> str | Image:
+        """Convert to a part of the client's `Message`."""
+        return self.text if self.image_url is None else self.image_url.image()
+
+
 class FunctionCall(OpenBody):
     """A called function, with its arguments as a JSON string."""
 
@@ -60,7 +98,7 @@ class ChatMessage(OpenBody):
     """A chat message; a response's message may be sent back unchanged."""
 
     role: str
-    content: Annotated[list[TextPart], BeforeValidator(parts), Field(default_factory=list)]
+    content: Annotated[list[ChatPart], BeforeValidator(parts), Field(default_factory=list)]
     tool_calls: list[MessageCall] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -76,10 +114,10 @@ class ChatMessage(OpenBody):
 
     def message(self) -> Message:
         """Convert to the client's `Message`."""
-        parts = [part.text for part in self.content]
+        parts = [part.part() for part in self.content]
         return Message(
             self.role,
-            parts[0] if len(parts) == 1 else parts,
+            parts[0] if len(parts) == 1 and isinstance(parts[0], str) else parts,
             tool_calls=[call.call() for call in self.tool_calls or ()],
             tool_call_id=self.tool_call_id or "",
             reasoning=self.reasoning_content or self.reasoning or "",

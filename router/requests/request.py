@@ -3,13 +3,26 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from octavo.common.kv_cache.prefix_hash import prefix_salt, reusable_keys, short_key
+from octavo.common.kv_cache.prefix_hash import (
+    ImageSpan,
+    prefix_salt,
+    reusable_keys,
+    short_key,
+)
 from octavo.common.priority import effective_arrival
 from octavo.router.requests.held_schemas import SchemaChecks
 from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.validation import num_outputs
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RequestImage:
+    """An image of a prompt: the tokens that stand for it, and a safetensors file of its tensors."""
+
+    span: ImageSpan
+    tensors: bytes
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
@@ -31,6 +44,7 @@ class Request:
         adapter: The LoRA adapter that `model` names; empty for a base model.
         adapter_digest: Digest of the adapter, which is part of the keys of cached blocks.
         bad_words: Sequences of tokens that outputs must not contain.
+        images: The prompt's images, in order.
     """
 
     request_id: str
@@ -47,6 +61,7 @@ class Request:
     adapter: str = ""
     adapter_digest: str = ""
     bad_words: Sequence[Sequence[int]] = ()
+    images: Sequence[RequestImage] = ()
     _keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -67,7 +82,8 @@ class Request:
     def keys(self, block_size: int) -> list[int]:
         """Return the keys, as engines publish them, of the prompt's blocks that can be cached."""
         if block_size not in self._keys:
-            salt = prefix_salt(self.salt, self.adapter_digest)
+            spans = [image.span for image in self.images]
+            salt = prefix_salt(self.salt, self.adapter_digest, spans)
             keys = reusable_keys(self.prompt, block_size, salt)
             self._keys[block_size] = [short_key(key) for key in keys]
         return self._keys[block_size]
@@ -107,6 +123,10 @@ class Request:
             cache_salt=self.salt,
             adapter=self.adapter,
             bad_words=[engine_pb2.TokenSequence(token_ids=ids) for ids in self.bad_words],
+            images=[
+                engine_pb2.PromptImage(digest=span.digest, start=span.start, end=span.end)
+                for span in (image.span for image in self.images)
+            ],
         )
         if self.constraint is not None:
             submit.constraint.CopyFrom(self.constraint)

@@ -12,6 +12,7 @@ from octavo.router.requests.tool_validation import check_call, check_excluded, c
 from octavo.router.text.detokenizer import Pieces
 from octavo.v1 import generation_pb2
 
+DETAILS = ("", "auto", "low", "high")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 PromptRequest = generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest
@@ -71,7 +72,20 @@ def check_chat(request: PromptRequest, limits: Limits) -> None:
         )
     for i, message in enumerate(request.chat.messages):
         _check_message(f"chat.messages[{i}]", message)
+    common.check_count("chat.messages.parts", len(image_parts(request.chat)), common.MAX_IMAGES)
     check_tools(request.chat)
+
+
+def image_parts(
+    chat: generation_pb2.ChatPrompt,
+) -> list[tuple[str, generation_pb2.ImagePart]]:
+    """Return a chat's images, in order, each with its place in the request."""
+    return [
+        (f"chat.messages[{i}].parts[{j}].image", part.image)
+        for i, message in enumerate(chat.messages)
+        for j, part in enumerate(message.parts)
+        if part.HasField("image")
+    ]
 
 
 def _check_message(field: str, message: generation_pb2.ChatMessage) -> None:
@@ -84,9 +98,18 @@ def _check_message(field: str, message: generation_pb2.ChatMessage) -> None:
         raise rpc.invalid(f"{field}.parts", f"{field}.parts excludes content; set only one of them")
     common.check_count(f"{field}.parts", len(message.parts), common.MAX_PARTS)
     for i, part in enumerate(message.parts):
+        name = f"{field}.parts[{i}]"
         if part.WhichOneof("part") is None:
-            name = f"{field}.parts[{i}]"
-            raise rpc.invalid(name, f"{name} must be set; the model reads text")
+            raise rpc.invalid(name, f"{name} must be text or an image")
+        if part.HasField("image") and role != "user":
+            raise rpc.invalid(
+                f"{name}.image", f"{name}.image belongs to messages of role 'user'; got {role!r}"
+            )
+        if part.image.detail not in DETAILS:
+            raise rpc.invalid(
+                f"{name}.image.detail",
+                f"{name}.image.detail must be auto, low or high; got {part.image.detail[:64]!r}",
+            )
     allowed = {"assistant": ("tool_calls", "reasoning"), "tool": ("tool_call_id",)}
     for of, names in allowed.items():
         for name in names:

@@ -109,14 +109,33 @@ def template_input(
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
     messages = [_message(message, names, model, change, form) for message in chat.messages]
     if not model.has_tools:
-        return TemplateInput(_in_text(messages, tools), None)
+        messages, tools = _in_text(messages, tools), []
     empty = any(message["content"] is None for message in messages)
+    if model.shows_images:
+        for message in messages:
+            if message["content"] and isinstance(message["content"], str):
+                message["content"] = [{"type": "text", "text": message["content"]}]
     return TemplateInput(messages, tools or None, _WITH_CONTENT + model.template if empty else None)
 
 
 def text_of(message: generation_pb2.ChatMessage) -> str:
     """Return a message's text, with its parts on separate lines."""
-    return "\n".join(part.text for part in message.parts) if message.parts else message.content
+    if not message.parts:
+        return message.content
+    return "\n".join(part.text for part in message.parts if not part.HasField("image"))
+
+
+def _parts(message: generation_pb2.ChatMessage, change: Change) -> list[dict[str, Any]]:
+    """Return the parts of a message with images as templates take them; texts are joined."""
+    parts: list[dict[str, Any]] = []
+    for part in message.parts:
+        if part.HasField("image"):
+            parts.append({"type": "image"})
+        elif parts and parts[-1]["type"] == "text":
+            parts[-1]["text"] += f"\n{part.text}"
+        else:
+            parts.append({"type": "text", "text": part.text})
+    return [part | {"text": change(part["text"])} if "text" in part else part for part in parts]
 
 
 def _tool(tool: generation_pb2.Tool, change: Change) -> dict[str, Any]:
@@ -142,6 +161,8 @@ def _message(
     if role == "developer" and "developer" not in model.template:
         role = "system"
     laid_out: dict[str, Any] = {"role": role, "content": change(text)}
+    if any(part.HasField("image") for part in message.parts):
+        laid_out["content"] = _parts(message, change)
     if message.tool_calls:
         laid_out["tool_calls"] = [
             _call(call, change, form.arguments) for call in message.tool_calls

@@ -1,5 +1,6 @@
 """A model's chat template and markers, from its tokenizer."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,9 @@ from transformers.utils.chat_parsing.response_templates import load_response_tem
 
 log = structlog.get_logger(__name__)
 
+_OVER_PARTS = re.compile(r"\bfor\s+\w+\s+in\s+\w+(?:\.content|\[['\"]content['\"]\])")
+"""A template's loop over the parts of a message's content."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelText:
@@ -23,6 +27,7 @@ class ModelText:
         has_tools: Whether the template supports tools.
         tokens: Ids of the added tokens, by spelling.
         special: Spellings of tokens that decoding omits.
+        shows_images: Whether the template lays out the parts of contents, images among them.
         response_template: Description of the model's outputs in transformers' format, if any.
     """
 
@@ -30,6 +35,7 @@ class ModelText:
     has_tools: bool = False
     tokens: Mapping[str, int] = field(default_factory=dict)
     special: frozenset[str] = frozenset()
+    shows_images: bool = False
     response_template: dict[str, Any] | None = None
 
     def mentions(self, *texts: str) -> bool:
@@ -43,8 +49,13 @@ class ModelText:
         return frozenset(self.tokens[one] for one in known | parts)
 
 
-def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
-    """Read a tokenizer's template and tokens."""
+def model_text(tokenizer: PreTrainedTokenizerBase, *, images: bool = False) -> ModelText:
+    """Read a tokenizer's template and tokens.
+
+    Args:
+        tokenizer: The tokenizer.
+        images: Whether its model reads images.
+    """
     templates = tokenizer.chat_template or ""
     if isinstance(templates, dict):
         templates = templates.get("tool_use") or templates.get("default") or ""
@@ -54,6 +65,7 @@ def model_text(tokenizer: PreTrainedTokenizerBase) -> ModelText:
         has_tools="tools" in _variables(templates),
         tokens={token.content: i for i, token in added.items()},
         special=frozenset(token.content for token in added.values() if token.special),
+        shows_images=images and _OVER_PARTS.search(templates) is not None,
         response_template=_response_template(tokenizer),
     )
 

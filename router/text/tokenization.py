@@ -12,6 +12,7 @@ from octavo.common import background, rpc
 from octavo.common.background import ThreadPool
 from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
+from octavo.common.models.image_families import reads_images
 from octavo.common.models.tokenizer import load_tokenizer
 from octavo.common.models.tokenizer_files import tokenizer_files
 from octavo.router.tenants.tenant import Tenant
@@ -88,7 +89,9 @@ class Tokenizers:
         request: generation_pb2.GenerateRequest | generation_pb2.TokenizeRequest,
         tenant: Tenant,
         max_tokens: int | None = None,
+        *,
         kept: int | None = None,
+        images: Sequence[str] = (),
     ) -> list[int]:
         """Return the tokens of a request's text or chat.
 
@@ -99,6 +102,7 @@ class Tokenizers:
             max_tokens: Maximum tokens; a clearly longer text is not tokenized to its end. None:
                 unlimited.
             kept: See `Tokenizer.encode_prompt`.
+            images: See `Tokenizer.encode_prompt`.
 
         Raises:
             rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED if the
@@ -115,7 +119,7 @@ class Tokenizers:
             tenant,
             size,
             lambda: tokenizer.encode_prompt(
-                request, max_tokens, kept=kept, allow_special_tokens=allowed
+                request, max_tokens, kept=kept, allow_special_tokens=allowed, images=images
             ),
         )
 
@@ -230,9 +234,15 @@ class Tokenizers:
 
 
 def _load(source: str, template: ServerTemplate = MODELS_OWN) -> Tokenizer:
-    tokenizer = load_tokenizer(Path(models.resolve_tokenizer(source)))
+    directory = Path(models.resolve_tokenizer(source))
+    tokenizer = load_tokenizer(directory)
     _check_vocabulary(tokenizer)
-    return Tokenizer(tokenizer, template)
+    images = None
+    if reads_images(directory):
+        from octavo.router.images.processor import load_processor  # noqa: PLC0415 - slow to import
+
+        images = load_processor(directory, tokenizer)
+    return Tokenizer(tokenizer, template, images)
 
 
 def _check_vocabulary(tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,19 +2,22 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
 
-from octavo.common import limits
+from octavo.common import limits, rpc
 from octavo.router.text import prompt_length
 from octavo.router.text.chat_template import MODELS_OWN, ServerTemplate
-from octavo.router.text.control_tokens import ControlTokens
+from octavo.router.text.control_tokens import Change, ControlTokens
 from octavo.router.text.detokenizer import Pieces
 from octavo.router.text.fill_in_middle import fill_in_middle
 from octavo.router.text.model_text import model_text
 from octavo.router.text.rendering import ChatRenderer
 from octavo.v1 import generation_pb2
+
+if TYPE_CHECKING:  # slow to import
+    from octavo.router.images.processor import ImageProcessor
 
 Texts = Sequence[str] | Sequence[tuple[str, str]]
 """Texts, or pairs of texts."""
@@ -43,11 +46,19 @@ class Tokenizer:
     Args:
         tokenizer: The transformers tokenizer.
         template: The server's settings of the chat template.
+        images: The model's processor of images, if it reads any.
+
+    Attributes:
+        images: See the arguments.
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: ServerTemplate = MODELS_OWN
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: ServerTemplate = MODELS_OWN,
+        images: "ImageProcessor | None" = None,
     ) -> None:
+        self.images = images
         if template.text is not None:
             tokenizer.chat_template = template.text
         self._tokenizer: Any = tokenizer
@@ -56,7 +67,7 @@ class Tokenizer:
             self._backend.no_padding()
             self._backend.no_truncation()
         self.pieces = self._make_pieces()
-        self.model = model_text(tokenizer)
+        self.model = model_text(tokenizer, images=images is not None)
         self._tells_pairs = "token_type_ids" in tokenizer.model_input_names
         self._cutting: dict[int, Any] = {}  # copies of the backend, by their maximum of tokens
         self._renderer = ChatRenderer(tokenizer, self.model, template.variables)
@@ -81,6 +92,7 @@ class Tokenizer:
         *,
         kept: int | None = None,
         allow_special_tokens: bool = False,
+        images: Sequence[str] = (),
     ) -> list[int]:
         """Return the tokens of a request's text or chat.
 
@@ -89,6 +101,7 @@ class Tokenizer:
             max_tokens: Maximum tokens; None: unlimited.
             kept: Number of the last tokens to keep, whatever `max_tokens` says; None: all.
             allow_special_tokens: Whether a chat's texts may spell special tokens.
+            images: The texts that stand for a chat's images.
 
         Raises:
             rpc.RpcError: See `ChatRenderer.render`, `ControlTokens.encode` and `fill_in_middle`;
@@ -118,14 +131,37 @@ class Tokenizer:
             texts.append(text)
             return text
 
-        text = self._renderer.render(request.chat, keep)
+        def render(change: Change) -> str:
+            text = self._renderer.render(request.chat, change)
+            return self._with_images(text, texts, images) if images else text
+
+        text = render(keep)
         self._check_fits(text, max_tokens)
         if allow_special_tokens or not self._control.may_be_in(texts):
             return self.encode(text, add_special_tokens=adds)
-        ids = self._control.encode(
-            text, texts, lambda change: self._renderer.render(request.chat, change)
-        )
+        ids = self._control.encode(text, texts, render)
         return self._between_special_tokens(ids) if adds else ids
+
+    def _with_images(self, text: str, texts: Sequence[str], images: Sequence[str]) -> str:
+        """Return a rendered chat with the texts that stand for its images.
+
+        Raises:
+            rpc.RpcError: INVALID_ARGUMENT if it does not tell where they are.
+        """
+        assert self.images is not None
+        placeholder = self.images.placeholder
+        if any(placeholder in each for each in texts):
+            why = f"texts beside images must not have {placeholder!r}, which stands for an image"
+            raise rpc.invalid("chat.messages", f"chat.messages: {why}")
+        first, *others = text.split(placeholder)
+        if len(others) != len(images):
+            raise rpc.invalid(
+                "chat.messages",
+                f"the model's chat template shows {len(others)} of the {len(images)} images of"
+                " chat.messages",
+            )
+        pairs = zip(images, others, strict=True)
+        return first + "".join(image + after for image, after in pairs)
 
     def encode_texts(self, texts: Texts, max_tokens: int, *, truncate: bool) -> EncodedTexts:
         """Return the token ids of texts or pairs, with the tokenizer's default special tokens.

@@ -54,6 +54,9 @@ class StandIn:
     def take_copy_times(self):
         return []
 
+    def take_failed_images(self):
+        return set()
+
 
 def make_core(scheduler, executor, *, async_scheduling=False):
     """Return a core that runs in this thread."""

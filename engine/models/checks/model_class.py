@@ -9,6 +9,7 @@ from transformers.models.auto import modeling_auto as auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from octavo.common.models.errors import UnsupportedModelError
+from octavo.common.models.image_families import IMAGE_FAMILIES
 from octavo.common.models.json_files import CONFIG, read_json
 
 _AUTO_CLASS = "AutoModelForCausalLM"
@@ -53,6 +54,8 @@ def check_model_class(path: str) -> None:
             )
         return  # transformers may recognize it by another field
     known = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    if kind in IMAGE_FAMILIES:
+        known = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[kind]
     if known is None:
         what = next((what for table, what in _KINDS if kind in table), "is no language model")
         raise UnsupportedModelError(

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import sdpa_mask
 
+from octavo.common.models.image_families import IMAGE_FAMILIES
 from octavo.engine.attention.interface import PAGED_ATTENTION, PROBE, Call, number_calls
 from octavo.engine.attention.latent import EXPANSION, Expansion
 from octavo.engine.attention.state_functions import (
@@ -264,7 +265,10 @@ def attention_of(model: PreTrainedModel, name: str) -> Iterator[None]:
 def set_attention(model: PreTrainedModel, name: str) -> None:
     """Switch a model to another attention implementation."""
     if model._can_set_attn_implementation():  # noqa: SLF001 - no public name
-        model.set_attn_implementation(name)
+        # A vision part is not the model's any more; see `split_vision`.
+        in_text = {"": name, "text_config": name}
+        images = model.config.model_type in IMAGE_FAMILIES
+        model.set_attn_implementation(in_text if images else name)
         return
     # transformers does not switch classes that do not call its interface.
     for config in (model.config, model.config.get_text_config(decoder=True)):

@@ -11,7 +11,10 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from octavo.engine.models.model_classes import auto_class
+from octavo.engine.models.vision import split_vision
 
 VOCABULARY = 1024
 INNER = 128
@@ -19,6 +22,8 @@ INNER = 128
 INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
 """Parts of names of config settings with this size."""
 LEAST_LAYERS = 2
+VISION_DEPTHS = ("num_hidden_layers", "depth")
+"""Names of config settings with the number of a vision encoder's layers."""
 SHARE = 0.1
 """Size of the random offset of vectors, so that no bias is zero."""
 
@@ -35,9 +40,10 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel:
     config = _narrow(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        made: Any = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        made: Any = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
+        split_vision(made)
         _randomize(made)
     twin: PreTrainedModel = made.eval()
     return twin
@@ -58,6 +64,10 @@ def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
         elif name.endswith("_token_id") and isinstance(value, int):
             setattr(text_config, name, value if value < text_config.vocab_size else None)
     text_config.num_hidden_layers = kept
+    vision_config: Any = getattr(config, "vision_config", None)
+    for name in VISION_DEPTHS:  # the vision part is not checked
+        if hasattr(vision_config, name):
+            setattr(vision_config, name, 1)
     return config
 
 

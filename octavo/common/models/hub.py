@@ -13,6 +13,7 @@ import structlog
 from octavo.common.models.checkpoint import CONFIG_FILES, check_config
 from octavo.common.models.errors import ModelError, first_line
 from octavo.common.models.hub_weights import fetch_weights, partial_size
+from octavo.common.models.image_families import PROCESSOR_FILES
 from octavo.common.models.json_files import CONFIG
 from octavo.common.models.safetensors_files import INDEX, WHOLE, names_in_index, no_weights
 from octavo.common.models.tokenizer_files import FILES as TOKENIZER_FILES
@@ -95,7 +96,7 @@ def fetch_tokenizer(name: str) -> Path:
     info = look_up(name)
     if isinstance(info, Path):
         return info
-    return download(name, info, _matching(info, (CONFIG, *TOKENIZER_FILES)))
+    return download(name, info, _matching(info, (CONFIG, *PROCESSOR_FILES, *TOKENIZER_FILES)))
 
 
 def look_up(name: str) -> "ModelInfo | Path":

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.client import GenerateOptions, Message, Prompt, Tool, ToolCall
+from octavo.client import GenerateOptions, Image, Message, Prompt, Tool, ToolCall
 from octavo.client.requests import tokenize_request
 from octavo.common.sampling_parameters import ChatOptions
 from octavo.router.http.bodies import OpenBody
@@ -25,10 +25,28 @@ BILLING = "x-anthropic-billing-header:"
 """Prefix of the system text in which Claude Code names itself; it is no part of the prompt."""
 
 
+class Source(OpenBody):
+    """Where an image is."""
+
+    type: Annotated[str, only("base64", "url")]
+    media_type: str = ""
+    data: str = ""
+    url: str = ""
+
+    def image(self) -> Image:
+        """Convert to the client's `Image`."""
+        data_url = f"data:{self.media_type};base64,{self.data}"
+        return Image(url=self.url if self.type == "url" else data_url)
+
+
 class Block(OpenBody):
     """A part of a message."""
 
-    type: Annotated[str, only("text", "thinking", "redacted_thinking", "tool_use", "tool_result")]
+    type: Annotated[
+        str,
+        only("text", "image", "thinking", "redacted_thinking", "tool_use", "tool_result"),
+    ]
+    source: Source | None = None
     text: str = ""
     thinking: str = ""
     signature: str = ""
@@ -55,6 +73,10 @@ class Block(OpenBody):
                 return Message(role, [], reasoning=self._thinking(place))
             case "redacted_thinking":
                 return Message(role, [], reasoning=unseal(self.data, f"{place}.data") or "")
+            case "image":
+                if self.source is None:
+                    raise ApiError(400, f"{place} must have a source", param=f"{place}.source")
+                return Message(role, [self.source.image()])
         return Message(role, [self.text])
 
     def _thinking(self, place: str) -> str:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from octavo.client import GenerateOptions, Message, Prompt, ToolCall
+from octavo.client import GenerateOptions, Image, Message, Prompt, ToolCall
 from octavo.router.http.bodies import OpenBody
 from octavo.router.http.embeddings import Dimensions, Inputs
 from octavo.router.http.no_ops import only
@@ -130,7 +130,13 @@ class OllamaMessage(OpenBody):
     thinking: str | None = None
     tool_calls: list[Call] | None = None
     tool_name: str | None = None
-    images: Annotated[Any, only([])] = None
+    images: list[str] | None = None
+
+    @property
+    def parts(self) -> str | Sequence[str | Image]:
+        """The content, behind its images."""
+        images = [Image(url=f"data:;base64,{data}") for data in self.images or ()]
+        return [*images, self.content] if images else self.content
 
 
 class ChatBody(Generating):
@@ -165,7 +171,7 @@ class ChatBody(Generating):
             messages.append(
                 Message(
                     message.role,
-                    message.content,
+                    message.parts,
                     tool_calls=calls,
                     tool_call_id=answered,
                     reasoning=message.thinking or "",

@@ -8,14 +8,15 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
-from octavo.client import GenerateOptions, Message, Prompt, Tool, ToolCall
+from octavo.client import GenerateOptions, Image, Message, Prompt, Tool, ToolCall
 from octavo.client.requests import tokenize_request
 from octavo.common.sampling_parameters import ChatOptions
 from octavo.router.http.bodies import OpenBody
 from octavo.router.http.conversation import Conversation, unseal
-from octavo.router.http.errors import ApiError
+from octavo.router.http.errors import UNSUPPORTED, WRONG_TYPE, ApiError
 from octavo.router.http.messages import parts
 from octavo.router.http.no_ops import Never, only
 from octavo.router.http.schema import Reasoning, SingleOutput, StreamOptions
@@ -38,7 +39,38 @@ class Part(OpenBody):
     refusal: str = ""
 
 
+class ContentPart(Part):
+    """A part of a message: a text, or an image."""
+
+    type: Annotated[
+        str,
+        only(
+            *("input_text", "input_image", "output_text", "text", "refusal"),
+            *("reasoning_text", "summary_text"),
+        ),
+    ]
+    image_url: Annotated[str | None, Field(validate_default=True)] = None
+    detail: str | None = None
+    file_id: Never = None
+
+    @field_validator("image_url")
+    @classmethod
+    def _check_image(cls, value: str | None, info: ValidationInfo) -> str | None:
+        if info.data.get("type", "input_image") == "input_image" and value is None:
+            raise PydanticCustomError(WRONG_TYPE, "must be set")
+        if info.data.get("type") != "input_image" and value is not None:
+            raise PydanticCustomError(UNSUPPORTED, "belongs to parts of type input_image")
+        return value
+
+    def part(self) -> str | Image:
+        """Convert to a part of the client's `Message`."""
+        if self.image_url is not None:
+            return Image(url=self.image_url, detail=self.detail or "")
+        return self.text or self.refusal
+
+
 Parts = Annotated[list[Part], BeforeValidator(parts), Field(default_factory=list)]
+ContentParts = Annotated[list[ContentPart], BeforeValidator(parts), Field(default_factory=list)]
 
 
 class Item(OpenBody):
@@ -52,7 +84,7 @@ class Item(OpenBody):
         ),
     ] = "message"
     role: Literal["user", "assistant", "system", "developer"] | None = None
-    content: Parts
+    content: ContentParts
     summary: Parts
     encrypted_content: str | None = None
     call_id: str = ""
@@ -72,8 +104,7 @@ class Item(OpenBody):
         """Return the item as a part of the client's `Message`."""
         match self.type:
             case "message":
-                texts = [part.text or part.refusal for part in self.content]
-                return Message(self.role or "", texts)
+                return Message(self.role or "", [part.part() for part in self.content])
             case "reasoning":
                 return Message("assistant", [], reasoning=self._reasoning(place))
             case "function_call" | "custom_tool_call":

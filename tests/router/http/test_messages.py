@@ -282,7 +282,7 @@ WRONG = [
     ({"temperature": -1}, "temperature"),
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-     r"messages\[0\]\.content\[0\]\.type is supported only as"),
+     r"messages\[0\]\.content\[0\]\.source\.type"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]\.type"),
     ({"tools": [TOOL, TOOL]}, r"tools\[1\]\.name repeats"),
     ({"tools": [TOOL | {"input_schema": {"type": 5}}]}, r"tools\[0\]\.input_schema"),

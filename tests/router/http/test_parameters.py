@@ -120,7 +120,7 @@ CHAT = [
     ({"messages": [{"role": "tool", "content": "x"}]}, "messages"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
-        "messages[0].content[0].type",
+        "messages[0].content[0].image_url.url",
     ),
     (
         {"messages": [{"role": "user", "content": [{"type": "text", "image_url": {"url": "x"}}]}]},

@@ -278,7 +278,7 @@ WRONG = [
     ({"tools": [TOOL, TOOL]}, r"tools\[1\]\.name"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]\.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
-     r"input\[0\]\.content\[0\]\.type"),
+     r"input\[0\]: model 'tiny' reads no images"),
     ({"input": []}, "input"),
     ({"temperature": -1}, "temperature"),
     ({"max_output_tokens": 0}, "max_output_tokens"),

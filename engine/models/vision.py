@@ -1,0 +1,157 @@
+"""The vision part of a model, which encodes images apart from the steps of the text part."""
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from octavo.common.models.image_families import IMAGE_FAMILIES
+from octavo.engine.model_shape import ModelShape
+from octavo.engine.models.deferred import hold
+
+BIDIRECTIONAL = frozenset({"gemma3"})
+"""Types of models in which the tokens of an image attend to each other."""
+ROTATED = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
+"""Types of models with rotary positions in three dimensions (M-RoPE)."""
+TEXT_PARTS = ("language_model", "text_model")
+"""transformers' names of the text part."""
+
+
+class PlacedImage(Protocol):
+    """An image of a prompt; see `PromptImage` of the scheduler."""
+
+    @property
+    def places(self) -> np.ndarray:
+        """Places of the tokens whose embeddings it replaces."""
+
+    @property
+    def tensors(self) -> Mapping[str, np.ndarray]:
+        """What the vision encoder takes."""
+
+
+class Vision:
+    """Encodes images by transformers' own vision tower and projector.
+
+    Args:
+        parts: A model of transformers, without its text part and its head.
+
+    Attributes:
+        image_token_id: The token whose embeddings images replace.
+        hidden_size: Size of embeddings.
+        bidirectional: Whether an image's tokens attend to each other.
+        reach: Maximum place of the end of an image in a prompt; None: no limit.
+        longest: Maximum tokens of a prompt from an image's first to its last; None: no limit.
+    """
+
+    def __init__(self, parts: PreTrainedModel) -> None:
+        self._parts: Any = parts
+        self.image_token_id: int = parts.config.image_token_id
+        self.hidden_size: int = parts.config.get_text_config().hidden_size
+        self.reach: int | None = None
+        self.longest: int | None = None
+        self.bidirectional = parts.config.model_type in BIDIRECTIONAL
+        vision_config: Any = parts.config.vision_config
+        rotated = parts.config.model_type in ROTATED
+        self._merge_size: int | None = vision_config.spatial_merge_size if rotated else None
+
+    @property
+    def weights(self) -> list[Tensor]:
+        """The weights and buffers."""
+        return [*self._parts.parameters(), *self._parts.buffers()]
+
+    def place(self, device: torch.device, shape: ModelShape) -> None:
+        """Read the weights, and move them to the device that encodes.
+
+        Args:
+            device: The device.
+            shape: The text part's dimensions.
+        """
+        if self.bidirectional:  # a window would hide keys before an image from its first tokens
+            windows = (layer.window for layer in shape.layers)
+            self.reach = min((w for w in windows if w is not None), default=None)
+        hold(self._parts)
+        nn.Module.to(self._parts, device)  # the model's own method is untyped
+        for part in self._parts.children():
+            if isinstance(part, PreTrainedModel):  # `set_attention` changed the text part's config
+                part.set_attn_implementation("sdpa")
+
+    def rotary_positions(
+        self, prompt: Sequence[int], images: Sequence[PlacedImage]
+    ) -> np.ndarray | None:
+        """Return `[3, len(prompt)]` int64, rotary positions of a prompt's tokens (M-RoPE).
+
+        Text counts on; an image's tokens have its first position, plus their frame, row and column.
+        None if positions are the tokens' places.
+        """
+        if self._merge_size is None:
+            return None
+        positions = np.empty((3, len(prompt)), np.int64)
+        at = position = 0
+        for image in images:
+            start, end = int(image.places[0]), int(image.places[-1]) + 1
+            positions[:, at:start] = position + np.arange(start - at)
+            frames, rows, columns = image.tensors["image_grid_thw"][0].tolist()
+            grid = frames, rows // self._merge_size, columns // self._merge_size
+            position += start - at
+            positions[:, start:end] = position + np.indices(grid).reshape(3, -1)
+            position += max(grid[1:])
+            at = end
+        positions[:, at:] = position + np.arange(len(prompt) - at)
+        return positions
+
+    @torch.inference_mode()
+    def encode(self, tensors: Mapping[str, np.ndarray], count: int) -> Tensor:
+        """Return an image's embeddings, `[1 + deep, count, hidden_size]`.
+
+        The first replace the embeddings of the image's tokens; the others are added to their hidden
+        states behind each of the first layers (DeepStack).
+
+        Args:
+            tensors: What the model's processor makes of the image.
+            count: The number of tokens that stand for it.
+
+        Raises:
+            ValueError: It has more or fewer embeddings.
+        """
+        device = next(self._parts.parameters()).device
+        takes = inspect.signature(self._parts.get_image_features).parameters
+        inputs = {
+            name: torch.from_numpy(array).to(device)
+            for name, array in tensors.items()
+            if name in takes
+        }
+        output: Any = self._parts.get_image_features(**inputs, return_dict=True)
+        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        encoded = torch.stack([_rows(each) for each in features])
+        if encoded.shape[1] != count:
+            raise ValueError(f"the image has {encoded.shape[1]} embeddings, for {count} tokens")
+        return encoded
+
+
+def _rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
+    """Return features as `[tokens, hidden_size]`."""
+    whole: Tensor = features if isinstance(features, Tensor) else torch.cat(list(features))
+    return whole.reshape(-1, whole.shape[-1])
+
+
+def split_vision(model: PreTrainedModel) -> Vision | None:
+    """Take a model's vision part out of it, so that the rest is a text model.
+
+    Returns:
+        The part; None if the model has none that is served.
+    """
+    if model.config.model_type not in IMAGE_FAMILIES:
+        return None
+    whole: Any = model.base_model
+    parts = copy.copy(whole)
+    parts._modules = {  # noqa: SLF001 - torch offers no other way
+        name: part for name, part in whole.named_children() if name not in TEXT_PARTS
+    }
+    for name in parts._modules:  # noqa: SLF001
+        delattr(whole, name)
+    return Vision(parts)

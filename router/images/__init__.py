@@ -1,0 +1,1 @@
+"""Images in prompts: fetched, checked, decoded, and made what vision encoders take."""

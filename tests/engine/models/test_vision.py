@@ -1,0 +1,235 @@
+"""Models that read images answer as transformers' generate does, in float32, token for token.
+
+Prompts are laid out, and images processed, as the router does; transformers' own processor makes
+the same tokens of them.
+"""
+
+import io
+import random
+import time
+
+import numpy as np
+import pytest
+from PIL import Image
+from safetensors.numpy import load
+
+from octavo.common.models.tokenizer import load_tokenizer
+from octavo.engine.scheduling.request import PromptImage, Request, Resumption
+from octavo.engine.scheduling.sampling_params import SamplingParams
+from octavo.engine.scheduling.sequence import GroupState
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.build import build
+from octavo.router.images.decode import decode
+from octavo.router.images.processor import load_processor
+from octavo.router.requests.placed_images import placed_images
+from octavo.router.text.tokenizer import Tokenizer
+from octavo.v1 import generation_pb2
+from tests.engine.stepper import Stepper, submit
+from tests.vision_models import FAMILIES, IMAGE_TOKEN, save_vision_model
+
+TOKENS = 16
+
+
+def drawn_image(rng, number):
+    """Return a PNG of an odd size, with its own content."""
+    size = rng.randint(9, 90), rng.randint(9, 90)
+    noise = np.random.default_rng(number).integers(0, 256, (*size, 3), np.uint8)
+    file = io.BytesIO()
+    Image.fromarray(noise).save(file, "PNG")
+    return file.getvalue()
+
+
+def drawn_chat(rng, number):
+    """Return a chat with up to three images among its texts."""
+    chat = generation_pb2.ChatPrompt()
+    message = chat.messages.add(role="user")
+    for i in range(number % 4):
+        if rng.random() < 0.7:
+            message.parts.add(text="".join(rng.choices("abc <é>\n", k=rng.randint(1, 40))))
+        message.parts.add().image.data = drawn_image(rng, 10 * number + i)
+    message.parts.add(text="".join(rng.choices("what is it? ", k=rng.randint(1, 60))))
+    return chat
+
+
+class Asked:
+    """Chats of a family: how the router lays them out, and what transformers answers."""
+
+    def __init__(self, kind, path, count):
+        self.path = path
+        self.model = save_vision_model(kind, path)
+        tokenizer = load_tokenizer(path)
+        self.processor = load_processor(path, tokenizer)
+        self.tokenizer = Tokenizer(tokenizer, images=self.processor)
+        rng = random.Random(1)
+        self.prompts = [self._lay_out(drawn_chat(rng, number)) for number in range(count)]
+        self.expected = [
+            self.generate(tokens, images, text) for tokens, _, images, text in self.prompts
+        ]
+
+    def _lay_out(self, chat):
+        files = [part.image.data for part in chat.messages[0].parts if part.HasField("image")]
+        images = [decode("image", file, "") for file in files]
+        processed = [self.processor.process("image", image) for image in images]
+        request = generation_pb2.GenerateRequest(chat=chat)
+        tokens = self.tokenizer.encode_prompt(request, None, images=[p.text for p in processed])
+        placed = placed_images(processed, tokens, self.processor.image_token_id)
+        return tokens, placed, images, self.tokenizer.render(chat)
+
+    def generate(self, tokens, images, text):
+        """Return the answer of transformers to a chat that it lays out itself."""
+        inputs = self.processor.transformers(
+            text=[text],
+            images=[images] if images else None,
+            return_tensors="pt",
+            add_special_tokens=False,
+        )
+        assert inputs["input_ids"][0].tolist() == tokens, "transformers' processor lays out others"
+        output = self.model.generate(
+            **inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        return output[0].tolist()
+
+    def images(self, number):
+        """Return a prompt's images as the engine takes them."""
+        tokens, placed, *_ = self.prompts[number]
+        (places,) = np.nonzero(np.array(tokens) == self.processor.image_token_id)
+        spans = [image.span for image in placed]
+        return tuple(
+            PromptImage(
+                span, places[(places >= span.start) & (places < span.end)], load(image.tensors)
+            )
+            for span, image in zip(spans, placed, strict=True)
+        )
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def asked(request, tmp_path_factory):
+    return Asked(request.param, tmp_path_factory.mktemp(request.param), 20)
+
+
+def engine_of(asked, **settings):
+    settings = {"dtype": "float32", "swap_space": 0.01, "block_size": 16} | settings
+    return Stepper(build(EngineSettings(model=str(asked.path), **settings)))
+
+
+def ask(engine, asked, numbers, *, resumed=0, **sampling):
+    """Run prompts at once, with tokens of another engine; return their groups by number."""
+    groups = {}
+    for number in numbers:
+        images, tokens = asked.images(number), asked.prompts[number][0]
+        vision = engine.parts.vision
+        request = Request(
+            session=0,
+            request_id=f"{number}-{time.monotonic_ns()}",
+            prompt=tuple(tokens),
+            sampling=SamplingParams(**{"temperature": 0.0, **sampling}),
+            max_tokens=TOKENS,
+            arrival=time.monotonic(),
+            resume={0: Resumption(tuple(asked.expected[number][len(tokens) :][:resumed]))},
+            images=images,
+            rotary=vision.rotary_positions(tokens, images) if images else None,
+        )
+        groups[number] = submit(engine.core, request)
+    engine.run()
+    return groups
+
+
+def check(asked, groups):
+    for number, group in groups.items():
+        for sequence in group.sequences:
+            assert sequence.token_ids == asked.expected[number], f"prompt {number}"
+
+
+def test_a_few_answers_are_transformers(tmp_path):
+    asked = Asked("qwen3_vl", tmp_path, 4)
+    engine = engine_of(asked, num_blocks=64, max_num_batched_tokens=64, max_num_seqs=8)
+    check(asked, ask(engine, asked, range(4)))
+    again = ask(engine, asked, range(4))
+    check(asked, again)
+    assert all(group.cached_tokens for number, group in again.items() if number)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("preemption", ["swap", "recompute"])
+def test_answers_are_transformers_in_chunks_of_64_with_few_blocks(asked, preemption):
+    engine = engine_of(
+        asked,
+        num_blocks=48,
+        max_num_batched_tokens=64,
+        max_num_seqs=16,
+        max_encoder_tokens=40,
+        encoder_cache_tokens=100,
+        preemption=preemption,
+        enable_prefix_caching=False,
+    )
+    check(asked, ask(engine, asked, range(20)))
+    assert engine.scheduler.counters[f"preemptions_{preemption}"]
+    assert any(batch.dropped_images for batch in engine.batches)
+
+
+@pytest.mark.slow
+def test_prefixes_are_reused_for_the_same_images_alone(asked):
+    engine = engine_of(asked, num_blocks=512)
+    numbers = range(20)
+    check(asked, ask(engine, asked, numbers))
+    again = ask(engine, asked, numbers)
+    check(asked, again)
+    cached = [group.cached_tokens for group in again.values()]
+    lengths = [len(asked.prompts[number][0]) for number in numbers]
+    assert cached == [(length - 1) // 16 * 16 for length in lengths]
+    # The same tokens with another image share nothing from the image on.
+    number = next(n for n in numbers if len(asked.prompts[n][1]) == 1)
+    tokens, placed, images, text = asked.prompts[number]
+    other = asked.processor.process("image", images[0].rotate(180))
+    asked.prompts.append((tokens, placed_images([other], tokens, IMAGE_TOKEN), images, text))
+    asked.expected.append(asked.generate(tokens, [images[0].rotate(180)], text))
+    (group,) = (changed := ask(engine, asked, [len(asked.prompts) - 1])).values()
+    check(asked, changed)
+    assert group.cached_tokens == placed[0].span.start // 16 * 16
+
+
+@pytest.mark.slow
+def test_several_outputs_share_a_prompt_with_images(asked):
+    engine = engine_of(asked, num_blocks=512, max_num_batched_tokens=64, max_num_seqs=32)
+    check(asked, ask(engine, asked, range(8), n=3))
+
+
+@pytest.mark.slow
+def test_another_engine_goes_on_with_an_answer(asked):
+    engine = engine_of(asked, num_blocks=512, max_num_batched_tokens=64, max_num_seqs=32)
+    check(asked, ask(engine, asked, range(12), resumed=7))
+
+
+@pytest.mark.slow
+def test_drafts_change_no_answer(asked):
+    engine = engine_of(asked, num_blocks=512, speculation="suffix")
+    check(asked, ask(engine, asked, range(12)))
+    check(asked, ask(engine, asked, range(12)))
+    assert engine.scheduler.counters["accepted_tokens"]
+
+
+@pytest.mark.slow
+def test_an_image_that_cannot_be_encoded_fails_its_requests_alone(asked):
+    engine = engine_of(asked, num_blocks=512)
+    (bad,) = [n for n in range(20) if len(asked.prompts[n][1]) == 1][:1]
+    good = [n for n in range(20) if n != bad][:6]
+    encode = engine.parts.vision.encode
+
+    def fail(tensors, count):
+        if tensors is images[0].tensors:
+            raise RuntimeError("no such image")
+        return encode(tensors, count)
+
+    images = asked.images(bad)
+    asked.images, kept = lambda n: images if n == bad else kept(n), asked.images
+    engine.parts.vision.encode = fail
+    try:
+        groups = ask(engine, asked, [bad, *good])
+    finally:
+        asked.images, engine.parts.vision.encode = kept, encode
+    failed = groups.pop(bad)
+    assert failed.state is GroupState.FINISHED
+    assert not any(sequence.num_output for sequence in failed.sequences)
+    check(asked, groups)
+    engine.parts.vision.encode = encode
+    check(asked, ask(engine, asked, [good[0]]))
