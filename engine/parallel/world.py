@@ -204,6 +204,7 @@ class World:
             `[rows, width]` on rank 0; None on the others.
         """
         whole: Tensor | None = None
+        columns = self._as_all_stages(columns)
         with self._timed("gather"):
             if self.is_last_stage:
                 whole = self._join_columns(columns, width)
@@ -216,6 +217,7 @@ class World:
 
     def gather_columns_everywhere(self, columns: Tensor, width: int) -> Tensor:
         """Return the columns of the last stage's ranks, on all ranks; see `gather_columns`."""
+        columns = self._as_all_stages(columns)
         whole = columns.new_empty((len(columns), width))
         if self.is_last_stage:
             padded = self._padded(columns, width)
@@ -225,6 +227,11 @@ class World:
         if self.stages > 1:
             dist.broadcast(whole, self.place.size - self.size)
         return whole
+
+    def _as_all_stages(self, columns: Tensor) -> Tensor:
+        """Return columns in a dtype that all stages have: only the last may have wide logits."""
+        wide = torch.promote_types(columns.dtype, torch.float32)
+        return columns.to(wide) if self.stages > 1 else columns
 
     def _join_columns(self, columns: Tensor, width: int) -> Tensor | None:
         """Join the columns of a stage's ranks on its first one."""
