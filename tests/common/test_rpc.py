@@ -10,12 +10,14 @@ import grpc.aio
 import h2.config
 import h2.connection
 import pytest
+import uvloop
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from grpc_status import rpc_status
 
 from octavo.common import rpc
+from octavo.common.rpc import server as server_module
 from octavo.v1 import (
     engine_pb2,
     engine_pb2_grpc,
@@ -300,6 +302,24 @@ async def test_reflection_lists_the_services():
         call.cancel()
     names = {service.name for service in answer.list_services_response.service}
     assert {GENERATION, ENGINE, "grpc.health.v1.Health"} <= names
+
+
+@pytest.mark.parametrize("runs", [asyncio.run, uvloop.run])
+def test_a_server_serves_until_it_is_stopped_however_long_that_takes(monkeypatch, runs):
+    """The wait for its end is in parts, which once ended servers after an hour."""
+    monkeypatch.setattr(server_module, "TERMINATION_SECONDS", 0.05)
+
+    async def serve():
+        server = grpc.aio.server()
+        server.add_insecure_port("127.0.0.1:0")
+        await server.start()
+        waiting = asyncio.create_task(rpc.until_terminated(server))
+        await asyncio.sleep(0.3)
+        assert not waiting.done()
+        await server.stop(None)
+        await asyncio.wait_for(waiting, 5)
+
+    runs(serve())
 
 
 def test_codes_from_engines():

@@ -134,8 +134,9 @@ async def until_terminated(server: grpc.aio.Server) -> None:
     Raises:
         Exception: The error with which the server crashed.
     """
-    # Without a timeout, cancelling this wait would cancel a future that the server needs.
-    while not await server.wait_for_termination(TERMINATION_SECONDS):
+    # Without a timeout, cancelling this wait would cancel a future that the server needs. It
+    # returns whether it timed out.
+    while await server.wait_for_termination(TERMINATION_SECONDS):
         pass
 
 
