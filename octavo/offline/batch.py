@@ -19,7 +19,7 @@ BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 RETRY_SECONDS = 1.0
 """Wait before a retry, if the server names none or is not there."""
 MAX_TRIES = 60
-"""Number of connections of a request that fail before the batch ends."""
+"""Number of a request's attempts that fail or are too late before its last result counts."""
 
 Result = dict[str, Any]
 
@@ -110,7 +110,9 @@ class Batch:
                     raise
                 await asyncio.sleep(RETRY_SECONDS)
                 continue
-            if response.status_code not in BUSY:
+            late = response.status_code == HTTPStatus.REQUEST_TIMEOUT  # a machine that was paused
+            tries += late
+            if not (response.status_code in BUSY or (late and tries < MAX_TRIES)):
                 return response
             wait = response.headers.get("retry-after", "")
             await asyncio.sleep(int(wait) if wait.isdecimal() else RETRY_SECONDS)

@@ -3,9 +3,12 @@
 import asyncio
 import json
 
+import httpx2
 import openai
 import pytest
 
+from octavo.offline import batch as batch_module
+from octavo.offline.batch import Batch
 from octavo.router.tenants.tenant import hash_key
 
 
@@ -173,3 +176,23 @@ async def test_without_a_directory_they_are_off(frontend, scripted):
             await client.files.create(file=b"x", purpose="batch")
         with pytest.raises(openai.NotFoundError, match="--batch-dir"):
             await client.batches.retrieve("a")
+
+
+async def test_a_request_that_a_paused_machine_sent_too_late_is_sent_again(monkeypatch):
+    monkeypatch.setattr(batch_module, "RETRY_SECONDS", 0.01)
+    answers = [b"408 Request Timeout", b"408 Request Timeout", b"200 OK", b"400 Bad Request"]
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"}")
+        writer.write(
+            b"HTTP/1.1 %b\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}" % answers.pop(0)
+        )
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, httpx2.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        batch = Batch(client, 1)
+        found = [await batch._complete(line(i).encode()) for i in range(2)]
+    assert [each["response"]["status_code"] for each in found] == [200, 400]
