@@ -13,7 +13,7 @@ inline Floats times_sigmoid(Floats x, Floats z) {
 }
 
 // The error function, to 2e-7 (Abramowitz and Stegun 1964, equation 7.1.26).
-inline Floats erf(Floats x) {
+__attribute__((always_inline)) inline Floats erf(Floats x) {
   const Floats magnitude = max(x, -x);
   const Floats t = 1.f / (1.f + 0.3275911f * magnitude);
   Floats p = broadcast(1.061405429f);
@@ -25,7 +25,7 @@ inline Floats erf(Floats x) {
   return x < 0 ? -result : result;
 }
 
-inline Floats activate(Floats x, int kind, float alpha) {
+__attribute__((always_inline)) inline Floats activate(Floats x, int kind, float alpha) {
   switch (kind) {
     case kSilu: return times_sigmoid(x, x * alpha);
     case kGelu: return 0.5f * x * (1.f + erf(x * 0.70710678f));

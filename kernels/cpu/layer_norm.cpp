@@ -69,8 +69,8 @@ void layer_norm(const Result& result, const View& x, const View* weight, const V
 }
 OCTAVO_OPERATOR(layer_norm)
 
-template <class Element>
-void activate_all(const View& x, int kind, void* out) {
+template <class Element, int kind>
+void activate_all(const View& x, void* out) {
   const int64_t elements = count(x);
   const int threads = threads_for(elements);
   const auto* from = x.as<const Element>();
@@ -84,8 +84,10 @@ void activate_all(const View& x, int kind, void* out) {
 // Returns the GELU of a contiguous tensor, float32 or bfloat16; `tanh` approximates it so.
 void gelu(const Result& result, const View& x, bool tanh) {
   void* const out = result.make(x.sizes, x.dimensions, x.dtype);
-  const auto run = x.is_float32() ? activate_all<float> : activate_all<uint16_t>;
-  run(x, tanh ? kGeluTanh : kGelu, out);
+  if (x.is_float32())
+    (tanh ? activate_all<float, kGeluTanh> : activate_all<float, kGelu>)(x, out);
+  else
+    (tanh ? activate_all<uint16_t, kGeluTanh> : activate_all<uint16_t, kGelu>)(x, out);
 }
 OCTAVO_OPERATOR(gelu)
 

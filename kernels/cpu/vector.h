@@ -90,10 +90,15 @@ inline float reduce_add(Floats v) {
 
 // 2^x to 2 ulp; exactly 0 below the normal range, so for -inf too.
 __attribute__((always_inline)) inline Floats exp2(Floats x) {
+#if defined(__AVX512F__)
+  const __m512 whole = _mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT);
+  const Floats f = x - (Floats)whole;
+#else
   const Floats magic = broadcast(12582912.f);  // 1.5 * 2^23: adding it rounds to an integer
   Floats clamped = max(x, broadcast(-126.f));
   Floats shifted = clamped + magic;
   Floats f = clamped - (shifted - magic);  // in [-0.5, 0.5]
+#endif
   // Taylor coefficients of 2^f, ln(2)^k / k!; the error is below 1.3e-8.
   Floats p = broadcast(1.5252734e-5f);
   p = p * f + 1.5403530e-4f;
@@ -103,9 +108,14 @@ __attribute__((always_inline)) inline Floats exp2(Floats x) {
   p = p * f + 2.4022651e-1f;
   p = p * f + 6.9314718e-1f;
   p = p * f + 1.f;
+#if defined(__AVX512F__)
+  const __mmask16 normal = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126), _CMP_NLT_UQ);
+  return (Floats)_mm512_maskz_scalef_ps(normal, (__m512)p, whole);
+#else
   Ints exponent = ((Ints)shifted - (Ints)magic) << 23;
   Floats result = (Floats)((Ints)p + exponent);
   return x < -126.f ? Floats{} : result;
+#endif
 }
 
 // Each storage type defines how to load and store a vector of its elements as floats, and as
@@ -170,7 +180,13 @@ struct Float16 {
 struct BFloat16 {
   using Stored = uint16_t;
   using Sum = Floats;
-  static Floats widen(Halves v) { return (Floats)(__builtin_convertvector(v, Words) << 16); }
+  static Floats widen(Halves v) {
+#if defined(__AVX512F__)  // GCC 12 converts halves of the vector
+    return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)v), 16);
+#else
+    return (Floats)(__builtin_convertvector(v, Words) << 16);
+#endif
+  }
   static Halves narrow(Floats v) {
 #if defined(__AVX512BF16__)
     return (Halves)_mm512_cvtneps_pbh((__m512)v);
