@@ -20,6 +20,7 @@ from transformers.initialization import no_init_weights
 from octavo.engine.models.deferred import DeferredTensor
 from octavo.engine.models.experts.expert_layer import skip_experts
 from octavo.engine.models.model_classes import auto_class
+from octavo.engine.parallel.collectives import stages_apart
 
 SMALL = 1 << 16
 """Maximum elements of a weight that has its own memory."""
@@ -77,7 +78,7 @@ def _empty(weight: Tensor) -> nn.Parameter:
 @contextmanager
 def running_empty() -> Iterator[None]:
     """Make operators skip the arithmetic with empty weights."""
-    with _ZeroResults():  # type: ignore[no-untyped-call]
+    with stages_apart(), _ZeroResults():  # type: ignore[no-untyped-call]
         yield
 
 

@@ -3,6 +3,10 @@
 With operators, the compiler captures a model with its sums and stages in one graph.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 from torch import Tensor
 
@@ -28,6 +32,19 @@ def _world() -> World:
     return world
 
 
+_apart: ContextVar[bool] = ContextVar("octavo_stages_apart", default=False)
+
+
+@contextmanager
+def stages_apart() -> Iterator[None]:
+    """Let stages neither take nor send hidden states: for runs that not all stages make."""
+    reset = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(reset)
+
+
 def receive_hidden(x: Tensor) -> Tensor:
     """Return the previous stage's hidden states; this stage's embeddings `x` are like them."""
     hidden: Tensor = torch.ops.octavo.receive_hidden(x.contiguous())
@@ -49,10 +66,10 @@ OPERATOR = define(
 define(
     "receive_hidden(Tensor x) -> Tensor",
     torch.empty_like,
-    CPU=lambda x: _world().receive_hidden(x),
+    CPU=lambda x: torch.zeros_like(x) if _apart.get() else _world().receive_hidden(x),
 )
 define(
     "send_hidden(Tensor x) -> Tensor",
     torch.empty_like,
-    CPU=lambda x: _world().send_hidden(x).clone(),
+    CPU=lambda x: (x if _apart.get() else _world().send_hidden(x)).clone(),
 )

@@ -16,6 +16,7 @@ from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import layer_caches, state_caches
 from octavo.engine.model_shape import ModelShape
+from octavo.engine.parallel.world import current_world
 from octavo.kernels.metadata import AttentionMetadata, LayerCache
 
 log = structlog.get_logger(__name__)
@@ -96,7 +97,9 @@ def calibrate(
         experts: The names of expert layers.
     """
     calibration = Calibration({}, {})
-    if not linears and not experts:
+    world = current_world()
+    alone = world is None or world.stages == 1  # other stages may need this one's hidden states
+    if alone and not linears and not experts:
         return calibration
     hooks = [
         *_record_linears(model, linears, calibration.linears),
