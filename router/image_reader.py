@@ -4,6 +4,7 @@ import asyncio
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 from octavo.common import background, rpc
 from octavo.common.background import ThreadPool
@@ -24,6 +25,10 @@ LARGE = 1 << 20
 """Bytes of a large image."""
 KEPT_BYTES = 128 << 20
 """Bytes of processed images that are kept for further questions about them."""
+MAX_HELD = 1 << 30
+"""Bytes of processed images that requests hold, above which no more are processed."""
+RETRY_SECONDS = 2.0
+"""Retry delay when they do."""
 MAX_WAITING = 256 << 20
 """Maximum bytes of one tenant's waiting images."""
 
@@ -40,6 +45,7 @@ class ImageReader:
         self._threads = ThreadPool(THREADS, "images")
         self._turns = Turns(THREADS, LARGE, MAX_WAITING)
         self._latest = ImageStore["ProcessedImage"](KEPT_BYTES)
+        self._alive = WeakSet["ProcessedImage"]()
 
     async def read(
         self,
@@ -57,7 +63,8 @@ class ImageReader:
             tenant: The request's tenant.
 
         Raises:
-            rpc.RpcError: INVALID_ARGUMENT if it is no image that can be shown; see `Turns.take`.
+            rpc.RpcError: INVALID_ARGUMENT if it is no image that can be shown; RESOURCE_EXHAUSTED
+                if requests hold too many; see `Turns.take`.
         """
         data, media_type = part.data, part.media_type
         match part.WhichOneof("source"):
@@ -74,6 +81,8 @@ class ImageReader:
         key = known.digest()
         if (kept := self._latest.find(key)) is not None:
             return kept
+        if sum(len(image.tensors) for image in self._alive) > MAX_HELD:
+            raise rpc.exhausted("too many images wait for an engine; try again", RETRY_SECONDS)
 
         def process() -> "ProcessedImage":
             file, kind = read_data_url(field, of_url) if of_url else (data, "")
@@ -85,6 +94,7 @@ class ImageReader:
         job = background.start(self._threads.run(process), "image")
         job.add_done_callback(lambda done: self._end(size, done))
         image = await asyncio.shield(job)
+        self._alive.add(image)
         self._latest.add(key, len(image.tensors), image)
         return image
 

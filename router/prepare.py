@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from octavo.common import rpc
+from octavo.common.limits import prompt_too_long
 from octavo.router.call_tracker import Call
 from octavo.router.engines.pool import EnginePool
 from octavo.router.image_reader import ImageReader
@@ -125,11 +126,14 @@ class Preparer:
         if not parts:
             return []
         field, processor = parts[0][0], self._pool.tokenizer(model).images
-        if processor is None or not self._pool.limits(model).images:
+        limits = self._pool.limits(model)
+        if processor is None or not limits.images:
             raise rpc.invalid(field, f"{field}: model {model!r} reads no images")
         images = []
         for field, part in parts:
             images.append(await self._reader.read(field, part, processor, tenant))
+            if sum(image.num_tokens for image in images) >= limits.max_model_len:
+                raise prompt_too_long(limits.max_model_len - 1)
             part.Clear()  # of whole files, only the tensors are kept
         return images
 

@@ -323,8 +323,9 @@ class Executor:
             except Exception:
                 log.exception("image not encoded", image=image.span.digest.hex()[:16])
                 self._failed_images.add(key)
-                width = self._loaded.vision.hidden_size
-                encoded = torch.zeros(1, len(image.places), width, device=self._device)
+                vision = self._loaded.vision
+                sizes = vision.num_layers, len(image.places), vision.hidden_size
+                encoded = torch.zeros(sizes, device=self._device)
             self._images[key] = encoded
 
     def take_failed_images(self) -> set[ImageKey]:

@@ -43,6 +43,7 @@ class Vision:
     Attributes:
         image_token_id: The token whose embeddings images replace.
         hidden_size: Size of embeddings.
+        num_layers: Number of embeddings of a token: its own, and those added behind layers.
         bidirectional: Whether an image's tokens attend to each other.
         reach: Maximum place of the end of an image in a prompt; None: no limit.
         longest: Maximum tokens of a prompt from an image's first to its last; None: no limit.
@@ -56,6 +57,7 @@ class Vision:
         self.longest: int | None = None
         self.bidirectional = parts.config.model_type in BIDIRECTIONAL
         vision_config: Any = parts.config.vision_config
+        self.num_layers = 1 + len(getattr(vision_config, "deepstack_visual_indexes", ()))
         rotated = parts.config.model_type in ROTATED
         self._merge_size: int | None = vision_config.spatial_merge_size if rotated else None
 

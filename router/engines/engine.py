@@ -215,7 +215,7 @@ class Engine:
 
     def _send_image(self, image: RequestImage) -> None:
         """Send an image, or its digest alone if the engine has kept it."""
-        digest, tensors = image.span.digest, image.tensors
+        digest, tensors = image.span.digest, image.image.tensors
         if self._images.has(digest):
             pieces = [engine_pb2.ImagePiece(digest=digest, last=True)]
         else:

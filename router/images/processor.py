@@ -26,7 +26,7 @@ PARTS = ["image_processor", "tokenizer"]
 """The parts of a processor that images need; a video processor would need PyTorch."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class ProcessedImage:
     """An image as a vision encoder takes it.
 

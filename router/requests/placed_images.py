@@ -36,6 +36,6 @@ def placed_images(
     for image in images:
         end = first + image.num_tokens
         span = ImageSpan(places[first], places[end - 1] + 1, image.digest)
-        placed.append(RequestImage(span, image.tensors))
+        placed.append(RequestImage(span, image))
         first = end
     return placed

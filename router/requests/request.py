@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from octavo.common.kv_cache.prefix_hash import (
     ImageSpan,
@@ -16,13 +17,16 @@ from octavo.router.requests.validation import num_outputs
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
 
+if TYPE_CHECKING:  # slow to import
+    from octavo.router.images.processor import ProcessedImage
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RequestImage:
-    """An image of a prompt: the tokens that stand for it, and a safetensors file of its tensors."""
+    """An image of a prompt, and the tokens that stand for it."""
 
     span: ImageSpan
-    tensors: bytes
+    image: "ProcessedImage"
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)

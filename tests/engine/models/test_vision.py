@@ -96,7 +96,9 @@ class Asked:
         spans = [image.span for image in placed]
         return tuple(
             PromptImage(
-                span, places[(places >= span.start) & (places < span.end)], load(image.tensors)
+                span,
+                places[(places >= span.start) & (places < span.end)],
+                load(image.image.tensors),
             )
             for span, image in zip(spans, placed, strict=True)
         )
