@@ -213,9 +213,9 @@ class TextWorker {
     const float most = reduce_max(greatest);
     Floats sum{};
     for (int key = 0; key < keys; key += kLanes) {
-      const Floats weight = exp2(logit(key) - most);
-      sum += weight;
-      BFloat16::store_floats(weights + key, weight);
+      const Halves weight = BFloat16::narrow(exp2(logit(key) - most));
+      sum += BFloat16::widen(weight);  // as they are multiplied, so that they add up to 1
+      store(weights + key, weight);
     }
     rescale_[row] = exp2(broadcast(maximum_[row] - most))[0];
     maximum_[row] = most;
