@@ -36,8 +36,8 @@ def test_two_ranks_with_whole_experts_give_the_tokens_of_one(mode, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stages"), [(4, 1), (4, 2)])
-def test_other_mixtures_give_the_same(size, stages, tmp_path):
-    given = cases(save_tiny(("qwen3_moe", "gpt_oss"), tmp_path))
+def test_a_mixture_over_four_ranks_gives_the_same(size, stages, tmp_path):
+    given = cases(save_tiny(("qwen3_moe",), tmp_path))
     one = run_ranks(1, given, tmp_path)
     found = run_ranks(size, in_stages(with_whole_experts(given), stages), tmp_path)
     assert_same_tokens(found, one)
