@@ -221,7 +221,7 @@ def keep_stage(
     if not world.is_last_stage:
         layers[own.stop - 1].register_forward_hook(_send)
         model.set_output_embeddings(_NoHead())  # type: ignore[no-untyped-call]
-    calls, states = probe(model, shape.max_position)
+    calls, states = probe(model, shape.max_position, whole=False)
     counts = world.tell_all(len(calls), len(states), len(expert_modules(model)))
     firsts = [
         sum(each) for each in zip(*counts[: world.stage * world.size : world.size], strict=True)
