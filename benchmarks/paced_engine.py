@@ -177,7 +177,7 @@ class PacedServicer(engine_pb2_grpc.EngineServiceServicer):
             del self._core.sessions[number]
 
 
-def _to_request(submit: engine_pb2.Submit, session: int) -> Any:  # noqa: ANN401
+def _to_request(submit: engine_pb2.Submit, session: int, images: Any) -> Any:  # noqa: ANN401, ARG001
     sequences = submit.sampling.n if submit.sampling.HasField("n") else 1
     deadline = None
     if submit.HasField("timeout"):

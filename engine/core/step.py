@@ -212,8 +212,7 @@ class Steps:
             why = "the model failed on this batch; try again"
             self._requests.fail(group, FailureCode.INTERNAL, why)
         scheduler.cache.forget_contents()
-        if scheduler.images is not None:
-            scheduler.images.forget()
+        scheduler.images.forget()
         self._num_failed += 1
         if self._executor.device_lost():
             raise EngineFailedError("the device is lost: every later step would fail") from error

@@ -59,9 +59,9 @@ def make_drafts(
     speculation: Speculation | None,
     groups: Iterable[SequenceGroup],
     cache: KVCacheManager,
-    *,
     decodes: int,
     budget: int,
+    *,
     model: DraftModel | None = None,
 ) -> Drafts:
     """Draft tokens for the decoding sequences of running groups.

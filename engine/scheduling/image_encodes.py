@@ -51,6 +51,8 @@ class ImageEncodes:
         Returns:
             The chunks that are left, and their share.
         """
+        if not request.images:
+            return spans, used
         fitting = [self._fit(request, span) for span in spans]
         used -= sum(span.end - fit.end for span, fit in zip(spans, fitting, strict=True))
         return [span for span in fitting if span.end > span.start], used

@@ -82,7 +82,7 @@ class Scheduler:
         self.cache = cache
         self.speculation = speculation
         self.draft_model = draft_model
-        self.images = images
+        self.images = images or ImageEncodes(0, 0, whole=False)
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -172,8 +172,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose what the next step computes, and allocate the blocks for it."""
         batch = Batch()
-        if self.images is not None:
-            self.images.begin_step()
+        self.images.begin_step()
         self._scored_left = self.max_scored_tokens
         # Running groups come first, then swapped ones, then new ones, so each group keeps its place
         # (the paper's section 4.5 admits none until all preempted sequences have completed). A
@@ -186,8 +185,7 @@ class Scheduler:
             if self._background.groups.issuperset(self.swapped):
                 self._admit_waiting(batch)
         batch.transfers = self.cache.take_transfers()
-        if self.images is not None:
-            batch.images, batch.dropped_images = self.images.chosen, self.images.end_step()
+        batch.images, batch.dropped_images = self.images.chosen, self.images.end_step()
         return batch
 
     def observe_step(
@@ -250,10 +248,7 @@ class Scheduler:
         decodes += sum(count == 1 for each in counts.values() for _, count in each)
         budget = self.max_num_batched_tokens - decodes
         drafts = make_drafts(
-            *(self.speculation, running, self.cache),
-            decodes=decodes,
-            budget=budget,
-            model=self.draft_model,
+            self.speculation, running, self.cache, decodes, budget, model=self.draft_model
         )
         for group in running if drafts else ():  # those with drafts are no plain decodes now
             if group.decode_row is not None and group.sequences[0].id in drafts:
@@ -338,8 +333,6 @@ class Scheduler:
     ) -> tuple[list[Span], int]:
         """Return a group's tokens to compute, as far as their images are or will be encoded."""
         spans, used = self._background.next_spans(group, counts, budget, self.cache)
-        if self.images is None or not group.request.images:
-            return spans, used
         return self.images.fit(group.request, spans, used)
 
     def _begin_block(self, group: SequenceGroup) -> None:

@@ -18,8 +18,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
-from transformers.distributed.tensor_parallel import TensorParallelLayer
+from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.pytorch_utils import Conv1D
 
 from octavo.engine.models.read_weights import load_weights
