@@ -1,6 +1,6 @@
 """Chooses the number of pieces of a sequence's keys, so that all of a GPU is busy."""
 
-from functools import cache
+from functools import lru_cache
 
 from octavo.kernels.triton.tiles import WorkKind
 
@@ -19,7 +19,6 @@ def max_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
     return MAX_WAVES[kind] * concurrent // num_kv_heads
 
 
-@cache
 def choose_splits(programs: int, longest: int, concurrent: int, kind: WorkKind = "decode") -> int:
     """Return the number of pieces for the longest sequence.
 
@@ -33,10 +32,19 @@ def choose_splits(programs: int, longest: int, concurrent: int, kind: WorkKind =
         concurrent: Programs of this kind that the GPU runs concurrently.
         kind: The kind of work of the programs.
     """
+    return _cheapest(programs, longest // MIN_KEYS, concurrent, MAX_WAVES[kind])
+
+
+@lru_cache(maxsize=4096)
+def _cheapest(programs: int, most: int, concurrent: int, max_waves: int) -> int:
+    """Return the number of pieces, at most `most`, of as many times `MIN_KEYS` keys.
+
+    The length is rounded so that most steps find their answer from the step before.
+    """
 
     def time(splits: int) -> int:
         waves = -(-programs * splits // concurrent)
-        return waves * (-(-longest // splits) + START_KEYS)
+        return waves * (-(-most * MIN_KEYS // splits) + START_KEYS)
 
-    most = min(MAX_SPLITS, longest // MIN_KEYS, MAX_WAVES[kind] * concurrent // programs)
-    return min(range(1, max(1, most) + 1), key=time)
+    allowed = min(MAX_SPLITS, most, max_waves * concurrent // programs)
+    return min(range(1, max(1, allowed) + 1), key=time)

@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.metadata import AttentionShape
-from octavo.kernels.triton import plan
+from octavo.kernels.triton import plan, splits
 from octavo.kernels.triton.splits import MAX_SPLITS, MIN_KEYS, choose_splits
 from octavo.kernels.triton.tiles import Heads, choose_tiles
 
@@ -18,9 +18,9 @@ H100 = 2 * 132  # concurrent programs, of decodes
 @pytest.mark.parametrize("programs", [1, 8, 32, 128, 264, 512, 2048])
 @pytest.mark.parametrize("longest", [0, 1, 255, 2048, 32768, 131072])
 def test_pieces_are_worth_their_while(programs, longest):
-    splits = choose_splits(programs, longest, H100)
-    assert 1 <= splits <= MAX_SPLITS
-    assert splits == 1 or longest / splits >= MIN_KEYS
+    pieces = choose_splits(programs, longest, H100)
+    assert 1 <= pieces <= MAX_SPLITS
+    assert pieces == 1 or longest / pieces >= MIN_KEYS
 
 
 @pytest.mark.parametrize("programs", [4, 8, 32, 100, 128, 265, 400])
@@ -38,6 +38,15 @@ def test_what_fills_the_gpu_by_itself_is_not_cut():
     # Each prompt chunk has its own multiprocessor: two pieces of one would run in sequence.
     assert choose_splits(132, 32768, 132) == 1
     assert choose_splits(132, 32768, 264) == 2
+
+
+def test_a_growing_sequence_adds_no_answer_per_token():
+    splits._cheapest.cache_clear()
+    for longest in range(100_000):
+        choose_splits(8, longest, H100)
+    kept = splits._cheapest.cache_info()
+    assert kept.currsize == -(-100_000 // MIN_KEYS)
+    assert kept.maxsize is not None
 
 
 SEQUENCES, CHUNKS, ROWS = 40, 10, 300
