@@ -1,8 +1,8 @@
 # An engine: one model with its paged KV cache. `serve` runs several, and a router. From the repository's
 # root, for CPUs:
 #   docker build -f docker/engine.Dockerfile -t octavo-engine .
-# and for NVIDIA GPUs, on which Octavo has not run yet (PyPI's PyTorch brings CUDA; the host needs the
-# driver and its container toolkit):
+# and for NVIDIA GPUs, on which Octavo has not run yet (PyPI's PyTorch brings CUDA; the host needs
+# driver 580 or newer and its container toolkit):
 #   docker build -f docker/engine.Dockerfile -t octavo-engine:cuda \
 #     --build-arg TORCH_INDEX=https://pypi.org/simple .
 

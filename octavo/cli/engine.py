@@ -9,6 +9,7 @@ from octavo.cli.extras import require
 from octavo.cli.options import Flags, load, settings_options
 from octavo.common import logging
 from octavo.common.background import call_in_thread
+from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.settings import EngineSettings
 
 
@@ -49,7 +50,11 @@ def import_engine() -> None:
     from octavo.engine.models.device import choose_device  # noqa: PLC0415 - torch takes seconds
     from octavo.engine.without_compiler import keep_compiler_out  # noqa: PLC0415
 
-    if choose_device("auto").type == "cpu":
+    try:
+        device = choose_device("auto")
+    except UnsupportedModelError:  # the engine that starts here reports it
+        return
+    if device.type == "cpu":
         keep_compiler_out()
         import octavo.engine.server  # noqa: F401, PLC0415
 
