@@ -19,6 +19,7 @@ many. The price is some idle programs. Piecewise graphs, one for each part of th
 attention calls, would leave a few launches per layer to the host.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -232,7 +233,10 @@ def _query_starts(size: GraphSize) -> torch.Tensor:
 
 
 def cuda_recorder(*, check_inputs: bool = False) -> Record:
-    """Return a recorder of CUDA graphs that share their memory.
+    """Return a recorder of CUDA graphs that share their memory and their stream.
+
+    The end of a graph frees cuBLAS's workspace for its stream. In PyTorch's own capture stream,
+    graphs of other recorders that still live would have their workspace there, too.
 
     Args:
         check_inputs: Whether a replay raises if a tensor that the graph reads was freed. It is for
@@ -241,6 +245,7 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
             2.13.
     """
     pool = torch.cuda.graph_pool_handle()
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {}
     if check_inputs and "check_input_liveness" in signature(torch.cuda.graph).parameters:
         options["check_input_liveness"] = True
@@ -250,7 +255,7 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, **options):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, **options):
             output = work()
 
         def replay() -> torch.Tensor:
@@ -290,5 +295,6 @@ def graph_memory(
     chosen = [size for size in sizes if size == sizes[0] or size in largest.values()]
     recorded = record_sizes(chosen, measured)
     del recorded
+    gc.collect()  # graphs in cycles would otherwise die while later ones are recorded
     whole, per_graph = left[0] - left[-1], left[-2] - left[-1]
     return max(0, whole) + (len(sizes) - len(chosen)) * max(0, per_graph)

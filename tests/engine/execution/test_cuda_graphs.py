@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import itertools
+import weakref
 from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from octavo.engine.attention.operator import current_step
-from octavo.engine.execution.cuda_graphs import cuda_recorder
+from octavo.engine.execution.cuda_graphs import cuda_recorder, graph_memory
 from octavo.engine.execution.graph_sizes import MAX_ROWS, GraphSize, graph_sizes, step_sizes
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.settings import EngineSettings
@@ -203,31 +204,66 @@ def test_other_steps_are_not_replayed(inputs):
     assert decode_graphs(gpu.step, gpu.record).run(inputs) is None
 
 
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """Make the parts of CUDA that a recorder needs, except `torch.cuda.graph`."""
+    for name in ("CUDAGraph", "Stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+
+@pytest.mark.usefixtures("fake_cuda")
 @pytest.mark.parametrize("known", [True, False])
 def test_pytorch_looks_for_freed_inputs_where_it_can_and_is_asked_to(monkeypatch, known):
     seen = []
 
-    class Graph:
-        def replay(self):
-            pass
-
     @contextlib.contextmanager
-    def graph_of_2_13(cuda_graph, pool=None, check_input_liveness=False):
+    def graph_of_2_13(cuda_graph, pool=None, stream=None, check_input_liveness=False):
         seen.append(check_input_liveness)
         yield
 
     @contextlib.contextmanager
-    def graph_of_2_11(cuda_graph, pool=None):
+    def graph_of_2_11(cuda_graph, pool=None, stream=None):
         seen.append(False)
         yield
 
     monkeypatch.setattr(torch.cuda, "graph", graph_of_2_13 if known else graph_of_2_11)
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     for check in (False, True):
         cuda_recorder(check_inputs=check)(lambda: torch.zeros(1))
     assert seen == [False, known]
+
+
+@pytest.mark.usefixtures("fake_cuda")
+def test_each_recorder_has_a_stream_of_its_own(monkeypatch):
+    seen = []
+
+    @contextlib.contextmanager
+    def graph(cuda_graph, pool=None, stream=None):
+        seen.append((pool, stream))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    for _ in range(2):
+        record = cuda_recorder()
+        for _ in range(2):
+            record(lambda: torch.zeros(1))
+    first, second, third, fourth = seen
+    assert first == second
+    assert third == fourth
+    assert None not in first
+    assert not set(first) & set(third)
+
+
+def test_measured_graphs_are_dead_before_others_are_recorded():
+    class Graphs:
+        def __init__(self, record):
+            record(lambda: torch.zeros(1))
+            self.itself = self  # a cycle, as a model's closures may be
+            left.append(weakref.ref(self))
+
+    left = []
+    graph_memory(graph_sizes(2), lambda _, record: Graphs(record), Again().record, lambda: 0)
+    assert [graphs() for graphs in left] == [None]
 
 
 GIB = 1 << 30
