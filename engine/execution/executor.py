@@ -244,7 +244,7 @@ class Executor:
         for query_lens in ([1], [1, 2]):
             arrays = idle_arrays(query_lens, self.cache.layout)
             if self._leader is not None:
-                self._leader.run(Transfers(), arrays, most_likely=False)
+                self._leader.run(Transfers(), arrays, most_likely=False, longest=max_model_len)
             inputs = to_inputs(
                 arrays, device=self._device, shapes=self._shapes, longest=max_model_len
             )

@@ -16,7 +16,7 @@ from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.execution.inputs import StepArrays, to_inputs
 from octavo.engine.kv_cache import Transfers
-from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.memory.cache_tensors import CacheTensors, reset_peak
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.parallel.watch import Watch
 from octavo.engine.parallel.world import World
@@ -58,16 +58,24 @@ class Leader:
         """Make the other ranks copy blocks."""
         self._send(Kind.COPY, _pack_transfers(transfers))
 
-    def run(self, transfers: Transfers, arrays: StepArrays, *, most_likely: bool) -> None:
+    def run(
+        self,
+        transfers: Transfers,
+        arrays: StepArrays,
+        *,
+        most_likely: bool,
+        longest: int | None = None,
+    ) -> None:
         """Make the other ranks compute a step; this rank must compute it right afterwards.
 
         Args:
             transfers: The step's copies.
             arrays: The step's arrays.
             most_likely: Whether to return the most likely tokens instead of logits.
+            longest: See `to_inputs`.
         """
         kind = Kind.MOST_LIKELY if most_likely else Kind.LOGITS
-        self._send(kind, _pack_transfers(transfers), pack(arrays))
+        self._send(kind, _pack_transfers(transfers), [longest or 0], pack(arrays))
 
     def watch(self) -> None:
         """Let all ranks watch each other from now on; see `octavo.engine.parallel.watch`."""
@@ -187,6 +195,8 @@ class Follower:
                     watch = Watch(self._world, self._told_to_stop)
                 case Kind.ALLOCATE:
                     self._cache = self._allocate(*rest.tolist())
+                    if self._loaded.device.type == "cuda":
+                        reset_peak(self._loaded.device)  # the largest step may follow
                 case Kind.COUNT:
                     self._world.least(*self._count(self._cache))
                 case _:
@@ -198,7 +208,10 @@ class Follower:
         self._cache.swapper.take_times()
         if kind is Kind.COPY:
             return
-        inputs = to_inputs(unpack(rest), device=self._loaded.device, shapes=self._shapes)
+        longest = int(rest[0]) or None
+        inputs = to_inputs(
+            unpack(rest[1:]), device=self._loaded.device, shapes=self._shapes, longest=longest
+        )
         cache, scales = self._cache, self._loaded.kv_scales
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         forward = self._loaded.forward

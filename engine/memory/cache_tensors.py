@@ -173,6 +173,12 @@ def peak_memory(device: torch.device) -> int:
     return others + torch.cuda.max_memory_allocated(device)
 
 
+def reset_peak(device: torch.device) -> None:
+    """Let `peak_memory` count from now on, without what loading the model used."""
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
+
+
 def free_memory(device: torch.device) -> int:
     """Return a GPU's free bytes, after this process has released its cached memory."""
     torch.cuda.empty_cache()

@@ -15,7 +15,13 @@ from octavo.engine.execution.cuda_graphs import cuda_recorder
 from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.graph_sizes import GraphSize, step_sizes
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
-from octavo.engine.memory.cache_tensors import GIB, free_memory, memory_of, peak_memory
+from octavo.engine.memory.cache_tensors import (
+    GIB,
+    free_memory,
+    memory_of,
+    peak_memory,
+    reset_peak,
+)
 from octavo.engine.memory.spill_file import SpillPlan
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.scheduling.batch import Batch, ScheduledSequence
@@ -112,8 +118,7 @@ def measure(settings: EngineSettings, loaded: Loaded, plan: CachePlan) -> int:
     least = sum(plan.layout.sequence_blocks(tokens)) + len(plan.layout.groups)
     probe = Executor(model, allocate(plan.layout, model, least, 0, loaded.leader), loaded.leader)
     if loaded.on_gpu:  # a CPU has no peak to measure
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(model.device)  # loading may have used more
+        reset_peak(model.device)
         probe.execute(largest_batch(tokens, plan.max_num_seqs, plan.layout))
         torch.cuda.synchronize(model.device)
     return _memory_taken(probe, model, settings, plan) + (loaded.adapter_limit or 0)

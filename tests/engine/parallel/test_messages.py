@@ -1,12 +1,22 @@
 """Ranks' positions, and messages from rank 0."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
+import torch
 
 from octavo.common.topology import Core, Node
-from octavo.engine.execution.inputs import StepArrays
-from octavo.engine.execution.leader import pack, unpack
+from octavo.engine.attention.operator import current_step
+from octavo.engine.execution import inputs
+from octavo.engine.execution.inputs import StepArrays, idle_arrays
+from octavo.engine.execution.leader import Follower, Leader, pack, unpack
+from octavo.engine.kv_cache import Transfers
+from octavo.engine.memory.cache_layout import plan_layout
+from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
+from tests.plain import shape
 
 
 def test_a_step_arrives_as_it_was_sent():
@@ -30,6 +40,85 @@ def test_a_step_arrives_as_it_was_sent():
     for sent, got in zip(arrays.tables, found.tables, strict=True):
         np.testing.assert_array_equal(got, sent)
         assert got.dtype == sent.dtype
+
+
+class Wire:
+    """Both ends of rank 0's messages."""
+
+    def __init__(self):
+        self.sent = []
+
+    def send(self, numbers):
+        self.sent.append(numbers)
+
+    def receive(self):
+        return self.sent.pop(0)
+
+    def least(self, *numbers):
+        return list(numbers)
+
+    def flush(self):
+        pass
+
+
+class Forward(RankForward):
+    """A fake of a rank's part, which notes the plan of each step."""
+
+    def __init__(self):
+        self.plans = []
+
+    def begin(self, *_):
+        self.plans += [group.plan for group in current_step().groups]
+
+    def logits(self, _):
+        pass
+
+
+def follower_on(device, wire, events=None):
+    """Return a follower of a small model, and its fake forward pass."""
+    kind = torch.bfloat16
+    layout = plan_layout(shape(1, 2, 2, 8, 100, 64), 16, kind, kind)
+    given = {"num_swap_blocks": 0, "dtype": kind, "device": torch.device("cpu")}
+    forward = Forward()
+    loaded = SimpleNamespace(
+        device=torch.device(device), dtype=kind, cache_dtype=kind, kv_scales=None, forward=forward
+    )
+
+    def allocate(blocks, _):
+        return CacheTensors(layout, num_blocks=blocks, **given)
+
+    def count(cache):
+        events.append("count")
+        return len(cache.device), 0
+
+    return Follower(wire, loaded, allocate, count), forward, layout
+
+
+def test_other_ranks_warm_up_for_the_same_longest_sequence(monkeypatch):
+    monkeypatch.setattr(inputs, "plan_attention", lambda _, seq_lens, __: seq_lens.tolist())
+    wire = Wire()
+    follower, forward, layout = follower_on("cpu", wire)
+    leader = Leader(wire)
+    arrays = idle_arrays([1, 2], layout)
+    leader.run(Transfers(), arrays, most_likely=False, longest=4096)
+    leader.run(Transfers(), arrays, most_likely=False)
+    leader.stop()
+    follower.run()
+    assert forward.plans == [[4096, 4096], [1, 2]]
+
+
+def test_other_ranks_count_without_the_peak_of_loading(monkeypatch):
+    events = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: events.append("empty"))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda _: events.append("reset"))
+    wire = Wire()
+    follower, *_ = follower_on("cuda", wire, events)
+    leader = Leader(wire)
+    leader.allocate(3, 0)
+    leader.count(5, 0)
+    leader.stop()
+    follower.run()
+    assert events == ["empty", "reset", "count"]
 
 
 def test_ranks_of_a_machine_divide_its_cores():
