@@ -24,6 +24,8 @@ path = "triton"
 warning: str | None = None
 MIN_CAPABILITY = (8, 0)
 """Minimum compute capability of an NVIDIA GPU: Ampere's."""
+MISCOMPILED = {(10, 3): "B300 (compute capability 10.3)"}
+"""GPUs for which Triton, up to 3.8 at least, adds chained products up wrongly (triton#10821)."""
 AMD_ARCHS = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 """AMD GPUs whose matrix units Triton uses: CDNA 2 to 4, RDNA 3 and 4."""
 
@@ -43,6 +45,11 @@ def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
         raise ValueError(
             f"the kernels need a GPU of compute capability {needed} or later, and this one has"
             f" {has}: use a CPU"
+        )
+    if not gpu.is_amd and gpu.capability in MISCOMPILED:
+        raise ValueError(
+            f"Triton compiles products for {MISCOMPILED[gpu.capability]} wrongly, and this GPU is"
+            " one: use another GPU, or a CPU"
         )
     if cache_dtype in E4M3_DTYPES and cache_dtype != gpu.e4m3:
         raise ValueError(

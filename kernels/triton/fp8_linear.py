@@ -17,6 +17,7 @@ from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.quantized import E4M3, FP8_MULTIPLE, LARGEST, MIN_SCALE
 
 COLUMNS = 1024
+TORCH = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @triton.jit(do_not_specialize=["row_stride"])
@@ -102,11 +103,15 @@ def multiply(
 def has_fp8_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether a GPU multiplies rows and weights in e4m3 with these scales.
 
+    Before 2.12, PyTorch launches these products on compute capability 8.9 in the default stream,
+    whatever the current one is (pytorch#177651): then CUDA graphs and swaps would not order them.
+
     Args:
         device: The GPU.
         dtype: Dtype of rows before they are rounded, and of outputs.
     """
-    if describe_gpu(device).e4m3 != E4M3:
+    gpu = describe_gpu(device)
+    if gpu.e4m3 != E4M3 or (gpu.capability == (8, 9) and TORCH < (2, 12)):
         return False
     ones = torch.ones((FP8_MULTIPLE, FP8_MULTIPLE), device=device)
     try:

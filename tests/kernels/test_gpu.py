@@ -1,6 +1,7 @@
 """Properties of GPUs, derived from PyTorch's for NVIDIA and AMD."""
 
 from contextlib import nullcontext
+from importlib import import_module
 from types import SimpleNamespace
 
 import pytest
@@ -99,6 +100,8 @@ def test_the_largest_number_is_that_of_the_devices_own_e4m3(there_is):
         (H100, {"major": 8, "minor": 6}, torch.float8_e4m3fn, "on sm_86: use fp8_e5m2"),
         (H100, {"major": 8, "minor": 6}, torch.float8_e5m2, None),
         (H100, {"major": 12, "minor": 0}, torch.float8_e4m3fn, None),
+        (H100, {"major": 10, "minor": 0}, None, None),
+        (H100, {"major": 10, "minor": 3}, None, r"products for B300 .* wrongly"),
         (MI300X, {}, torch.float8_e4m3fnuz, None),
         (MI300X, {}, torch.float8_e4m3fn, "on gfx942: use fp8_e5m2"),
         (MI300X, {}, torch.float8_e5m2, None),
@@ -116,3 +119,21 @@ def test_a_gpu_that_cannot_run_the_kernels_is_refused(
     model["dtype"] = torch.bfloat16
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         ops.check_supported(**model, block_size=16, device=DEVICE, cache_dtype=cache_dtype)
+
+
+@pytest.mark.parametrize(
+    ("minor", "version", "has"), [(9, (2, 11), False), (9, (2, 12), True), (6, (2, 12), False)]
+)
+def test_products_in_fp8_that_ignore_the_stream_are_not_used(
+    there_is, monkeypatch, minor, version, has
+):
+    pytest.importorskip("triton")
+    there_is(H100, major=8, minor=minor)
+    products = import_module("octavo.kernels.triton.fp8_linear")
+    product = torch.full((16, 16), 96.0)
+    monkeypatch.setattr(products, "TORCH", version)
+    monkeypatch.setattr(products, "multiply", lambda *_: product)
+    monkeypatch.setattr(torch, "ones", lambda *_, **__: product)
+    products.has_fp8_products.cache_clear()
+    assert products.has_fp8_products(DEVICE, torch.bfloat16) == has
+    products.has_fp8_products.cache_clear()
