@@ -14,7 +14,13 @@ from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.execution.cuda_graphs import Record, StepGraphs, graph_memory
 from octavo.engine.execution.graph_sizes import GraphSize
-from octavo.engine.execution.inputs import StepInputs, idle_arrays, make_inputs, to_inputs
+from octavo.engine.execution.inputs import (
+    StepInputs,
+    idle_arrays,
+    make_inputs,
+    to_inputs,
+    warm_up_sizes,
+)
 from octavo.engine.execution.leader import Leader
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.kv_cache import Transfers
@@ -34,7 +40,7 @@ from octavo.engine.sampling.sampler import (
 from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
 from octavo.engine.scheduling.image_encodes import ImageKey
 from octavo.kernels.host_copies import to_device
-from octavo.kernels.logits import draw_tokens
+from octavo.kernels.logits import draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
 
 log = structlog.get_logger(__name__)
@@ -232,17 +238,21 @@ class Executor:
         return self.cache.swapper.take_times()
 
     @torch.inference_mode()
-    def warm_up(self, max_model_len: int) -> None:
+    def warm_up(self, max_model_len: int, max_num_batched_tokens: int) -> None:
         """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
-        It runs a decode alone, a decode beside a prompt's chunk, both also with an adapter of all
-        layers, sampling of their tokens, and a block copy. Call it while the cache is empty.
+        It runs a decode alone, a decode beside a prompt's chunk, and more and more decodes, all
+        also with an adapter of all layers; sampling of their tokens, with masks; and a block copy.
+        Call it while the cache is empty.
 
         Args:
             max_model_len: Maximum number of tokens of a sequence.
+            max_num_batched_tokens: Maximum number of tokens of a step.
         """
-        for query_lens in ([1], [1, 2]):
+        decodes = ([1] * count for count in warm_up_sizes(max_num_batched_tokens))
+        for query_lens in ([1], [1, 2], *decodes):
             arrays = idle_arrays(query_lens, self.cache.layout)
+            arrays = replace(arrays, rows=arrays.rows[:2])  # few logits, which need much memory
             if self._leader is not None:
                 self._leader.run(Transfers(), arrays, most_likely=False, longest=max_model_len)
             inputs = to_inputs(
@@ -258,6 +268,7 @@ class Executor:
                 logits,
                 SamplingTensors.greedy(len(logits))._replace(temperatures=np.ones(len(logits))),
             )
+            mask_logits(logits, range(len(logits)), np.zeros((len(logits), 1), np.int32))
         if len(self.cache.device) > 1:
             first = Transfers(copies=[(0, 1)])
             if self._leader is not None:

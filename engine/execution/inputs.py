@@ -15,6 +15,9 @@ from octavo.kernels.low_rank import StepAdapters
 from octavo.kernels.metadata import AttentionMetadata, AttentionShape
 from octavo.kernels.ops import plan_attention
 
+FIRST_SIZE = 24
+"""Number of rows in the middle of those that take the second of a kernel's tiles."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepArrays:
@@ -311,6 +314,16 @@ def to_inputs(
     several = int(np.count_nonzero(query_lens > 1))
     wanted = to_device(arrays.rows, device)
     return StepInputs(laid[0:1], laid[1:2], wanted, groups, num_chunks=several)
+
+
+def warm_up_sizes(max_num_batched_tokens: int) -> list[int]:
+    """Return numbers of tokens of steps that, with 1 and the maximum, need every tile of rows.
+
+    Kernels of quantized weights and of experts have tiles for up to 16, up to 32 and more rows, and
+    experts have some share of the tokens each: one of these numbers is in every doubling.
+    """
+    doublings = max(0, max_num_batched_tokens // FIRST_SIZE).bit_length()
+    return [FIRST_SIZE << i for i in range(doublings)]
 
 
 def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:

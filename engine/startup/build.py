@@ -182,7 +182,7 @@ def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: Cac
     executor = Executor(loaded.model, tensors, loaded.leader, loaded.device_adapters())
     if not loaded.on_gpu:  # the self-check has run all of a CPU's kernels
         return executor
-    executor.warm_up(size.max_model_len)
+    executor.warm_up(size.max_model_len, plan.max_num_batched_tokens)
     if not settings.cuda_graphs or loaded.leader is not None:
         return executor
     try:

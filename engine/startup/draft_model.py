@@ -62,7 +62,7 @@ class LoadedDraftModel:
         log.info("draft model loaded", model=name, compiled=self._loaded.compiled)
 
     def start(self, num_blocks: int, max_num_batched_tokens: int) -> DraftModel:
-        """Allocate its cache and warm up.
+        """Allocate its cache; on a GPU, warm up.
 
         Args:
             num_blocks: Blocks of its cache.
@@ -78,7 +78,8 @@ class LoadedDraftModel:
             model_dtype=loaded.dtype,
         )
         executor = Executor(loaded, tensors)
-        executor.warm_up(loaded.shape.max_position)
+        if loaded.device.type == "cuda":
+            executor.warm_up(loaded.shape.max_position, max_num_batched_tokens)
         cache = KVCacheManager(
             num_blocks=num_blocks,
             groups=layout.groups,

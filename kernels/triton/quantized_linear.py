@@ -106,7 +106,7 @@ def _linear_kernel(  # noqa: PLR0917
     tl.store(to, total.to(out.dtype.element_ty), mask=exists[:, None] & real[None, :])
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "splits"])
 def _merge_kernel(  # noqa: PLR0917
     parts, bias, out, rows, outputs, splits, HAS_BIAS: tl.constexpr, COLUMNS: tl.constexpr
 ):
