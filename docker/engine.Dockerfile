@@ -33,6 +33,10 @@ RUN python3 -m venv /opt/octavo \
     && /opt/octavo/bin/pip install --index-url "${TORCH_INDEX}" --no-deps --constraint constraints.txt torch
 COPY . .
 RUN OCTAVO_PURE_WHEEL=1 /opt/octavo/bin/pip install --constraint constraints.txt '.[all,smg,tracing]'
+# Triton's own assembler for Hopper is too old: see kernels/triton/assembler.py.
+RUN if /opt/octavo/bin/python -c 'import sys, torch; sys.exit(not torch.version.cuda)'; then \
+    /opt/octavo/bin/pip install --no-deps --constraint constraints.txt \
+    nvidia-cuda-nvcc==13.5.37; fi
 COPY --from=kernels /prebuilt /prebuilt
 RUN mv /prebuilt /opt/octavo/lib/python3.*/site-packages/octavo/kernels/cpu/
 

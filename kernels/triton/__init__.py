@@ -4,6 +4,7 @@ import torch
 
 from octavo.kernels.gpu import E4M3_DTYPES, describe_gpu
 from octavo.kernels.scores import score_tokens
+from octavo.kernels.triton.assembler import choose_assembler
 from octavo.kernels.triton.causal_conv import causal_conv
 from octavo.kernels.triton.copy_blocks import copy_blocks, swap_blocks
 from octavo.kernels.triton.draw_tokens import argmax, draw_tokens
@@ -31,7 +32,10 @@ AMD_ARCHS = ("gfx90a", "gfx94", "gfx95", "gfx11", "gfx12")
 
 
 def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
-    """Raise ValueError if a GPU cannot run the kernels; see `octavo.kernels.backend`."""
+    """Raise ValueError if a GPU cannot run the kernels; see `octavo.kernels.backend`.
+
+    Otherwise choose the assembler of those that are compiled from now on.
+    """
     if not torch.cuda.is_available():
         return
     gpu = describe_gpu(device)
@@ -56,6 +60,7 @@ def check_device(device: torch.device, cache_dtype: torch.dtype | None) -> None:
             f"fp8_e4m3 needs a GPU with instructions for it, and the kernels use none on"
             f" {gpu.arch}: use fp8_e5m2"
         )
+    choose_assembler(gpu)
 
 
 __all__ = [
