@@ -20,6 +20,7 @@ from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.formats.base import Format
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
 from octavo.kernels.ops import check_supported
+from octavo.kernels.uncompiled import why_uncompiled
 
 
 @contextmanager
@@ -42,11 +43,14 @@ def as_unsupported(path: str) -> Iterator[None]:
         raise SelfCheckError(f"{path} cannot be served: {error}") from error
     except ModelError:
         raise
-    except (NotImplementedError, ValueError) as error:
-        raise UnsupportedModelError(f"{path} cannot be served: {first_line(error)}") from error
     except Exception as error:
+        why = why_uncompiled(error)
+        if why is None and isinstance(error, (NotImplementedError, ValueError)):
+            why = first_line(error)
         raise UnsupportedModelError(
-            f"{path} cannot be served: its code does not run with paged attention"
+            f"{path} cannot be served: {why}"
+            if why is not None
+            else f"{path} cannot be served: its code does not run with paged attention"
             f" ({type(error).__name__}: {first_line(error)})"
         ) from error
 

@@ -36,6 +36,7 @@ from octavo.engine.startup.cache_plan import (
     plan_cache,
     size_cache,
 )
+from octavo.engine.startup.capacity import naming_uncompiled
 from octavo.engine.startup.disk_tier import block_layout, open_disk_tier
 from octavo.engine.startup.find_model import ModelFiles, find_model
 from octavo.engine.startup.generation_config import Defaults
@@ -106,6 +107,7 @@ class Parts:
         return 1 if self.leader is None else self.leader.world.place.size
 
 
+@naming_uncompiled()
 def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """Load the model, allocate the KV cache, and warm up.
 

@@ -1,10 +1,13 @@
 """The number of blocks of the KV cache, and the maximum length of a sequence."""
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
+from octavo.common.models.errors import ModelError
 from octavo.common.resources import Memory
 from octavo.engine.memory.cache_tensors import (
     GIB,
@@ -16,6 +19,7 @@ from octavo.engine.memory.cache_tensors import (
 from octavo.engine.memory.swap import staging_memory
 from octavo.engine.models.device import choose_device
 from octavo.engine.settings import EngineSettings
+from octavo.kernels.uncompiled import why_uncompiled
 
 CPU_SEQS, CPU_BATCHED_TOKENS = 128, 512
 GPU_SEQS, GPU_BATCHED_TOKENS = 256, 8192
@@ -33,6 +37,17 @@ def batch_size(settings: EngineSettings, device: torch.device) -> tuple[int, int
     )
     seqs = seqs or min(default_seqs, tokens or default_seqs)
     return seqs, tokens or max(seqs, default_tokens)
+
+
+@contextmanager
+def naming_uncompiled() -> Iterator[None]:
+    """Convert the error of a kernel that Triton cannot compile to a StartupError."""
+    try:
+        yield
+    except Exception as error:
+        if (why := why_uncompiled(error)) is None or isinstance(error, ModelError):
+            raise
+        raise StartupError(why) from error
 
 
 def count_blocks(

@@ -23,7 +23,7 @@ from octavo.engine.parallel.rank_signals import RankSignals
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.cache_plan import count_pool
-from octavo.engine.startup.capacity import StartupError
+from octavo.engine.startup.capacity import StartupError, naming_uncompiled
 from octavo.engine.startup.load import join_ranks
 from octavo.engine.startup.threads import set_threads
 from octavo.kernels import cpu
@@ -58,6 +58,7 @@ def run(settings: EngineSettings) -> NoReturn:
     exit_at_once(0)
 
 
+@naming_uncompiled()
 def follow(settings: EngineSettings, place: RankPlace) -> None:
     """Compute the steps that rank 0 sends until it stops the engine.
 
