@@ -4,12 +4,15 @@ Inductor compiles the operators between two products (a residual, a norm, a SwiG
 It caches kernels on disk, so the next start is faster.
 """
 
+import math
 import os
 from collections.abc import Callable
 
 import structlog
 import torch
+from torch._inductor import config as inductor
 
+from octavo.common import resources
 from octavo.common.models.cache import cache_dir
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation.capture import capture, example
@@ -40,6 +43,17 @@ class _Reporting(torch.nn.Module):
         return logits
 
 
+def limit_compilers() -> None:
+    """Let Inductor start no more compilers than a CPU quota can run.
+
+    It starts one for each core of the machine; with a container's quota they would throttle the
+    engine. A user's own TORCHINDUCTOR_COMPILE_THREADS applies as it is.
+    """
+    quota, compilers = resources.cpu_quota(), inductor.compile_threads
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ and quota < (compilers or math.inf):
+        inductor.compile_threads = max(1, math.floor(quota))
+
+
 class JitForward:
     """A model's step, compiled once for any number of tokens from two.
 
@@ -63,6 +77,7 @@ class JitForward:
         self._uncompiled = 0
         self._eager = forward
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache_dir() / "inductor"))
+        limit_compilers()
         captured = capture(forward, device)
         fuse_rotary_embeddings(captured.graph)
         captured.graph_module.recompile()

@@ -1,5 +1,6 @@
 """The step compiled in the engine's process, as on a GPU, gives the model's outputs."""
 
+import math
 import weakref
 from types import SimpleNamespace
 
@@ -8,6 +9,7 @@ import torch
 from structlog.testing import capture_logs
 from transformers import GPTNeoXConfig, Qwen2Config
 
+from octavo.common import resources
 from octavo.engine.attention.operator import DryRun, attending
 from octavo.engine.compilation import jit
 from octavo.engine.compilation.capture import EXAMPLE_ROWS, EXAMPLE_TOKENS, example
@@ -76,6 +78,20 @@ def run(model, *, recorded=False):
     ]
     stepper.run()
     return [group.sequences[0].token_ids for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("quota", "given", "expected"),
+    [(2.5, None, 2), (0.5, None, 1), (math.inf, None, 32), (64.0, None, 32), (2.0, "32", 32)],
+)
+def test_a_quota_limits_the_compilers(monkeypatch, quota, given, expected):
+    monkeypatch.setattr(resources, "cpu_quota", lambda: quota)
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS", raising=False)
+    if given:
+        monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", given)
+    with jit.inductor.patch(compile_threads=32):
+        jit.limit_compilers()
+        assert jit.inductor.compile_threads == expected
 
 
 @pytest.mark.slow
