@@ -3,9 +3,10 @@
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info
+
+from octavo.common.version import own_version
 
 SECONDS = (
     *(0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5),
@@ -77,7 +78,7 @@ class RouterMetrics:
             return Gauge(f"octavo_router_{name}", text, labels, registry=registry)
 
         info = Info("octavo_router", "The router's version.", registry=registry)
-        info.info({"version": version("octavo")})
+        info.info({"version": own_version()})
         self.requests = counter(
             "requests",
             "Calls of Generate, Embed, Score and Classify that ended, by gRPC status.",

@@ -2,7 +2,6 @@
 
 import asyncio
 import uuid
-from importlib.metadata import version
 from itertools import accumulate, pairwise
 from operator import gt
 from typing import Any
@@ -14,6 +13,7 @@ from octavo.common import rpc
 from octavo.common.limits import check_token_ids
 from octavo.common.models.embedding import EmbeddingPlan
 from octavo.common.topology import format_list
+from octavo.common.version import own_version
 from octavo.engine.embedding.core import Embedding, EmbeddingCore, RefusedError
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.session import Session
@@ -51,7 +51,7 @@ class ServedEmbedder:
         metrics.info.info(
             {
                 "instance_id": self._instance_id,
-                "version": version("octavo"),
+                "version": own_version(),
                 "model": settings.model_name,
                 "device": parts.device,
                 "dtype": parts.dtype,
@@ -156,7 +156,7 @@ class ServedEmbedder:
             max_num_batched_tokens=parts.max_num_batched_tokens,
             max_outputs=1,
             block_size=BLOCK_TOKENS,
-            version=version("octavo"),
+            version=own_version(),
             device=parts.device,
             dtype=parts.dtype,
             kernels=parts.kernels,

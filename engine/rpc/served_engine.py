@@ -3,7 +3,6 @@
 import asyncio
 import uuid
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -12,6 +11,7 @@ import structlog
 from octavo.common.kv_cache.layer_group_messages import to_message
 from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
+from octavo.common.version import own_version
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_transfer.grpc_peers import GrpcPeers
@@ -61,7 +61,7 @@ class ServedEngine:
         metrics.info.info(
             {
                 "instance_id": self.instance_id,
-                "version": version("octavo"),
+                "version": own_version(),
                 "model": settings.model_name,
                 "device": parts.device,
                 "dtype": parts.dtype,
@@ -139,7 +139,7 @@ class ServedEngine:
                 adapters=parts.adapters is not None,
                 images=limits.images,
             ),
-            version=version("octavo"),
+            version=own_version(),
             device=parts.device,
             dtype=parts.dtype,
             kernels=parts.kernels,

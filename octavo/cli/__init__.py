@@ -4,7 +4,6 @@ Nothing here imports torch; the serving commands import it when they run.
 """
 
 import signal
-from importlib.metadata import version
 from typing import Annotated
 
 import typer
@@ -25,6 +24,7 @@ from octavo.cli.router import router
 from octavo.cli.serve import serve
 from octavo.cli.status import status
 from octavo.cli.types_in_help import Command, Group, name_types
+from octavo.common.version import own_version
 
 app = typer.Typer(
     cls=Group,
@@ -43,7 +43,7 @@ app.add_typer(bench, name="bench", rich_help_panel="Use")
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"octavo {version('octavo')}")
+        typer.echo(f"octavo {own_version()}")
         raise typer.Exit
 
 

@@ -7,12 +7,13 @@ OpenTelemetry conventions for generative AI.
 import asyncio
 import time
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
 from typing import TYPE_CHECKING
 
 from opentelemetry.context import Context
 from opentelemetry.trace import NoOpTracer, Tracer
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from octavo.common.version import own_version
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider as Provider
@@ -59,11 +60,11 @@ class Tracing:
             raise TracingError(
                 "--otlp-endpoint needs OpenTelemetry's SDK: pip install 'octavo[tracing]'"
             ) from error
-        resource = {"service.name": service, "service.version": version("octavo")}
+        resource = {"service.name": service, "service.version": own_version()}
         self._provider = TracerProvider(resource=Resource.create(resource), shutdown_on_exit=False)
         exporter = OTLPSpanExporter(endpoint, timeout=EXPORT_SECONDS)
         self._provider.add_span_processor(BatchSpanProcessor(exporter))
-        self.tracer = self._provider.get_tracer("octavo", version("octavo"))
+        self.tracer = self._provider.get_tracer("octavo", own_version())
 
     async def close(self) -> None:
         """Export the remaining spans, within the timeout."""

@@ -4,7 +4,6 @@ import asyncio
 import functools
 import time
 from collections.abc import Callable, Coroutine, Iterable
-from importlib.metadata import version
 from typing import Any, cast
 from urllib.parse import quote
 
@@ -19,6 +18,7 @@ from starlette.routing import BaseRoute, Mount, Route
 
 from octavo.client import InvalidArgumentError
 from octavo.common import rpc
+from octavo.common.version import own_version
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
 from octavo.router.http.answers import Answer, Vocabularies
@@ -362,7 +362,7 @@ class Api:
 
     async def _version(self, request: Request) -> Response:
         self._authenticate(request)
-        return JSONResponse({"version": version("octavo")})
+        return JSONResponse({"version": own_version()})
 
     def _list_models(self, request: Request) -> Iterable[generation_pb2.ModelCard]:
         return self._generator.list_models(self._authenticate(request)).models

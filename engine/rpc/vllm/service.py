@@ -7,7 +7,6 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 import grpc
@@ -21,6 +20,7 @@ from octavo.common import rpc
 from octavo.common.background import call_in_thread
 from octavo.common.models.json_files import CONFIG, read_json
 from octavo.common.tracing import CONTEXT_FIELDS
+from octavo.common.version import own_version
 from octavo.engine.constraints.constraint import ConstraintKind
 from octavo.engine.metrics import EngineMetrics, usage_ratio, used_blocks
 from octavo.engine.rpc.served_engine import ServedEngine
@@ -223,7 +223,7 @@ class VllmEngineService(vllm_engine_pb2_grpc.VllmEngineServicer):
         )
         return vllm_pb2.GetLoadsResponse(
             timestamp=datetime.now(UTC).isoformat(),
-            version=version("octavo"),
+            version=own_version(),
             dp_rank_count=1,
             loads=[scheduler_load],
         )

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 
 import grpc
@@ -35,6 +34,7 @@ from octavo.cli.connection import Server
 from octavo.cli.local_server import local_server
 from octavo.cli.output import err, fail, failures, out
 from octavo.common.shutdown import INTERRUPTED
+from octavo.common.version import own_version
 
 FILE_WIDTH = 120
 """Table width in columns when stdout is no terminal."""
@@ -84,7 +84,7 @@ def measure(
         if not invocation.runs:
             raise typer.Exit(INTERRUPTED)
         report = Report(
-            version=version("octavo"),
+            version=own_version(),
             command=command,
             date=date,
             client=f"{platform.platform()}, {os.cpu_count()} CPUs",

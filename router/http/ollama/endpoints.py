@@ -1,7 +1,6 @@
 """The endpoints of Ollama's API."""
 
 from collections.abc import Callable
-from importlib.metadata import version
 from typing import Any
 
 from starlette.requests import Request
@@ -10,6 +9,7 @@ from starlette.routing import BaseRoute, Route
 
 from octavo.client.requests import embed_request
 from octavo.client.responses import embeddings, state_name
+from octavo.common.version import own_version
 from octavo.router.generate import Generator
 from octavo.router.http.body import while_connected
 from octavo.router.http.endpoint import Answer, Authenticate, Handler, Parse
@@ -142,7 +142,7 @@ class OllamaEndpoints:
 
     async def _version(self, request: Request) -> Response:
         self._authenticate(request)
-        return JSONResponse({"version": version("octavo")})
+        return JSONResponse({"version": own_version()})
 
     def _cards(self, tenant: Tenant) -> list[generation_pb2.ModelCard]:
         return list(self._generator.list_models(tenant).models)
