@@ -5,12 +5,17 @@ import re
 import subprocess
 import sys
 import time
+from collections import Counter
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / "tests/kernels/test_triton.py"
-ENGINE = ROOT / "tests/engine/execution/test_on_gpu.py"
+ENGINE = ("tests/engine/execution/test_on_gpu.py", "tests/engine/memory/test_swap.py")
+KERNELS = tuple(
+    f"tests/kernels/test_triton{name}.py"
+    for name in ("", "_quantized", "_experts", "_low_rank", "_states")
+)
 ENGINE_NEEDS = (
     *("grpc_health", "grpc_status", "opentelemetry"),
     *("platformdirs", "pydantic_settings", "structlog"),
@@ -18,50 +23,64 @@ ENGINE_NEEDS = (
 """Libraries that the engine needs but kernels do not."""
 
 
-def run_tests(seconds: int) -> dict[str, object]:
+def run_tests(seconds: int) -> dict[str, dict[str, Any]]:
     """Run the kernels' tests, and the engine's where its libraries are installed.
 
-    The engine's tests get half of the time, the kernels' tests the rest.
+    Each file gets an equal part of the time that is left.
 
     Returns:
-        `passed` and `failed`: counts; `stopped`: whether time ran out; `output`: its end.
+        The outcome of each file; see `run_file`.
     """
     until = time.monotonic() + seconds
-    has_engine = all(find_spec(name) for name in ENGINE_NEEDS)
-    output, stopped = "" if has_engine else "an engine's libraries are not here\n", False
-    for file in (ENGINE, KERNELS) if has_engine else (KERNELS,):
-        printed, timed_out = _run(file, until - time.monotonic() - (file is ENGINE) * seconds / 2)
-        output, stopped = output + printed, stopped or timed_out
+    files = (*ENGINE, *KERNELS) if all(map(find_spec, ENGINE_NEEDS)) else KERNELS
     return {
-        "passed": len(re.findall(r"\bPASSED\b", output)),
-        "failed": len(re.findall(r"::\S+ (?:FAILED|ERROR)\b", output)),
-        "stopped": stopped,
-        "output": output[-4000:],
+        file: run_file(file, (until - time.monotonic()) / (len(files) - done))
+        for done, file in enumerate(files)
     }
 
 
-def _run(file: Path, seconds: float) -> tuple[str, bool]:
-    """Run a file of tests; return its output, and whether time ran out.
+def run_file(file: str, seconds: float, *options: str, **variables: str) -> dict[str, Any]:
+    """Run a file of tests in a process of its own.
 
     It ignores the tests' configuration, whose plugins a bare GPU machine may lack: these tests need
-    none.
+    only the fixtures of `tests/engine` or `tests/kernels`.
+
+    Args:
+        file: The file, relative to the root.
+        seconds: The time limit.
+        options: More options of pytest.
+        variables: More environment variables.
+
+    Returns:
+        `passed`, `failed` and `skipped`: counts; `stopped`: whether time ran out; `output`: its
+        end.
     """
+    fixtures = ROOT.joinpath(*Path(file).parts[:2])
     command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-c", os.devnull]
-    command += ["--rootdir", str(ROOT), "--confcutdir", str(file.parent)]
-    command += ["--import-mode=importlib", "-m", "not slow", "-W", "ignore", str(file)]
+    command += ["--rootdir", str(ROOT), "--confcutdir", str(fixtures)]
+    command += ["--import-mode=importlib", "-m", "not slow", "-W", "ignore", *options, file]
     paths = filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+    stopped = False
     try:
-        done = subprocess.run(
+        output = subprocess.run(
             command,
             cwd=ROOT,
-            env=environment,
+            env=environment | variables,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
             timeout=max(seconds, 1.0),
             check=False,
-        )
+        ).stdout
     except subprocess.TimeoutExpired as expired:
-        return (expired.stdout or b"").decode() if expired.stdout else "", True
-    return done.stdout, False
+        output, stopped = expired.stdout or b"", True
+    text = output.decode(errors="replace")
+    words = Counter(re.findall(r"::\S.* ([A-Z]+)\b.* \[ *\d+%\]", text))
+    not_read = len(re.findall(r"ERROR collecting ", text))
+    return {
+        "passed": words["PASSED"],
+        "failed": words["FAILED"] + words["ERROR"] + not_read,
+        "skipped": words["SKIPPED"],
+        "stopped": stopped,
+        "output": text[-4000:],
+    }

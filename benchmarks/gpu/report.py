@@ -1,4 +1,4 @@
-"""Show the results as a table and a roofline plot."""
+"""Show the results as tables and a roofline plot."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 Report = dict[str, Any]
@@ -31,32 +32,39 @@ def ceilings(report: Report) -> tuple[float | None, float | None]:
     )
 
 
-def show(report: Report, console: Console) -> None:
-    """Print the table."""
+def show_tests(report: Report, console: Console) -> None:
+    """Print the tests' outcome, file by file."""
+    table = Table("tests", title=report["device"])
+    for name in ("passed", "failed", "skipped"):
+        table.add_column(name, justify="right")
+    for file, tests in report["tests"].items():
+        name = f"{file}, stopped" if tests["stopped"] else file
+        table.add_row(name, *(str(tests[count]) for count in ("passed", "failed", "skipped")))
+    console.print(table)
+
+
+def show_part(report: Report, part: str, console: Console) -> None:
+    """Print a part's table and notes; it uses the device's part, which comes first."""
     bandwidth, rate = ceilings(report)
-    tests = report["tests"]
-    if tests is not None:
-        words = f"tests: {tests['passed']} passed, {tests['failed']} failed"
-        console.print(words + (", then time ran out" if tests["stopped"] else ""))
-    table = Table("", "case", title=report["device"])
+    table = Table(part, title=report["device"])
     for name in ("time", "GB/s", "of copy", "TFLOP/s", "of matmul", "beside", "error"):
         table.add_column(name, justify="right")
-    for part, outcome in report["parts"].items():
-        for row in outcome["rows"]:
-            table.add_row(
-                part, row["case"], *_cells(row, None if part == "swap" else bandwidth, rate)
-            )
-        if outcome["failure"]:
-            table.add_row(part, f"[red]{outcome['failure'].splitlines()[-1]}[/red]")
-        table.add_section()
+    outcome = report["parts"][part]
+    for row in outcome["rows"]:
+        table.add_row(row["case"], *_cells(row, None if part == "swap" else bandwidth, rate))
+    if outcome["failure"]:
+        table.add_row(f"[red]{escape(outcome['failure'].splitlines()[-1])}[/red]")
     console.print(table)
+    for note in sorted({note for row in outcome["rows"] for note in row["notes"]}):
+        console.print(f"[dim]{note}[/dim]")
+
+
+def show_key(console: Console) -> None:
+    """Print what the columns mean."""
     console.print(
         "GB/s counts each byte that must move once; `of copy` and `of matmul` are shares of what"
         " this device's own copies and products reach; `beside` is others' time over ours."
     )
-    rows = [row for outcome in report["parts"].values() for row in outcome["rows"]]
-    for note in sorted({note for row in rows for note in row["notes"]}):
-        console.print(f"[dim]{note}[/dim]")
 
 
 def _cells(row: dict[str, Any], bandwidth: float | None, rate: float | None) -> list[str]:
