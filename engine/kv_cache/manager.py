@@ -219,12 +219,14 @@ class KVCacheManager:
         return layers.first_block(num_cached), layers.blocks_for(num_tokens)
 
     def _blocks_beside(self, prefix: Prefix, num_tokens: int) -> int:
-        """Return the available blocks that `num_tokens` tokens take, besides those in use."""
-        held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in prefix.hits())
-        spans = (
-            self._reserved(group, prefix.num_tokens, num_tokens)
-            for group in range(len(self.groups))
-        )
+        """Return the available blocks that `num_tokens` tokens take, besides those in use.
+
+        A state that is in use is copied at once.
+        """
+        kept = zip(self.groups, prefix.groups, strict=True)
+        hits = (hit for layers, each in kept if not layers.state_blocks for hit in each)
+        held = sum(not hit.swapped and not self.device.is_idle(hit.block) for hit in hits)
+        spans = [self._reserved(g, prefix.num_tokens, num_tokens) for g in range(len(self.groups))]
         return sum(end - first for first, end in spans) - held
 
     def reserve(self, sequence_id: int, end: int) -> None:

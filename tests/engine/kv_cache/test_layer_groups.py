@@ -72,6 +72,26 @@ def test_a_chunk_is_released_when_the_next_begins():
     assert cache.table(0)[0][:3] == [RELEASED] * 3
 
 
+@pytest.mark.parametrize("groups", [[FULL, STATE], [FULL, SMALL_STATE, STATE]])
+def test_a_prefix_whose_state_is_in_use_is_admitted_only_with_room_for_the_states_copy(groups):
+    tokens = list(range(40))
+    for blocks in range(5, 24):
+        cache = manager(groups, blocks=blocks)
+        if cache.blocks_to_admit(tokens[:32]) > blocks:
+            continue
+        cache.admit(0, tokens[:32])
+        run(cache, 0, tokens[:32])
+        assert not cache.device.is_idle(cache.table(0)[-1][0])
+        if cache.blocks_to_admit(tokens) > cache.device.num_available:
+            continue
+        start = cache.admit(1, tokens)
+        assert start == 32
+        cache.extend([Span(1, start, len(tokens))])
+        cache.check()
+        return
+    raise AssertionError("it is never admitted")
+
+
 def test_one_sequence_at_a_time_is_spilled():
     cache = manager([SPILL], blocks=24)
     tokens = list(range(300))
