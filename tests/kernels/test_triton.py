@@ -311,7 +311,7 @@ def test_any_batch_fits_into_a_plan_with_room(harness, kernels, monkeypatch, win
     case = replace(case, lengths=[*some, (0, 0), (0, 0), (20, 0)])
     harness.check_attention(kernels, case, DEVICE, plan=room)
     with pytest.raises(ValueError, match="room for"):
-        room.take(kernels.plan_attention(*full, shape, splits=9), idle)
+        room.take(kernels.plan_attention(*full, shape, splits=room.num_decode_pieces), idle)
 
 
 def test_latent_attention(harness, kernels):
