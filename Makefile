@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compose-test architectures serve bench gpu gpu-serving peers lint format \
+.PHONY: help demo test compose-test test-floor architectures serve bench gpu gpu-serving peers lint format \
 	protos contracts contracts-release docs lock clean
 
 help: ## This list
@@ -30,6 +30,9 @@ test: $(STAMP) ## Run the tests (ARGS="tests/octavo -k client" for some of them)
 
 compose-test: $(STAMP) ## Build the images and put docker/compose.yaml through it (root, Debian's Docker and mmdebstrap)
 	$(BIN)/pytest tests/deployment/test_compose_containers.py -m slow -s -x $(ARGS)
+
+test-floor: $(STAMP) ## Run tests with the lowest versions that pyproject.toml allows (TORCH="torch==2.13.0": another PyTorch)
+	TORCH="$(TORCH)" tests/floor.sh $(ARGS)
 
 architectures: $(STAMP) ## Hold every decoder of transformers to "right or refused" (ARGS="llama gpt2")
 	$(BIN)/python -m tests.architectures.sweep $(ARGS)

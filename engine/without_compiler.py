@@ -26,6 +26,7 @@ HOMES = {
     "AttentionMaskInterface": "masking_utils",
     "AutoConfig": "models.auto.configuration_auto",
     "AutoModelForCausalLM": "models.auto.modeling_auto",
+    "AutoModelForImageTextToText": "models.auto.modeling_auto",
     "GenerationConfig": "generation.configuration_utils",
     "PreTrainedConfig": "configuration_utils",
     "PreTrainedModel": "modeling_utils",

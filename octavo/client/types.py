@@ -45,12 +45,19 @@ class Image:
         url: A data URL, or an https URL that the router's --allow-image-urls matches.
         media_type: Media type of the data. Default: what the file itself says.
         detail: How closely to look: "auto", "low" or "high"; it has no effect.
+
+    Raises:
+        TypeError: It has neither data nor a URL, or both.
     """
 
     data: bytes = b""
     url: str = ""
     media_type: str = ""
     detail: str = ""
+
+    def __post_init__(self) -> None:
+        if bool(self.data) == bool(self.url):
+            raise TypeError("an image has either data or a URL")
 
 
 @dataclass(frozen=True, slots=True)

@@ -168,7 +168,7 @@ BAD = [
         "chat.messages[0].parts",
         "excludes content",
     ),
-    (ask({"role": "user", "parts": [{}]}), "chat.messages[0].parts[0]", "must be set"),
+    (ask({"role": "user", "parts": [{}]}), "chat.messages[0].parts[0]", "must be text"),
     (
         ask({"role": "user", "tool_calls": [{"name": "f"}]}),
         "chat.messages[0].tool_calls",

@@ -195,7 +195,7 @@ def _up_name(module: nn.Module) -> str:
 @torch.inference_mode()
 def recognize(module: Any) -> Activation | None:  # noqa: ANN401 - one of transformers' classes
     """Return the activation between a layer's products; None if no kernel supports it."""
-    if getattr(module, "has_post_expert_norm", False):  # transformers before 5.20 has no such norm
+    if getattr(module, "has_post_expert_norm", False):  # older transformers has no such norm
         return None
     gated = bool(module.has_gate)
     projected = _numbers()

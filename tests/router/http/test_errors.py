@@ -222,7 +222,7 @@ class Contexts(logging.Handler):
 async def test_a_failure_is_found_in_the_log_by_its_id(frontend, scripted, get, monkeypatch):
     logged = Contexts()
     monkeypatch.setattr(logging.getLogger("uvicorn.error"), "handlers", [logged])
-    monkeypatch.delattr("octavo.router.http.app.version")  # the frontend itself is broken
+    monkeypatch.delattr("octavo.router.http.app.own_version")  # the frontend itself is broken
     async with frontend(scripted("a")) as (app, _):
         response = await get(f"{app.url}/version", headers={"X-Request-Id": "a-1"}.items())
         assert (response.status, response.headers["x-request-id"]) == (500, "a-1")
