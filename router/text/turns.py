@@ -1,6 +1,7 @@
 """Fair scheduling of tokenization among tenants, a few jobs at a time."""
 
 import asyncio
+import math
 
 from octavo.common import rpc
 from octavo.router.tenants.tenant import Tenant
@@ -94,10 +95,14 @@ class Turns:
             firsts[name].set_result(None)
 
     def _first(self, name: str) -> asyncio.Future[None] | None:
-        """Return a tenant's first job that may start in a free slot."""
+        """Return a tenant's first job that may start in a free slot.
+
+        One whose caller was cancelled stays in the queue until its `take` runs again.
+        """
         waiting = self._waiting[name].items()
-        short = (begun for begun, (size, _) in waiting if size <= self._long_size)
-        return next(iter(self._waiting[name])) if self._long_free else next(short, None)
+        most = math.inf if self._long_free else self._long_size
+        ready = (begun for begun, (size, _) in waiting if size <= most and not begun.cancelled())
+        return next(ready, None)
 
     def _forget(self) -> None:
         """Forget tenants without waiting jobs that are not ahead of the others."""

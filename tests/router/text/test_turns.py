@@ -129,3 +129,22 @@ async def test_one_who_leaves_takes_no_turn():
     await shop.ask(BOB, 10, 10)
     assert shop.names == "bb"
     assert not shop.turns._waiting
+
+
+async def test_one_who_leaves_just_before_a_turn_is_free_takes_none():
+    """Two such departures once took all turns for ever."""
+    turns = Turns(2, 100, 1000)
+    tenant = Tenant("a")
+    for _ in range(3):
+        for _ in range(2):
+            await turns.take(tenant, 1)
+        leaving = [asyncio.create_task(turns.take(tenant, 1)) for _ in range(2)]
+        await asyncio.sleep(0)
+        for task in leaving:
+            task.cancel()
+        turns.give_back(1)
+        turns.give_back(1)
+        await asyncio.gather(*leaving, return_exceptions=True)
+        assert all(task.cancelled() for task in leaving)
+    for _ in range(2):
+        await asyncio.wait_for(turns.take(tenant, 1), 1)
