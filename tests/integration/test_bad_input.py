@@ -183,7 +183,8 @@ def as_refusal(error, responses=0):
     for detail in status.details if status else ():
         bad = error_details_pb2.BadRequest()
         if not detail.Unpack(bad):
-            assert detail.Is(error_details_pb2.ErrorInfo.DESCRIPTOR), detail.type_url
+            known = error_details_pb2.ErrorInfo, error_details_pb2.RetryInfo
+            assert any(detail.Is(kind.DESCRIPTOR) for kind in known), detail.type_url
             continue
         for violation in bad.field_violations:
             assert violation.description == error.details()
@@ -192,6 +193,9 @@ def as_refusal(error, responses=0):
 
 
 def assert_refused(case, found):
+    if case.code is StatusCode.DEADLINE_EXCEEDED and found.code is StatusCode.RESOURCE_EXHAUSTED:
+        assert "deadline" in found.message  # a busy machine: the router knows that it is too short
+        return
     assert found.code is case.code, (case.name, found)
     assert found.fields == ([case.field] if case.field else []), (case.name, found)
     assert case.says in found.message, (case.name, found)
