@@ -1,12 +1,11 @@
 """Reads the images of requests in threads, outside the event loop."""
 
-import asyncio
 import hashlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from octavo.common import background, rpc
+from octavo.common import rpc
 from octavo.common.background import ThreadPool
 from octavo.common.image_store import ImageStore
 from octavo.router.images.decode import decode, is_data_url, read_data_url
@@ -89,19 +88,10 @@ class ImageReader:
             return processor.process(field, decode(field, file, media_type or kind))
 
         size = len(data) + len(of_url)
-        await self._turns.take(tenant, size)
-        # The turn ends with the thread's work, even if the caller was cancelled before.
-        job = background.start(self._threads.run(process), "image")
-        job.add_done_callback(lambda done: self._end(size, done))
-        image = await asyncio.shield(job)
+        image = await self._turns.run(tenant, size, lambda: self._threads.run(process), "image")
         self._alive.add(image)
         self._latest.add(key, len(image.tensors), image)
         return image
-
-    def _end(self, size: int, job: "asyncio.Task[ProcessedImage]") -> None:
-        self._turns.give_back(size)
-        if not job.cancelled():
-            job.exception()  # retrieve it, as the caller may be gone
 
     def close(self) -> None:
         """Stop the threads without waiting for running work."""

@@ -1,4 +1,4 @@
-"""Where results are kept, and the machine and the commit that they are of."""
+"""The directory of results, and the machine and the commit that are measured."""
 
 import os
 import platform

@@ -39,7 +39,7 @@ class ModelSource:
         device: The model's device.
         max_model_len: See `EngineSettings`.
         deferred: Whether large weights stay in the files until they are packed.
-        whole_experts: Whether each rank has whole experts, not a part of each.
+        whole_experts: Whether a rank holds some experts whole, instead of a slice of every expert.
     """
 
     path: str

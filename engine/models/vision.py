@@ -142,7 +142,7 @@ def _rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
 
 
 def split_vision(model: PreTrainedModel) -> Vision | None:
-    """Take a model's vision part out of it, so that the rest is a text model.
+    """Split a model's vision encoder and projector off; what is left is a text model.
 
     Returns:
         The part; None if the model has none that is served.

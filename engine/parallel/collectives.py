@@ -1,4 +1,4 @@
-"""What ranks tell each other within a step, as PyTorch operators.
+"""Communication between ranks within a step, as PyTorch operators.
 
 With operators, the compiler captures a model with its sums and stages in one graph.
 """

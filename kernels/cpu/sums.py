@@ -1,4 +1,4 @@
-"""What ranks tell each other within a step: sums in memory, or functions that C++ calls."""
+"""Communication between ranks within a step: sums in memory, or functions that C++ calls."""
 
 import logging
 import mmap

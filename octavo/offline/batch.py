@@ -19,7 +19,7 @@ BUSY = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 RETRY_SECONDS = 1.0
 """Wait before a retry, if the server names none or is not there."""
 MAX_TRIES = 60
-"""Number of a request's attempts that fail or are too late before its last result counts."""
+"""Maximum attempts of a request whose connection fails or whose body comes too late."""
 
 Result = dict[str, Any]
 

@@ -1,6 +1,6 @@
 """Chat messages in OpenAI's form."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -52,6 +52,18 @@ def with_url(value: object) -> object:
     return {"url": value} if isinstance(value, str) else value
 
 
+Url = TypeVar("Url", ImageUrl, str)
+
+
+def check_image(image: Url | None, info: ValidationInfo, kind: str) -> Url | None:
+    """Return a part's image; refuse a part of the type `kind` without one, and others with one."""
+    if info.data.get("type", kind) == kind and image is None:
+        raise PydanticCustomError(WRONG_TYPE, "must be set")
+    if info.data.get("type") != kind and image is not None:
+        raise PydanticCustomError(UNSUPPORTED, f"belongs to parts of type {kind}")
+    return image
+
+
 class ChatPart(TextPart):
     """A part of a chat's message: text, or an image."""
 
@@ -63,11 +75,7 @@ class ChatPart(TextPart):
     @field_validator("image_url")
     @classmethod
     def _check_image(cls, value: ImageUrl | None, info: ValidationInfo) -> ImageUrl | None:
-        if info.data.get("type", "image_url") == "image_url" and value is None:
-            raise PydanticCustomError(WRONG_TYPE, "must be set")
-        if info.data.get("type") != "image_url" and value is not None:
-            raise PydanticCustomError(UNSUPPORTED, "belongs to parts of type image_url")
-        return value
+        return check_image(value, info, "image_url")
 
     def part(self) -> str | Image:
         """Convert to a part of the client's `Message`."""

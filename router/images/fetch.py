@@ -17,6 +17,7 @@ SECONDS = 10.0
 """Maximum time of a fetch, redirects included."""
 MAX_REDIRECTS = 3
 HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity"}
+"""Headers of each request."""
 NAT64 = ipaddress.ip_network("64:ff9b::/96")
 """Addresses that lead to the IPv4 address in their last 32 bits (RFC 6052)."""
 
@@ -69,11 +70,7 @@ class Fetcher:
                 request = client.build_request(
                     "GET",
                     httpx2.URL(url).copy_with(host=address),
-                    headers={
-                        "Host": parts.netloc,
-                        "Accept": "image/*",
-                        "Accept-Encoding": "identity",
-                    },
+                    headers={"Host": parts.netloc, **HEADERS},
                     extensions={"sni_hostname": host},
                 )
                 response = await client.send(request, stream=True)

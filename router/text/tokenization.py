@@ -3,12 +3,12 @@
 import asyncio
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import structlog
 from transformers import PreTrainedTokenizerBase
 
-from octavo.common import background, rpc
+from octavo.common import rpc
 from octavo.common.background import ThreadPool
 from octavo.common.models import resolve as models
 from octavo.common.models.errors import ModelError, first_line
@@ -221,16 +221,7 @@ class Tokenizers:
         self._threads.close()
 
     async def _run(self, tenant: Tenant, size: int, work: Callable[[], _Result]) -> _Result:
-        await self._turns.take(tenant, size)
-        # The turn ends with the thread's work, even if the caller was cancelled before.
-        job = background.start(self._threads.run(work), "tokenize")
-        job.add_done_callback(lambda done: self._end(size, done))
-        return await asyncio.shield(job)
-
-    def _end(self, size: int, job: asyncio.Task[Any]) -> None:
-        self._turns.give_back(size)
-        if not job.cancelled():
-            job.exception()  # retrieve it, as the caller may be gone
+        return await self._turns.run(tenant, size, lambda: self._threads.run(work), "tokenize")
 
 
 def _load(source: str, template: ServerTemplate = MODELS_OWN) -> Tokenizer:

@@ -1,10 +1,14 @@
-"""Fair scheduling of tokenization among tenants, a few jobs at a time."""
+"""Fair scheduling of work on texts and images among tenants, a few jobs at a time."""
 
 import asyncio
 import math
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from octavo.common import rpc
+from octavo.common import background, rpc
 from octavo.router.tenants.tenant import Tenant
+
+_Result = TypeVar("_Result")
 
 RETRY_SECONDS = 1.0
 """Retry delay in seconds for a tenant with too much waiting work."""
@@ -31,6 +35,31 @@ class Turns:
         self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, float]]] = {}
         self._had: dict[str, float] = {}  # service per active tenant
         self._level = 0.0  # service of the last turn's tenant before it
+
+    async def run(
+        self, tenant: Tenant, size: int, work: Callable[[], Coroutine[Any, Any, _Result]], name: str
+    ) -> _Result:
+        """Do work in a turn, which ends with the work, even if the caller was cancelled before.
+
+        Args:
+            tenant: Tenant of the job.
+            size: Cost of the job, in the same unit for all jobs.
+            work: Makes the work's coroutine.
+            name: Name of the work's task.
+
+        Raises:
+            rpc.RpcError: See `take`.
+        """
+        await self.take(tenant, size)
+
+        def end(done: asyncio.Task[_Result]) -> None:
+            self.give_back(size)
+            if not done.cancelled():
+                done.exception()  # retrieve it, as the caller may be gone
+
+        job = background.start(work(), name)
+        job.add_done_callback(end)
+        return await asyncio.shield(job)
 
     async def take(self, tenant: Tenant, size: int) -> None:
         """Wait for a turn; the caller must return it with `give_back`.

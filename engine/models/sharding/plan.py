@@ -70,7 +70,7 @@ class ShardingPlan:
 
     @property
     def has_whole_experts(self) -> bool:
-        """Whether each rank has whole experts, not a part of each."""
+        """Whether a rank holds some experts whole, instead of a slice of every expert."""
         return WHOLE_EXPERTS in self.styles.values()
 
     def style_of(self, name: str) -> str | None:
@@ -92,7 +92,7 @@ def make_plan(config: PreTrainedConfig, size: int, *, whole_experts: bool = Fals
     Args:
         config: The model's config.
         size: The number of ranks.
-        whole_experts: Whether each rank has whole experts, not a part of each.
+        whole_experts: Whether a rank holds some experts whole, instead of a slice of every expert.
 
     Raises:
         UnsupportedModelError: It cannot be split; the message names the module or possible sizes.

@@ -39,7 +39,7 @@ class RankForward:
         return self._forward(token_ids, positions, logit_rows)
 
     def logits(self, columns: Tensor) -> Tensor:
-        """Return the logits of all ranks; see `__call__`."""
+        """Gather the columns of logits of all ranks; see `__call__`."""
         if self._everywhere:
             return self._world.gather_columns_everywhere(columns, self._vocab_size)
         whole = self._world.gather_columns(columns, self._vocab_size)

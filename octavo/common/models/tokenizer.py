@@ -58,9 +58,7 @@ def load_tokenizer(directory: Path) -> "PreTrainedTokenizerBase":
         check_tokenizer_files(directory)  # says which part is damaged, if it knows
         raise
     with _without_vocabulary(directory, backend) as small:
-        backend.no_padding()
-        backend.no_truncation()
-        return _as_in_file(small, backend, file)
+        return _as_in_file(small, _whole(backend), file)
 
 
 @contextmanager
@@ -124,9 +122,7 @@ def _as_in_file(directory: Path, backend: Any, file: Path) -> "PreTrainedTokeniz
         except ModelError:  # MBart's class changes its tokens at each call
             if type(loaded) is PreTrainedTokenizerFast:
                 raise
-            backend = type(backend).from_file(str(file))
-            backend.no_padding()
-            backend.no_truncation()
+            backend = _whole(type(backend).from_file(str(file)))
     return _with_tokens(PreTrainedTokenizerFast.from_pretrained(directory), backend, file)
 
 
@@ -143,11 +139,17 @@ def _with_tokens(loaded: Any, backend: Any, file: Path) -> "PreTrainedTokenizerB
     for special, one in zip((False, True), expected, strict=True):
         ids = _by_transformers(loaded, texts, one.tokens, special=special)
         check_same(file, texts, ids, one)
-    backend.no_padding()
-    backend.no_truncation()
+    _whole(backend)
     _tell_added(loaded, expected[1].tokens[0], file)
     checked: PreTrainedTokenizerBase = loaded
     return checked
+
+
+def _whole(backend: Any) -> Any:  # noqa: ANN401 - tokenizers has no types
+    """Let a tokenizer return texts whole and unpadded; return it."""
+    backend.no_padding()
+    backend.no_truncation()
+    return backend
 
 
 def _leave_out_unknown(loaded: Any, backend: Any, file: Path) -> None:  # noqa: ANN401

@@ -9,15 +9,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
 from pydantic import BeforeValidator, Field, ValidationInfo, field_validator, model_validator
-from pydantic_core import PydanticCustomError
 
 from octavo.client import GenerateOptions, Image, Message, Prompt, Tool, ToolCall
 from octavo.client.requests import tokenize_request
 from octavo.common.sampling_parameters import ChatOptions
 from octavo.router.http.bodies import OpenBody
 from octavo.router.http.conversation import Conversation, unseal
-from octavo.router.http.errors import UNSUPPORTED, WRONG_TYPE, ApiError
-from octavo.router.http.messages import parts
+from octavo.router.http.errors import ApiError
+from octavo.router.http.messages import check_image, parts
 from octavo.router.http.no_ops import Never, only
 from octavo.router.http.schema import Reasoning, SingleOutput, StreamOptions
 from octavo.v1 import generation_pb2
@@ -56,11 +55,7 @@ class ContentPart(Part):
     @field_validator("image_url")
     @classmethod
     def _check_image(cls, value: str | None, info: ValidationInfo) -> str | None:
-        if info.data.get("type", "input_image") == "input_image" and value is None:
-            raise PydanticCustomError(WRONG_TYPE, "must be set")
-        if info.data.get("type") != "input_image" and value is not None:
-            raise PydanticCustomError(UNSUPPORTED, "belongs to parts of type input_image")
-        return value
+        return check_image(value, info, "input_image")
 
     def part(self) -> str | Image:
         """Convert to a part of the client's `Message`."""

@@ -40,7 +40,7 @@ def drawn_image(rng, number):
 
 
 def drawn_chat(rng, number):
-    """Return a chat with up to three images among its texts."""
+    """Return a chat of texts and up to three images."""
     chat = generation_pb2.ChatPrompt()
     message = chat.messages.add(role="user")
     for i in range(number % 4):
@@ -76,7 +76,7 @@ class Asked:
         return tokens, placed, images, self.tokenizer.render(chat)
 
     def generate(self, tokens, images, text):
-        """Return the answer of transformers to a chat that it lays out itself."""
+        """Return transformers' answer to a chat, by its own chat template and processor."""
         inputs = self.processor.transformers(
             text=[text],
             images=[images] if images else None,
@@ -179,7 +179,7 @@ def test_prefixes_are_reused_for_the_same_images_alone(asked):
     cached = [group.cached_tokens for group in again.values()]
     lengths = [len(asked.prompts[number][0]) for number in numbers]
     assert cached == [(length - 1) // 16 * 16 for length in lengths]
-    # The same tokens with another image share nothing from the image on.
+    # A prompt with another image shares no block from that image on, though its tokens are equal.
     number = next(n for n in numbers if len(asked.prompts[n][1]) == 1)
     tokens, placed, images, text = asked.prompts[number]
     other = asked.processor.process("image", images[0].rotate(180))

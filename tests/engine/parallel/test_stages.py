@@ -1,4 +1,4 @@
-"""Stages give the tokens of one process, and hold a part of the layers each."""
+"""Stages sample the same tokens as one process; each stage holds some of the layers."""
 
 import pytest
 from transformers import LlamaConfig
