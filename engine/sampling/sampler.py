@@ -8,15 +8,16 @@ previous result. Log-probabilities are those of the model's own distribution.
 import math
 from collections.abc import Iterable
 from collections.abc import Sequence as Rows
-from itertools import chain
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from octavo.engine.sampling.random_numbers import uniforms
 from octavo.engine.sampling.reports import Continued, Report
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.sampling_params import SamplingParams
+from octavo.engine.scheduling.sequence import PLACEHOLDER
 from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import argmax, draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -169,24 +170,36 @@ def _penalize(
     flat, starts = logits.view(-1), [i * logits.shape[1] for i in penalized]
     params = [samples.groups[i].request.sampling for i in penalized]
     sequences = [samples.sequences[i] for i in penalized]
-    tokens = [[*samples.sequences[i].token_ids, *samples.drafts.get(i, ())] for i in penalized]
+    # Lists of tokens would take NumPy longer than all the rest: 7 ms for 64 sequences of 2,000.
+    tokens = [_all_tokens(samples, i) for i in penalized]
     pending = [i for i, sequence in enumerate(sequences) if sequence.num_placeholders]
     lasts: torch.Tensor | None = None
     if pending:
         assert inputs is not None
         lasts = _copy_rows(inputs, [rows[penalized[i]] for i in pending])
-    anywhere = _Occurrences(flat, starts, tokens, pending, lasts)
-    repetition = anywhere.each([each.repetition_penalty for each in params])
-    before = flat[anywhere.places]
-    # A token that occurs twice is written twice, with the same value. Logits are clamped, as the
-    # smallest penalties would make them infinite, which softmax cannot take.
-    factor = torch.where(before > 0, 1 / repetition, repetition)
-    flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
-    in_output = [ids[s.num_prompt :] for ids, s in zip(tokens, sequences, strict=True)]
-    outputs = _Occurrences(flat, starts, in_output, pending, lasts)
-    flat[outputs.places] -= outputs.each([each.presence_penalty for each in params])
-    frequency = outputs.each([each.frequency_penalty for each in params])
-    flat.scatter_add_(0, outputs.places, -frequency)  # once per token
+    if any(each.repetition_penalty != 1 for each in params):
+        anywhere = _Occurrences(flat, starts, tokens, pending, lasts)
+        repetition = anywhere.each([each.repetition_penalty for each in params])
+        before = flat[anywhere.places]
+        # A token that occurs twice is written twice, with the same value. Logits are clamped, as
+        # the smallest penalties would make them infinite, which softmax cannot take.
+        factor = torch.where(before > 0, 1 / repetition, repetition)
+        flat[anywhere.places] = (before * factor).clamp_(max=torch.finfo(flat.dtype).max)
+    if any(each.presence_penalty or each.frequency_penalty for each in params):
+        in_output = [ids[s.num_prompt :] for ids, s in zip(tokens, sequences, strict=True)]
+        outputs = _Occurrences(flat, starts, in_output, pending, lasts)
+        flat[outputs.places] -= outputs.each([each.presence_penalty for each in params])
+        frequency = outputs.each([each.frequency_penalty for each in params])
+        flat.scatter_add_(0, outputs.places, -frequency)  # once per token
+
+
+def _all_tokens(samples: Samples, i: int) -> NDArray[np.int64]:
+    """Return the tokens that a token follows, a placeholder and drafted ones among them."""
+    sequence, draft = samples.sequences[i], samples.drafts.get(i, ())
+    placeholders = [PLACEHOLDER] * sequence.num_placeholders
+    if not placeholders and not draft:
+        return sequence.known_tokens()
+    return np.concatenate((sequence.known_tokens(), [*placeholders, *draft]), dtype=np.int64)
 
 
 class _Occurrences:
@@ -195,7 +208,7 @@ class _Occurrences:
     Args:
         flat: Logits of all rows, end to end.
         starts: Index of each row's first logit.
-        token_lists: The tokens in each row's sequence.
+        tokens: The tokens in each row's sequence, int64.
         pending: The rows whose last token is a placeholder.
         lasts: `[len(pending)]` int64, tokens that replace placeholders; None if there are none.
 
@@ -207,14 +220,14 @@ class _Occurrences:
         self,
         flat: torch.Tensor,
         starts: Rows[int],
-        token_lists: Rows[list[int]],
+        tokens: Rows[NDArray[np.int64]],
         pending: Rows[int],
         lasts: torch.Tensor | None,
     ) -> None:
         self._like = flat
-        self._lengths = [len(tokens) for tokens in token_lists]
-        tokens = np.fromiter(chain.from_iterable(token_lists), np.int64, sum(self._lengths))
-        self.places = to_device(tokens + np.repeat(starts, self._lengths), flat.device)
+        self._lengths = [len(each) for each in tokens]
+        places = np.concatenate(tokens) + np.repeat(starts, self._lengths)
+        self.places = to_device(places, flat.device)
         if lasts is not None:
             ends = np.cumsum(self._lengths)[list(pending)] - 1
             begins = np.array([starts[i] for i in pending])

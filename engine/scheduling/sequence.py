@@ -5,6 +5,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
+import numpy as np
+from numpy.typing import NDArray
+
 from octavo.common.priority import effective_arrival
 from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.scheduling.beam_search import BeamState
@@ -54,6 +57,9 @@ class Sequence:
     drafting: DraftState | None = None
     drafted_tokens: int = 0
     accepted_tokens: int = 0
+    _copy: NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
+    _copied: int = 0
+    _copied_from: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -85,6 +91,17 @@ class Sequence:
         """Known tokens of the output that its matcher has not read yet."""
         read = 0 if self.matcher is None else self.matcher.length
         return self.token_ids[self.num_prompt + read : self.num_known]
+
+    def known_tokens(self) -> NDArray[np.int64]:
+        """Return the known tokens, `[num_known]` int64; only those that are new are copied."""
+        if self._copied_from is not self.token_ids:  # a beam search replaces them
+            self._copied, self._copied_from = 0, self.token_ids
+        known = self.num_known
+        if known > len(self._copy):
+            self._copy = np.resize(self._copy, max(64, 2 * known))
+        self._copy[self._copied : known] = self.token_ids[self._copied : known]
+        self._copied = known
+        return self._copy[:known]
 
     def take_draft_counts(self) -> tuple[int, int]:
         """Return the drafted and the accepted tokens since the last call."""

@@ -215,6 +215,22 @@ def test_each_row_has_its_own_penalties():
     torch.testing.assert_close(logits, expected)
 
 
+def test_penalties_follow_an_output_that_grows_and_one_that_a_beam_search_replaces():
+    row = sampling_row(output=(4, 5), presence_penalty=1.0)
+    (sequence,) = row.sequences
+
+    def penalized():
+        logits = torch.zeros(1, 256)
+        sample(logits, [row])
+        return logits[0].nonzero()[:, 0].tolist()
+
+    assert penalized() == [4, 5]
+    sequence.token_ids.extend(range(6, 200))
+    assert penalized() == [4, 5, *range(6, 200)]
+    sequence.token_ids = [*PROMPT, 7, 9]
+    assert penalized() == [7, 9]
+
+
 def test_bias_moves_a_token():
     drawn = sample(torch.zeros(1, VOCAB), [sampling_row(temperature=0.0, logit_bias={11: 5.0})])
     assert drawn[0].token_id == 11
