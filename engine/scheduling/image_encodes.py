@@ -21,16 +21,17 @@ class ImageEncodes:
     Args:
         max_tokens: Maximum tokens of images that a step encodes, but at least one image.
         kept_tokens: Tokens of encoded images that are kept.
-        whole: Whether a chunk of a prompt must not end within an image.
+        longest_whole: Maximum tokens of an image that a chunk must not end within; 0: it may.
 
     Attributes:
         chosen: The images that the step encodes.
+        longest_whole: See above.
     """
 
-    def __init__(self, max_tokens: int, kept_tokens: int, *, whole: bool) -> None:
+    def __init__(self, max_tokens: int, kept_tokens: int, longest_whole: int = 0) -> None:
         self._max_tokens = max_tokens
         self._kept_tokens = kept_tokens
-        self._whole = whole
+        self.longest_whole = longest_whole
         self._held: OrderedDict[ImageKey, int] = OrderedDict()
         self._used: set[ImageKey] = set()
         self._forgotten: list[ImageKey] = []
@@ -64,7 +65,7 @@ class ImageEncodes:
             if image.span.end <= span.start or start >= end:
                 continue
             key, tokens = image_key(request, image), len(image.places)
-            if self._whole and image.span.end > end:
+            if self.longest_whole and image.span.end > end:
                 return span._replace(end=max(start, span.start))
             if key not in self._held:
                 planned = sum(len(other.places) for other in self.chosen.values())

@@ -82,7 +82,7 @@ class Scheduler:
         self.cache = cache
         self.speculation = speculation
         self.draft_model = draft_model
-        self.images = images or ImageEncodes(0, 0, whole=False)
+        self.images = images or ImageEncodes(0, 0)
         self.counters = Counter(dict.fromkeys(COUNTED, 0))
         self.waiting: list[SequenceGroup] = []
         self.running: list[SequenceGroup] = []
@@ -99,7 +99,8 @@ class Scheduler:
         self._step_tokens = max_num_batched_tokens  # limit of the step that is being scheduled
         self._scored_left = max_scored_tokens  # in the step that is being scheduled
         self._watermark = int(WATERMARK * cache.device.num_blocks)
-        self._background = Background(policy, cache.block_size)
+        self._min_prefill = max(cache.block_size, self.images.longest_whole)
+        self._background = Background(policy, self._min_prefill)
 
     def submit(self, group: SequenceGroup) -> None:
         """Queue a new group."""
@@ -122,10 +123,8 @@ class Scheduler:
         return not all(group.ready for group in self.groups())
 
     def groups(self) -> Iterator[SequenceGroup]:
-        """Yield every group that is not finished."""
-        yield from self.running
-        yield from self.swapped
-        yield from self.waiting
+        """Return an iterator over the groups that are not finished."""
+        return itertools.chain(self.running, self.swapped, self.waiting)
 
     def finish(self, group: SequenceGroup, sequence: Sequence, reason: FinishReason) -> None:
         """End one output and free its blocks; the last output ends the group."""
@@ -283,12 +282,12 @@ class Scheduler:
     def _limit_tokens(self, decoded: int) -> int:
         """Return the maximum number of tokens of a step with `decoded` tokens that are no prefill.
 
-        The rest, prefill, takes at most `max_prefill_seconds` as measured, but is one block.
+        The rest, prefill, takes at most `max_prefill_seconds`, but is a block or an unsplit image.
         """
         seconds = self.policy.prefill_seconds(1)
         if not decoded or seconds is None or self.max_prefill_seconds == math.inf:
             return self.max_num_batched_tokens
-        prefill = max(self.cache.block_size, int(self.max_prefill_seconds / seconds))
+        prefill = max(self._min_prefill, int(self.max_prefill_seconds / seconds))
         return min(self.max_num_batched_tokens, decoded + prefill)
 
     def _schedule_group(

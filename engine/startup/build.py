@@ -224,7 +224,7 @@ def make_scheduler(
         else ImageEncodes(
             settings.max_encoder_tokens,
             settings.encoder_cache_tokens,
-            whole=loaded.model.vision.bidirectional,
+            loaded.model.vision.longest or 0,
         ),
     )
 

@@ -2,19 +2,23 @@
 
 import math
 import time
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
+from octavo.common.kv_cache.prefix_hash import ImageSpan
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.sampling.reports import Continued
 from octavo.engine.scheduling.beam_search import BeamState
+from octavo.engine.scheduling.image_encodes import ImageEncodes
 from octavo.engine.scheduling.progress import advance, update
-from octavo.engine.scheduling.request import BeamSearch, FinishReason, Request
+from octavo.engine.scheduling.request import BeamSearch, FinishReason, PromptImage, Request
 from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import PLACEHOLDER, GroupState, Sequence, SequenceGroup
@@ -26,7 +30,15 @@ BLOCK_SIZE = 4
 
 
 def scheduler(
-    num_blocks, *, swap=0, mode="auto", seqs=8, batched=16, scored=64, prefix_caching=True
+    num_blocks,
+    *,
+    swap=0,
+    mode="auto",
+    seqs=8,
+    batched=16,
+    scored=64,
+    prefix_caching=True,
+    images=None,
 ):
     cache = KVCacheManager(
         num_blocks=num_blocks,
@@ -41,6 +53,7 @@ def scheduler(
         max_num_seqs=seqs,
         max_num_batched_tokens=batched,
         max_scored_tokens=scored,
+        images=images,
     )
 
 
@@ -482,6 +495,23 @@ def test_prompts_beside_decodes_take_no_longer_than_allowed(limit, rate, chunks)
         while prompt.state is not GroupState.FINISHED:
             found.append(step(engine).num_tokens - 1)
         assert found == chunks
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_an_image_that_must_not_be_split_is_computed_beside_decodes(background):
+    engine = scheduler(64, batched=64, images=ImageEncodes(100, 100, longest_whole=60))
+    engine.max_prefill_seconds = math.inf if background else 0.02
+    engine.policy.observe_prefill(100, 1.0)
+    engine._background.observe_decodes(1, 0.02)
+    engine.submit(group(0, range(4), 200))
+    step(engine)
+    described = group(1, range(100, 140), 1, priority=-100 if background else 0)
+    image = PromptImage(ImageSpan(8, 38, b"digest"), np.arange(8, 38), {})
+    described.request = replace(described.request, images=(image,))
+    engine.submit(described)
+    for _ in range(4):
+        step(engine)
+    assert described.state is GroupState.FINISHED
 
 
 def shared_step(engine):
