@@ -13,7 +13,7 @@ from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
-from octavo.engine.parallel.served import ADAPTERS, DRAFT_MODEL, KV_DISK, KV_SPILL
+from octavo.engine.parallel.served import DRAFT_MODEL, KV_DISK, KV_SPILL
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
 from octavo.engine.speculation.method_names import METHOD_TEXTS
 from octavo.kernels import BACKENDS
@@ -358,12 +358,6 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
             raise ValueError("--speculation draft and --draft-model need each other")
         if self.draft_model is not None and self.ranks > 1:
             raise ValueError(f"--draft-model {self._with_ranks}: {DRAFT_MODEL.tensor}")
-        return self
-
-    @model_validator(mode="after")
-    def _adapters_need_one_rank(self) -> Self:
-        if self.ranks > 1 and self.takes_adapters:
-            raise ValueError(f"--lora or --enable-lora {self._with_ranks}: {ADAPTERS.tensor}")
         return self
 
     @model_validator(mode="after")

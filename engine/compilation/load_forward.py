@@ -1,7 +1,8 @@
 """Loads a model, and builds the step that runs it."""
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -111,7 +112,7 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
     if settings.quantization != "none":
         _warn_unquantized(unquantized_shares(loaded.model))
     with as_unsupported(model):
-        targets = adapt_loaded(loaded, model) if settings.takes_adapters else None
+        targets = adapt_loaded(loaded, model, world) if settings.takes_adapters else None
         forwards = _Forwards(loaded, targets, world)
         forward = forwards.make(eager=settings.compile == "off")
     return_freed()
@@ -151,8 +152,11 @@ class _Forwards:
         """
         loaded = self._loaded
         has_kernels = loaded.device.type == "cpu" and device_warning(loaded.device) is None
-        if not eager and has_kernels and (forward := self._traced()) is not None:
-            return self._of_all_ranks(forward)
+        if not eager and has_kernels:
+            forward = self._traced() or self.eager
+            some_traced = not self._all(forward is self.eager)
+            if some_traced and self._passes(forward):
+                return self._of_all_ranks(forward)
         self._check(self.eager)
         if not eager and loaded.device.type == "cuda" and self._world is None:
             return compiled_for_gpu(self.eager, loaded.device, loaded.check)
@@ -161,9 +165,6 @@ class _Forwards:
     def _traced(self) -> Forward | None:
         """Return the traced step; None after a warning if it fails."""
         from octavo.engine.compilation.traced_forward import TracedForward  # noqa: PLC0415 - CPUs'
-        from octavo.engine.models.checks.routing import OperatorRouting  # noqa: PLC0415
-        from octavo.engine.models.checks.self_check import SelfCheckError  # noqa: PLC0415
-        from octavo.engine.models.experts.packed_experts import count_packed  # noqa: PLC0415
         from octavo.kernels import cpu  # noqa: PLC0415 - it compiles the kernels
 
         loaded = self._loaded
@@ -171,7 +172,7 @@ class _Forwards:
             assert cpu.sums is not None
             cpu.sums.set(add_up, self._world.receive_hidden, self._world.send_hidden)
         try:
-            forward = TracedForward(
+            return TracedForward(
                 self.eager,
                 loaded.shape.vocab_size,
                 loaded.dtype,
@@ -180,30 +181,73 @@ class _Forwards:
         except Exception as error:  # noqa: BLE001 - PyTorch raises many types
             log.warning("the model runs in Python, which is slower", why=first_line(error))
             return None
+
+    def _passes(self, forward: Forward) -> bool:
+        """Return whether the steps of all ranks pass, some of them traced; else log a warning."""
+        from octavo.engine.models.checks.routing import OperatorRouting  # noqa: PLC0415
+        from octavo.engine.models.checks.self_check import SelfCheckError  # noqa: PLC0415
+        from octavo.engine.models.experts.packed_experts import count_packed  # noqa: PLC0415
+
+        check = self._loaded.check
         try:
-            if count_packed(loaded.model) == len(loaded.check.expected.choices):
-                self._check(forward, OperatorRouting())
+            if self._all(count_packed(self._loaded.model) == len(check.expected.choices)):
+                routing = None if forward is self.eager else OperatorRouting()
+                self._check(forward, routing, agreed=True)
             else:  # its routing cannot be forced
-                self._check(self.eager)
+                self._check(self.eager, agreed=True)
                 whole = self._of_all_ranks(self.eager, everywhere=True)
-                loaded.check.follow(whole)(self._of_all_ranks(forward, everywhere=True))
+                check.follow(whole)(self._of_all_ranks(forward, everywhere=True))
         except SelfCheckError as error:
             log.warning("the model runs in Python, which is slower", why=str(error))
-            return None
-        return forward
+            return False
+        return True
 
-    def _check(self, forward: Forward, routing: "Routing | None" = None) -> None:
-        """Check a step, and its adapters if it takes any."""
+    def _check(
+        self, forward: Forward, routing: "Routing | None" = None, *, agreed: bool = False
+    ) -> None:
+        """Check a step, and its adapters if it takes any.
+
+        Args:
+            forward: The step.
+            routing: See `LoadedModel.pass_check`.
+            agreed: Whether a failure on one rank is one on all ranks. Otherwise that rank leaves.
+
+        Raises:
+            SelfCheckError: The step does not pass.
+        """
         from octavo.engine.lora.self_check import TrialForward, check_adapters  # noqa: PLC0415
 
+        agree = self._agreed if agreed else nullcontext
         loaded = self._loaded
-        loaded.pass_check(self._of_all_ranks(forward, everywhere=True), routing)
+        with agree():
+            loaded.pass_check(self._of_all_ranks(forward, everywhere=True), routing)
         if self._targets is None or loaded.trial is None:
             return
         check = loaded.trial.check if routing is None else loaded.trial.check.routed(routing)
-        check_adapters(
-            check, TrialForward(forward, self._targets, loaded.trial.scales, loaded.device)
-        )
+        with agree():
+            trial = TrialForward(forward, self._targets, loaded.trial.scales, loaded.device)
+            check_adapters(check, self._of_all_ranks(trial, everywhere=True))
+
+    @contextmanager
+    def _agreed(self) -> Iterator[None]:
+        """Let a self-check fail on all ranks if it fails on one.
+
+        Raises:
+            SelfCheckError: It fails.
+        """
+        from octavo.engine.models.checks.self_check import SelfCheckError  # noqa: PLC0415
+
+        failure: SelfCheckError | None = None
+        try:
+            yield
+        except SelfCheckError as error:
+            failure = error
+        if not self._all(failure is None):
+            raise failure or SelfCheckError("another rank's self-check failed")
+
+    def _all(self, holds: bool) -> bool:
+        """Return whether something holds on all ranks."""
+        return holds if self._world is None else bool(*self._world.least(int(holds)))
 
     def _of_all_ranks(self, forward: Forward, *, everywhere: bool = False) -> Forward:
         """Return a step that gives all columns of logits: on rank 0, or on all ranks."""

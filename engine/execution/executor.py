@@ -117,13 +117,15 @@ class Executor:
             shapes=self._shapes,
             mutual=self._loaded.vision is not None and self._loaded.vision.bidirectional,
         )
+        adapters: list[object] = []
         if self._adapters is not None:
-            adapters = (group.request.adapter for group in batch.groups)
+            adapters = [group.request.adapter for group in batch.groups]
             spans = list(zip(adapters, arrays.query_lens.tolist(), strict=True))
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
         if self._leader is not None:
-            wants_tokens = inputs.take_greatest and not batch.constrained
-            self._leader.run(batch.transfers, arrays, most_likely=wants_tokens)
+            wants_tokens = inputs.take_greatest and not inputs.samples.constrained
+            used = () if inputs.adapters is None else adapters
+            self._leader.run(batch.transfers, arrays, most_likely=wants_tokens, adapters=used)
         self.cache.apply(batch.transfers)
         if previous is not None:
             previous.fill_placeholders(batch, inputs.token_ids)
@@ -170,7 +172,7 @@ class Executor:
             return
         if step.columns is not None:
             assert isinstance(forward, RankForward)
-            if inputs.take_greatest and not step.batch.constrained:
+            if inputs.take_greatest and not inputs.samples.constrained:
                 step.greatest = forward.most_likely(step.columns)
             else:
                 step.logits = forward.logits(step.columns)
@@ -242,7 +244,8 @@ class Executor:
         """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
         It runs a decode alone, a decode beside a prompt's chunk, and more and more decodes, all
-        also with an adapter of all layers; sampling of their tokens, with masks; and a block copy.
+        also with an adapter of all layers if there are no other ranks; sampling of their tokens,
+        with masks; and a block copy.
         Call it while the cache is empty.
 
         Args:
@@ -258,7 +261,7 @@ class Executor:
             inputs = to_inputs(
                 arrays, device=self._device, shapes=self._shapes, longest=max_model_len
             )
-            if self._loaded.targets is not None and self._adapters is not None:
+            if self._loaded.targets and self._adapters and self._leader is None:
                 blank = Adapter("", Path(), blank_weights(self._loaded.targets))
                 spans = [(blank, count) for count in query_lens]
                 adapters = self._adapters.lay_out(spans, arrays.rows)

@@ -8,6 +8,7 @@ block tables. Then all ranks copy and compute simultaneously.
 from collections.abc import Callable, Iterator, Sequence
 from enum import IntEnum
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,8 +16,12 @@ import torch
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.execution.inputs import StepArrays, to_inputs
+from octavo.engine.execution.rank_adapters import AdapterNumbers, FollowerAdapters, mark
 from octavo.engine.kv_cache import Transfers
+from octavo.engine.lora.adapter import Adapter
+from octavo.engine.lora.errors import AdapterError
 from octavo.engine.memory.cache_tensors import CacheTensors, reset_peak
+from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.parallel.watch import Watch
 from octavo.engine.parallel.world import World
@@ -32,6 +37,8 @@ class Kind(IntEnum):
     MOST_LIKELY = 4
     WATCH = 5
     STOP = 6
+    LOAD_ADAPTER = 7
+    DROP_ADAPTERS = 8
 
 
 class Leader:
@@ -44,6 +51,7 @@ class Leader:
     def __init__(self, world: World) -> None:
         self.world = world
         self._watch: Watch | None = None
+        self._adapters = AdapterNumbers()
 
     def allocate(self, num_blocks: int, num_swap_blocks: int) -> None:
         """Make the other ranks allocate their caches."""
@@ -64,6 +72,7 @@ class Leader:
         arrays: StepArrays,
         *,
         most_likely: bool,
+        adapters: Sequence[object] = (),
         longest: int | None = None,
     ) -> None:
         """Make the other ranks compute a step; this rank must compute it right afterwards.
@@ -72,10 +81,27 @@ class Leader:
             transfers: The step's copies.
             arrays: The step's arrays.
             most_likely: Whether to return the most likely tokens instead of logits.
+            adapters: Each sequence's adapter; empty if none has one.
             longest: See `to_inputs`.
         """
+        if dropped := self._adapters.take_dropped():
+            self._send(Kind.DROP_ADAPTERS, dropped)
         kind = Kind.MOST_LIKELY if most_likely else Kind.LOGITS
-        self._send(kind, _pack_transfers(transfers), [longest or 0], pack(arrays))
+        numbers = [longest or 0, len(adapters), *map(self._adapters.find, adapters)]
+        self._send(kind, _pack_transfers(transfers), numbers, pack(arrays))
+
+    def load_adapter(self, adapter: Adapter) -> None:
+        """Make the other ranks read an adapter; steps wait meanwhile.
+
+        Raises:
+            AdapterError: One of them cannot serve it, or finds other files.
+        """
+        number = self._adapters.add(adapter)
+        self._send(Kind.LOAD_ADAPTER, [number], list(str(adapter.path).encode()))
+        for rank, (found,) in enumerate(self.world.tell_all(mark(adapter))):
+            if found != mark(adapter):
+                what = "has other files there" if found else "cannot serve it: see its log"
+                raise AdapterError(f"rank {rank} was told to read {adapter.path}, and {what}")
 
     def watch(self) -> None:
         """Let all ranks watch each other from now on; see `octavo.engine.parallel.watch`."""
@@ -158,6 +184,7 @@ class Follower:
         loaded: This rank's part of the model.
         allocate: Returns a cache of some blocks on the device and in swap space.
         count: Returns the numbers of blocks that fit on this rank; called with its latest cache.
+        adapters: This rank's adapters; None if the engine takes none.
         told_to_stop: Returns whether this rank got a stop signal.
     """
 
@@ -167,12 +194,15 @@ class Follower:
         loaded: LoadedForward,
         allocate: Callable[[int, int], CacheTensors],
         count: Callable[[CacheTensors], tuple[int, int]],
+        *,
+        adapters: FollowerAdapters | None = None,
         told_to_stop: Callable[[], bool] = lambda: False,
     ) -> None:
         self._world = world
         self._loaded = loaded
         self._allocate = allocate
         self._count = count
+        self._adapters = adapters
         self._told_to_stop = told_to_stop
         self._cache = allocate(1, 0)
         self._shapes = self._cache.layout.attention_shapes(
@@ -199,6 +229,11 @@ class Follower:
                         reset_peak(self._loaded.device)  # the largest step may follow
                 case Kind.COUNT:
                     self._world.least(*self._count(self._cache))
+                case Kind.LOAD_ADAPTER if self._adapters is not None:
+                    path = Path(bytes(rest[1:].tolist()).decode())
+                    self._world.tell_all(self._adapters.load(int(rest[0]), path))
+                case Kind.DROP_ADAPTERS if self._adapters is not None:
+                    self._adapters.drop(rest.tolist())
                 case _:
                     self._compute(kind, rest)
 
@@ -208,14 +243,20 @@ class Follower:
         self._cache.swapper.take_times()
         if kind is Kind.COPY:
             return
-        longest = int(rest[0]) or None
+        longest, adapted = rest[:2].tolist()
+        numbers, arrays = rest[2 : 2 + adapted].tolist(), unpack(rest[2 + adapted :])
         inputs = to_inputs(
-            unpack(rest[1:]), device=self._loaded.device, shapes=self._shapes, longest=longest
+            arrays, device=self._loaded.device, shapes=self._shapes, longest=longest or None
         )
+        adapters = None
+        if adapted and self._adapters is not None:
+            spans = list(zip(numbers, arrays.query_lens.tolist(), strict=True))
+            adapters = self._adapters.lay_out(spans, arrays.rows)
         cache, scales = self._cache, self._loaded.kv_scales
         arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
         forward = self._loaded.forward
         assert isinstance(forward, RankForward)
-        with attending(PagedStep(inputs.groups, cache.layers, scales, cache.states)):
+        step = PagedStep(inputs.groups, cache.layers, scales, cache.states)
+        with attending(step), applying(adapters):
             columns = forward.begin(*arguments)
         (forward.most_likely if kind is Kind.MOST_LIKELY else forward.logits)(columns)

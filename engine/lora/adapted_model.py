@@ -7,7 +7,7 @@ a fused layer has its own slice of the outputs.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -28,6 +28,11 @@ from octavo.engine.models.linear.fuse_linears import FusedPart
 from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.read_weights import read_config
+from octavo.engine.models.sharding.layer_part import part_of
+from octavo.engine.models.sharding.plan import make_plan
+from octavo.engine.models.sharding.sharded_layers import SummedLinear
+from octavo.engine.parallel.collectives import stages_apart
+from octavo.engine.parallel.world import World
 from octavo.kernels import cpu
 
 if TYPE_CHECKING:
@@ -37,21 +42,27 @@ PROBE_TOKENS, PROBE_ROWS = 3, 2
 """Numbers of tokens and of rows of logits in the run that finds layers used for every token."""
 
 
-def adapt_loaded(loaded: "LoadedModel", path: str) -> Targets:
+def adapt_loaded(loaded: "LoadedModel", path: str, world: World | None = None) -> Targets:
     """Make a loaded model apply LoRA adapters.
 
     Args:
         loaded: The model, loaded to take adapters.
         path: The model's directory.
+        world: The ranks that hold it; all of them call this. Default: this process alone.
 
     Returns:
         The layers that adapters may adapt.
     """
     config = read_config(path, quantized=find_format(Path(path)) is not None)
-    return adapt(loaded.model, config, loaded.dtype)
+    return adapt(loaded.model, config, loaded.dtype, world)
 
 
-def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) -> Targets:
+def adapt(
+    model: PreTrainedModel,
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    world: World | None = None,
+) -> Targets:
     """Make a loaded model's linear layers apply LoRA adapters; see `applying`.
 
     It skips layers that the model does not call for every token, such as experts, and layers whose
@@ -61,29 +72,35 @@ def adapt(model: PreTrainedModel, config: PreTrainedConfig, dtype: torch.dtype) 
         model: The model as it runs, fused and packed; changed in place.
         config: The model's config, which gives its layers' names and sizes.
         dtype: Type of the activations.
+        world: See `adapt_loaded`.
 
     Returns:
         The layers that adapters may adapt.
     """
+    targets = linear_layers(make_empty(config, dtype), world)
     located = {
         name: _Located(target, *location)
-        for name, target in linear_layers(make_empty(config, dtype)).items()
+        for name, target in targets.items()
         if (location := _find(model, name)) is not None
     }
     calls = _CountedCalls()
     token_ids = torch.zeros((1, PROBE_TOKENS), dtype=torch.int64, device=model.device)
-    with torch.inference_mode(), attending(DryRun()), calls.counting(located):
+    with torch.inference_mode(), attending(DryRun()), stages_apart(), calls.counting(located):
         EagerForward(model)(token_ids, token_ids, torch.arange(PROBE_ROWS, device=model.device))
     adaptable = {name: layer for name, layer in located.items() if calls.is_adaptable(name)}
     placing = _Placing()
     layers = {name: placing.place(layer) for name, layer in adaptable.items()}
     pinned = model.device.type == "cuda"
-    return Targets(layers, dtype, pinned=pinned, orders=tuple(placing.orders))
+    elsewhere = {} if world is None else _elsewhere(targets, adaptable, world)
+    return Targets(layers, dtype, pinned=pinned, orders=tuple(placing.orders), elsewhere=elsewhere)
 
 
-def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
-    """Return the linear layers of transformers' unchanged model, by name."""
+def linear_layers(model: PreTrainedModel, world: World | None = None) -> dict[str, Target]:
+    """Return the linear layers of transformers' unchanged model, or this rank's parts, by name."""
     head = model.get_output_embeddings()  # type: ignore[no-untyped-call]
+    plan = None
+    if world is not None and world.size > 1:
+        plan = make_plan(model.config, world.size)
     targets: dict[str, Target] = {}
     for name, layer in model.named_modules():
         if type(layer) is nn.Linear:
@@ -92,8 +109,22 @@ def linear_layers(model: PreTrainedModel) -> dict[str, Target]:
             sizes = layer.nx, layer.nf
         else:
             continue
-        targets[name] = Target(len(targets), *sizes, is_head=layer is head)
+        part = None
+        if plan is not None and world is not None:
+            part = part_of(model, name, sizes, plan, world)
+            sizes = len(part.inputs), len(part.outputs)
+        targets[name] = Target(len(targets), *sizes, is_head=layer is head, part=part)
     return targets
+
+
+def _elsewhere(
+    targets: Mapping[str, Target], own: Collection[str], world: World
+) -> dict[str, Target]:
+    """Return the layers that adapters may adapt in other stages only."""
+    of_ranks = world.tell_all(*(int(name in own) for name in targets))
+    somewhere = map(any, zip(*of_ranks, strict=True))
+    pairs = zip(targets.items(), somewhere, strict=True)
+    return {name: target for (name, target), is_there in pairs if is_there and name not in own}
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +237,8 @@ def _find(model: nn.Module, name: str) -> tuple[nn.Module, int | None] | None:
     if isinstance(owner, GatedMLP) and last in {"gate_proj", "up_proj"}:
         return owner.gated, int(last == "up_proj")
     module = _child(owner, last)
+    if isinstance(module, SummedLinear):
+        module = module.linear
     return (module, None) if isinstance(module, nn.Module) else None
 
 

@@ -33,14 +33,15 @@ class TrialForward:
     def __init__(
         self, forward: Forward, targets: Targets, scales: Mapping[str, float], device: torch.device
     ) -> None:
-        if unknown := sorted(set(scales) - set(targets.layers)):
+        if unknown := sorted(set(scales) - set(targets.layers) - set(targets.elsewhere)):
             raise SelfCheckError(
                 f"self-check failed: {unknown[0]} runs for every token, but takes no adapters"
             )
         self._forward = forward
         matrices = {
-            name: trial_matrices(name, targets.layers[name].inputs, targets.layers[name].outputs)
+            name: trial_matrices(name, *targets.layers[name].sizes)
             for name in scales
+            if name in targets.layers
         }
         layers = [
             Matrices(name, targets.layers[name], len(down), scales[name])
@@ -60,12 +61,12 @@ class TrialForward:
             return self._forward(token_ids, positions, logit_rows)
 
 
-def check_adapters(check: SelfCheck, forward: TrialForward) -> None:
+def check_adapters(check: SelfCheck, forward: Forward) -> None:
     """Run the self-check with the trial adapter.
 
     Args:
         check: The check against transformers' forward pass with the adapter.
-        forward: The step.
+        forward: The step with a `TrialForward`.
 
     Raises:
         SelfCheckError: The logits differ.

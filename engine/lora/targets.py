@@ -20,6 +20,7 @@ class Targets:
         dtype: Dtype of the layers' inputs and, after conversion, of adapters.
         pinned: Whether adapters are in pinned memory, for copies to a GPU.
         orders: Input orders, by their numbers in `Placement`.
+        elsewhere: The layers of other ranks' stages.
         packed: The packed layers that contain these layers, by number.
     """
 
@@ -27,6 +28,7 @@ class Targets:
     dtype: torch.dtype
     pinned: bool = False
     orders: Sequence[tuple[int, ...]] = ()
+    elsewhere: Mapping[str, Target] = field(default_factory=dict)
     packed: tuple[LowRankLayer, ...] = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

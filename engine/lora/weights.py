@@ -146,7 +146,7 @@ def _check(
     shapes: Mapping[str, tuple[str, tuple[int, ...]]],
     targets: Targets,
 ) -> list[Matrices]:
-    """Check names and shapes; return an adapter's matrices in the targets' order."""
+    """Check names and shapes; return an adapter's matrices of own layers, in their order."""
     shapes_by_layer: dict[str, dict[str, tuple[int, ...]]] = {}
     for name, (dtype, shape) in shapes.items():
         named = NAME.fullmatch(name)
@@ -160,19 +160,21 @@ def _check(
     if not shapes_by_layer:
         raise AdapterError(f"{file} has no tensors")
     base = f"; the adapter was made for {config.base!r}" if config.base else ""
-    if unknown := sorted(set(shapes_by_layer) - set(targets.layers)):
+    known = {**targets.elsewhere, **targets.layers}
+    if unknown := sorted(set(shapes_by_layer) - set(known)):
         raise AdapterError(
             f"{file} adapts {', '.join(unknown[:SHOWN])}{' ...' if len(unknown) > SHOWN else ''},"
             f" which is no linear layer of the model that adapters may adapt{base}"
         )
     try:
         layers = [
-            _check_layer(config, layer, parts, targets.layers[layer])
+            _check_layer(config, layer, parts, known[layer])
             for layer, parts in shapes_by_layer.items()
         ]
     except AdapterError as error:
         raise AdapterError(f"{file}: {error}{base}") from error
-    return sorted(layers, key=lambda matrices: matrices.target.index)
+    own = (each for each in layers if each.layer in targets.layers)
+    return sorted(own, key=lambda matrices: matrices.target.index)
 
 
 def _hint(name: str) -> str:
@@ -194,7 +196,8 @@ def _check_layer(
         AdapterError: One is missing, or its shape does not fit the model and the config.
     """
     rank = config.rank_of(layer)
-    expected = {"A": (rank, target.inputs), "B": (target.outputs, rank)}
+    inputs, outputs = target.sizes
+    expected = {"A": (rank, inputs), "B": (outputs, rank)}
     for part, needed in expected.items():
         if part not in shapes:
             raise AdapterError(f"lora_{part} of {layer} is missing")
@@ -217,7 +220,8 @@ def lay_out(
 
     Args:
         layers: Its layers.
-        values: Returns a matrix in float32, by the names of the layer and of the matrix (A or B).
+        values: Returns a whole matrix in float32, by the names of the layer and of the matrix (A
+            or B).
         targets: The model's layers.
         digest: Digest of the adapter's files.
     """
@@ -230,14 +234,16 @@ def lay_out(
     records = targets.make_records()
     offset = 0
     for layer, target, rank, scale in layers:
-        down, up = _in_order(values(layer, "A"), target, targets), values(layer, "B").T
+        down, up = values(layer, "A"), values(layer, "B")
+        if (part := target.part) is not None:
+            down, up = down[:, part.inputs], up[part.outputs]
         places = []
-        for matrix in (down, _in_panels(up, target)):
+        for matrix in (_in_order(down, target, targets), _in_panels(up.T, target)):
             places.append(offset * matrices.itemsize)
             whole[offset : offset + matrix.size] = _convert(matrix, targets.dtype).reshape(-1)
             offset += _aligned(matrix.size)
         records[target.index] = make_record(places[0], places[1], rank, scale)
-    return AdapterWeights(matrices, records, max(each.rank for each in layers), digest)
+    return AdapterWeights(matrices, records, max((each.rank for each in layers), default=1), digest)
 
 
 def _width(target: Target) -> int:

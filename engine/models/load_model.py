@@ -1,6 +1,6 @@
 """Loads a decoder from transformers, with its attention replaced by paged attention."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -175,7 +175,7 @@ def load_unchecked(
     Args:
         path: A directory or a hub name.
         world: The ranks that hold the model; all of them call this. Default: this process alone.
-        adapters: Whether the model takes adapters, on a single rank only; see `LoadedModel.trial`.
+        adapters: Whether the model takes adapters; see `LoadedModel.trial`.
         **options: The engine's settings.
 
     Raises:
@@ -206,6 +206,7 @@ def load_unchecked(
         with running_empty():
             shape = find_dimensions(model, max_model_len)
             small = is_small(model)
+            left_out = _absorbed_names(model) if adapters else None
             if own is not None and world is not None:
                 shape, experts = keep_stage(model, shape, own, world)
         check_kernels(shape, block_size, kind, cache_kind, target)
@@ -213,7 +214,7 @@ def load_unchecked(
             stored_format = None if checkpoint is None else checkpoint.format
             check_quantization(model, path, quantization, target, stored_format)
         if world is not None and world.size > 1:
-            check_splittable(shape, measured_cache=cache_kind in FP8_DTYPES)
+            check_splittable(measured_cache=cache_kind in FP8_DTYPES)
         elif world is None:
             check_room(model, source, quantization)
         routing = ModuleRouting(model)
@@ -221,9 +222,9 @@ def load_unchecked(
         known = None if place is None else recall(place)
         with held(model) if small else nullcontext():
             expected, trial, forward = _expect(
-                model, source, shape, routing, world, known, adapters
+                model, source, shape, routing, world, known, left_out
             )
-            expected = _of_this_rank(expected, model, experts, source, world)
+            expected, trial = _of_this_rank(expected, trial, model, experts, source, world)
             absorb_expansions(model)
             rounds = kind != torch.float32 or scheme is not None or checkpoint is not None
             checked = known is not None or not rounds
@@ -282,18 +283,29 @@ def _own_layers(source: ModelSource, world: World | None, asked: Sequence[int]) 
     return plan_stages(source.config, world.stages, asked)[world.stage]
 
 
-def _of_this_rank(
+def _of_this_rank(  # noqa: PLR0917
     expected: Reference,
+    trial: TrialReference | None,
     model: PreTrainedModel,
     experts: slice,
     source: ModelSource,
     world: World | None,
-) -> Reference:
-    """Return a reference with the choices of this rank's layers, in its numbers of experts."""
-    choices = expected.choices[experts]
-    if source.whole_experts and world is not None:
-        choices = own_choices(model, choices, world)
-    return replace(expected, choices=choices)
+) -> tuple[Reference, TrialReference | None]:
+    """Return references with the choices of this rank's layers, in its numbers of experts."""
+
+    def own(whole: Reference) -> Reference:
+        choices = whole.choices[experts]
+        if source.whole_experts and world is not None:
+            choices = own_choices(model, choices, world)
+        return replace(whole, choices=choices)
+
+    return own(expected), None if trial is None else replace(trial, expected=own(trial.expected))
+
+
+def _absorbed_names(model: PreTrainedModel) -> set[str]:
+    """Return the names of the linear layers that `absorb_expansions` would replace."""
+    absorbed = absorbed_linears(model)
+    return {name for name, layer in model.named_modules() if layer in absorbed}
 
 
 def _expect(  # noqa: PLR0917
@@ -303,7 +315,7 @@ def _expect(  # noqa: PLR0917
     routing: ModuleRouting,
     world: World | None,
     known: Reference | None,
-    adapters: bool,
+    left_out: Collection[str] | None,
 ) -> tuple[Reference, TrialReference | None, Forward]:
     """Return the references without and with the trial adapter, and the checked step.
 
@@ -314,22 +326,23 @@ def _expect(  # noqa: PLR0917
         routing: The routing of its expert layers.
         world: The ranks that hold it.
         known: The cached reference, if any.
-        adapters: Whether it takes adapters.
+        left_out: Names of layers that adapters cannot adapt; None if it takes no adapters.
     """
     forward: Forward = EagerForward(model)
     if world is not None:
         fix = partial(fix_context, max_model_len=source.max_model_len)
-        expected = whole_reference(
+        references = whole_reference(
             *(source.path, source.config, source.dtype, shape, world),
             checkpoint=source.checkpoint,
             prepare=fix,
+            left_out=left_out,
         )
-        return expected, None, RankForward(forward, world, shape.vocab_size, everywhere=True)
+        return *references, RankForward(forward, world, shape.vocab_size, everywhere=True)
     with attention_of(model, reference_attention(source.config)):
         expected = known or reference(model, shape, routing)
-        if not adapters:
+        if left_out is None:
             return expected, None, forward
-        return expected, trial_reference(model, expected, routing, absorbed_linears(model)), forward
+        return expected, trial_reference(model, expected, routing, left_out), forward
 
 
 def _pack(

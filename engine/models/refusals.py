@@ -19,6 +19,7 @@ from octavo.engine.models.model_source import ModelSource
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.formats.base import Format
 from octavo.engine.models.weights_size import sizes_by_quantization, why_no_room
+from octavo.engine.parallel.place import RankError
 from octavo.kernels.ops import check_supported
 from octavo.kernels.uncompiled import why_uncompiled
 
@@ -28,7 +29,7 @@ def as_model_error(path: str) -> Iterator[None]:
     """Convert errors of transformers to a ModelError."""
     try:
         yield
-    except ModelError:
+    except (ModelError, RankError):
         raise
     except Exception as error:
         raise ModelError(f"transformers cannot load {path}: {first_line(error)}") from error
@@ -41,7 +42,7 @@ def as_unsupported(path: str) -> Iterator[None]:
         yield
     except SelfCheckError as error:
         raise SelfCheckError(f"{path} cannot be served: {error}") from error
-    except ModelError:
+    except (ModelError, RankError):
         raise
     except Exception as error:
         why = why_uncompiled(error)

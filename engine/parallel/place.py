@@ -12,6 +12,10 @@ class RankError(Exception):
     """The ranks cannot start or work together; the message says what to change."""
 
 
+class RankLeftError(RankError):
+    """Another rank left before the engine was ready; the message says why, if it did."""
+
+
 @dataclass(frozen=True, slots=True)
 class RankPlace:
     """One rank of an engine.

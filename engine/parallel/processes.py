@@ -15,7 +15,7 @@ import structlog
 from octavo.common.background import start_thread
 from octavo.common.shutdown import exit_at_once
 from octavo.engine.parallel.place import RankPlace, place_from_launcher
-from octavo.engine.parallel.world import STORE
+from octavo.engine.parallel.world import STORE, current_world
 
 MODULE = "octavo.engine.startup.follower"
 STOP_SECONDS = 5.0
@@ -86,7 +86,9 @@ class RankProcesses:
         code = child.wait()
         if self._stopping.wait(0 if self._ready.is_set() else START_SECONDS):
             return
-        log.error("a rank ended by itself: the engine ends", rank=rank, exit_code=code)
+        world = current_world()
+        why = None if world is None else world.failure()
+        log.error("a rank ended by itself: the engine ends", rank=rank, exit_code=code, why=why)
         exit_at_once(1)
 
 

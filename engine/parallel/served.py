@@ -22,7 +22,6 @@ def _refused(name: str, why: str) -> Feature:
     return Feature(name, why, why)
 
 
-ADAPTERS = _refused("adapters (`--lora`, `--enable-lora`)", "adapters are not split over ranks yet")
 DRAFT_MODEL = _refused(
     "`--draft-model`", "ranks do not hold a draft model yet; use --speculation auto"
 )
@@ -30,10 +29,6 @@ KV_DISK = _refused("`--kv-disk`", "ranks do not write their blocks yet")
 KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
 IMAGES = _refused("images", "ranks do not encode images yet")
 EMBEDDING = _refused("embedding models", "they run in one process")
-STATES = Feature(
-    "states (Mamba, gated delta rules, convolutions)", "states are not split over ranks yet"
-)
-LATENTS = Feature("latent attention (DeepSeek)", "latent attention is not split over ranks yet")
 FP8_CACHE = Feature("`--kv-cache-dtype fp8`", "it is not measured over ranks yet")
 CHECKPOINTS = Feature(
     "checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)",
@@ -43,8 +38,11 @@ GPUS = Feature("GPUs", pipeline="stages run on CPUs only yet")
 FEATURES = (
     Feature("decoders with transformers' plan, mixtures of experts, windows, sinks"),
     Feature("whole experts (`--expert-parallel`)", pipeline="within a stage: with tensor parallel"),
-    LATENTS,
-    STATES,
+    Feature("latent attention (DeepSeek; tensor parallel keeps all latents on each rank)"),
+    Feature(
+        "states (Mamba, gated delta rules, convolutions; tensor parallel keeps their layers whole"
+        " on each rank)"
+    ),
     Feature("decoders without transformers' plan", "it has no plan of their parts"),
     Feature("swap, recomputing, prefix caching, chunked prompts, migration"),
     Feature("sampling, beams, constraints, prompt log-probabilities"),
@@ -54,7 +52,7 @@ FEATURES = (
     CHECKPOINTS,
     Feature("`--kv-cache-dtype int8`"),
     FP8_CACHE,
-    ADAPTERS,
+    Feature("adapters (`--lora`, `--enable-lora`)"),
     DRAFT_MODEL,
     KV_DISK,
     KV_SPILL,

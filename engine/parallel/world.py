@@ -9,21 +9,23 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.rendezvous import rendezvous
 
+from octavo.common.models.errors import first_line
 from octavo.common.shutdown import exit_at_once
-from octavo.engine.parallel.place import RankPlace
+from octavo.engine.parallel.place import RankLeftError, RankPlace
 from octavo.engine.parallel.times import Times
 from octavo.kernels.cpu.sums import DTYPES as SHARED_DTYPES
 from octavo.kernels.cpu.sums import RankSums
@@ -47,6 +49,10 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64, torch.int
 """Dtypes of tensors that ranks may share, by their number in a message."""
 
 EXIT_CODE = 1
+FAILURE = "octavo/failure"
+"""Key of the first failure of a rank in the ranks' store."""
+STORE_PATIENCE = timedelta(seconds=5)
+"""Maximum time to wait for the store, which may have left with another rank."""
 
 log = structlog.get_logger(__name__)
 
@@ -61,6 +67,7 @@ class World:
         tensors: The group of this stage's ranks, which sum layers and gather logits.
         control: The group for messages from rank 0.
         watch: The group in which ranks check that the others are alive.
+        store: The store through which they found each other.
         shared: Sums in memory that all ranks share; None if they share none.
         serving: Whether the engine serves: then a collective that fails ends it, since all later
             ones would fail too, and its requests are better computed by another engine.
@@ -71,6 +78,7 @@ class World:
     tensors: dist.ProcessGroup
     control: dist.ProcessGroup
     watch: dist.ProcessGroup
+    store: Any
     shared: RankSums | None = None
     _times: Times = field(default_factory=Times)
     _sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
@@ -116,19 +124,21 @@ class World:
     def receive(self) -> np.ndarray:
         """Wait for numbers that rank 0 sends."""
         first = torch.empty(FIRST_NUMBERS, dtype=torch.int64)
-        self._broadcast(first)
-        count = int(first[0])
-        kept = min(count, FIRST_NUMBERS - 1)
-        if kept == count:
-            return first[1 : 1 + count].numpy()
-        rest = torch.empty(count - kept, dtype=torch.int64)
-        self._broadcast(rest)
+        with self._ending():
+            self._broadcast(first)
+            count = int(first[0])
+            kept = min(count, FIRST_NUMBERS - 1)
+            if kept == count:
+                return first[1 : 1 + count].numpy()
+            rest = torch.empty(count - kept, dtype=torch.int64)
+            self._broadcast(rest)
         return torch.cat([first[1:], rest]).numpy()
 
     def least(self, *numbers: int) -> list[int]:
         """Return the minimum over all ranks, for each argument."""
         minima = torch.tensor(numbers, dtype=torch.int64)
-        dist.all_reduce(minima, dist.ReduceOp.MIN, group=self.control)
+        with self._ending():
+            dist.all_reduce(minima, dist.ReduceOp.MIN, group=self.control)
         least: list[int] = minima.tolist()
         return least
 
@@ -136,7 +146,8 @@ class World:
         """Return the numbers of all ranks, in rank order."""
         own = torch.tensor(numbers, dtype=torch.int64)
         everyone = [torch.empty_like(own) for _ in range(self.place.size)]
-        dist.all_gather(everyone, own, group=self.control)
+        with self._ending():
+            dist.all_gather(everyone, own, group=self.control)
         return [each.tolist() for each in everyone]
 
     def share(self, tensors: Sequence[Tensor] | None) -> list[Tensor]:
@@ -151,8 +162,9 @@ class World:
             shared = [each.cpu().contiguous() for each in tensors]
         else:
             shared = list(_empty_tensors(self.receive().tolist()))
-        for each in shared:
-            self._broadcast(each)
+        with self._ending():
+            for each in shared:
+                self._broadcast(each)
         return shared
 
     def sum(self, x: Tensor) -> Tensor:
@@ -219,13 +231,14 @@ class World:
         """Return the columns of the last stage's ranks, on all ranks; see `gather_columns`."""
         columns = self._as_all_stages(columns)
         whole = columns.new_empty((len(columns), width))
-        if self.is_last_stage:
-            padded = self._padded(columns, width)
-            parts = [torch.empty_like(padded) for _ in range(self.size)]
-            dist.all_gather(parts, padded, group=self.tensors)
-            whole = torch.cat(parts, 1)[:, :width].contiguous()
-        if self.stages > 1:
-            dist.broadcast(whole, self.place.size - self.size)
+        with self._ending():
+            if self.is_last_stage:
+                padded = self._padded(columns, width)
+                parts = [torch.empty_like(padded) for _ in range(self.size)]
+                dist.all_gather(parts, padded, group=self.tensors)
+                whole = torch.cat(parts, 1)[:, :width].contiguous()
+            if self.stages > 1:
+                dist.broadcast(whole, self.place.size - self.size)
         return whole
 
     def _as_all_stages(self, columns: Tensor) -> Tensor:
@@ -284,9 +297,37 @@ class World:
         log.error(
             "another rank died, hangs or is cut off: the engine ends",
             rank=self.place.rank,
-            error=str(error).splitlines()[0],
+            error=self.failure() or str(error).splitlines()[0],
         )
         exit_at_once(EXIT_CODE)
+
+    def tell_failure(self, error: Exception) -> None:
+        """Tell the other ranks why this one leaves, unless another one left before."""
+        with suppress(RuntimeError):
+            why = f"{error}" or type(error).__name__
+            self.store.compare_set(FAILURE, "", f"rank {self.place.rank} failed: {why}")
+
+    def failure(self) -> str | None:
+        """Return why the first rank that failed has left; None if it did not say so."""
+        with suppress(RuntimeError):
+            if self.store.check([FAILURE]):
+                why: str = self.store.get(FAILURE).decode()
+                return why
+        return None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Name the rank whose failure made a step fail, if one did.
+
+        Raises:
+            RankLeftError: One did, before the engine served.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not self.serving and (why := self.failure()) is not None:
+                raise RankLeftError(why) from error
+            raise
 
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
@@ -298,13 +339,18 @@ class World:
 
     @contextmanager
     def _ending(self) -> Iterator[None]:
-        """End the engine if a collective fails while it serves."""
+        """End the engine if a collective fails while it serves.
+
+        Raises:
+            RankLeftError: It fails before that.
+        """
         try:
             yield
         except RuntimeError as error:
             if self.serving:
                 self.end_engine(error)
-            raise
+            why = self.failure() or f"another rank has left: {first_line(error)}"
+            raise RankLeftError(why) from error
 
 
 def _finish(work: dist.Work | None, tensor: Tensor) -> None:
@@ -349,20 +395,18 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float, stages
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     os.environ.update(place.variables())  # transformers reads them too
-    store = os.environ.get(STORE)
-    dist.init_process_group(
-        backend,
-        init_method="env://" if store is None else Path(store).as_uri(),
-        rank=place.rank,
-        world_size=place.size,
-    )
+    file = os.environ.get(STORE)
+    method = "env://" if file is None else Path(file).as_uri()
+    store, rank, size = next(rendezvous(method, place.rank, place.size))
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     size = place.size // stages
     groups = [
         dist.new_group(list(range(first, first + size))) for first in range(0, place.size, size)
     ]
     control = dist.new_group(backend="gloo", timeout=FOREVER)
     watch = dist.new_group(backend="gloo", timeout=timedelta(seconds=math.ceil(watch_seconds)))
-    world = World(place, stages, groups[place.rank // size], control, watch)
+    store.set_timeout(STORE_PATIENCE)
+    world = World(place, stages, groups[place.rank // size], control, watch, store)
     _joined.append(world)
     return world
 
@@ -370,6 +414,19 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float, stages
 _yield_core: Callable[[], None] = getattr(os, "sched_yield", partial(time.sleep, 0))
 """Yield this core to another thread, such as the receiving one."""
 _joined: list[World] = []
+
+
+@contextmanager
+def telling_failures() -> Iterator[None]:
+    """Tell the other ranks about an error that ends this one while it starts."""
+    try:
+        yield
+    except RankLeftError:
+        raise
+    except Exception as error:
+        if (world := current_world()) is not None:
+            world.tell_failure(error)
+        raise
 
 
 def current_world() -> World | None:

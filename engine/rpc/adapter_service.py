@@ -1,6 +1,6 @@
 """Load and unload adapters while the engine serves."""
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 import grpc
@@ -23,15 +23,18 @@ class AdapterService:
     Args:
         registry: The adapters; None if the engine takes none.
         announce: Called with all adapters whenever they change.
+        share: Makes other ranks read an adapter, between steps; None if there are none.
     """
 
     def __init__(
         self,
         registry: AdapterRegistry | None,
         announce: Callable[[engine_pb2.Adapters], None],
+        share: Callable[[Adapter], Awaitable[None]] | None = None,
     ) -> None:
         self._registry = registry
         self._announce = announce
+        self._share = share
 
     def find(self, name: str) -> Adapter | None:
         """Return the adapter of a name; None if there is none."""
@@ -53,6 +56,8 @@ class AdapterService:
         _check_free(registry, name)
         try:
             adapter = await call_in_thread(_read, registry, name, Path(path))
+            if self._share is not None:
+                await self._share(adapter)
         except AdapterError as error:
             log.warning("adapter refused", adapter=name, path=path, reason=str(error))
             raise rpc.invalid("path", str(error)) from error

@@ -2,6 +2,8 @@
 
 import asyncio
 import uuid
+from collections.abc import Callable
+from concurrent.futures import Future
 from functools import partial
 from typing import Any
 
@@ -55,7 +57,8 @@ class ServedEngine:
         self.settings = settings
         self.parts = parts
         self.sessions = Sessions()
-        self.adapters = AdapterService(parts.adapters, self.sessions.announce_adapters)
+        share = None if parts.leader is None else partial(self._run, parts.leader.load_adapter)
+        self.adapters = AdapterService(parts.adapters, self.sessions.announce_adapters, share)
         metrics.sessions.set_function(lambda: self.sessions.of_routers)
         self.instance_id = uuid.uuid4().hex
         metrics.info.info(
@@ -104,6 +107,21 @@ class ServedEngine:
                 adapters=parts.adapters or (),
             )
             metrics.exported.register(self._vllm_metrics)
+
+    async def _run(self, function: Callable[..., None], *arguments: object) -> None:
+        """Call a function in the core's thread, between steps; raise what it raises."""
+        done: Future[None] = Future()
+
+        def call() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    function(*arguments)
+                    done.set_result(None)
+                except Exception as error:  # noqa: BLE001 - for the caller
+                    done.set_exception(error)
+
+        self.core.call(call)
+        await asyncio.wrap_future(done)
 
     def new_session(self) -> Session:
         """Create a session for a router; the caller attaches it."""

@@ -23,6 +23,7 @@ from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.memory.freed import return_freed
 from octavo.engine.models.vision import Vision
 from octavo.engine.parallel.place import RankPlace
+from octavo.engine.parallel.world import telling_failures
 from octavo.engine.scheduling.image_encodes import ImageEncodes
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.swap_or_recompute import PreemptionPolicy
@@ -107,6 +108,7 @@ class Parts:
         return 1 if self.leader is None else self.leader.world.place.size
 
 
+@telling_failures()
 @naming_uncompiled()
 def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """Load the model, allocate the KV cache, and warm up.
@@ -181,7 +183,7 @@ def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: Cac
     tensors = allocate(
         plan.layout, loaded.model, size.num_blocks, size.num_swap_blocks, loaded.leader, spill=spill
     )
-    executor = Executor(loaded.model, tensors, loaded.leader, loaded.device_adapters())
+    executor = Executor(loaded.model, tensors, loaded.leader, loaded.device_adapters)
     if not loaded.on_gpu:  # the self-check has run all of a CPU's kernels
         return executor
     executor.warm_up(size.max_model_len, plan.max_num_batched_tokens)

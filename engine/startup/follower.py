@@ -15,16 +15,18 @@ from octavo.common.models.errors import ModelError
 from octavo.common.shutdown import exit_at_once
 from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.execution.leader import Follower
+from octavo.engine.execution.rank_adapters import FollowerAdapters
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.models.resolve_or_convert import resolve
-from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
+from octavo.engine.parallel.place import RankError, RankLeftError, RankPlace, place_from_launcher
 from octavo.engine.parallel.rank_signals import RankSignals
+from octavo.engine.parallel.world import telling_failures
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.cache_plan import count_pool
-from octavo.engine.startup.capacity import StartupError, naming_uncompiled
-from octavo.engine.startup.load import join_ranks
+from octavo.engine.startup.capacity import StartupError, keeps_blocks, naming_uncompiled
+from octavo.engine.startup.load import adapter_registry, device_adapters, join_ranks
 from octavo.engine.startup.threads import set_threads
 from octavo.kernels import cpu
 
@@ -49,6 +51,9 @@ def run(settings: EngineSettings) -> NoReturn:
         assert place is not None
         structlog.contextvars.bind_contextvars(rank=place.rank)
         follow(settings, place)
+    except RankLeftError as error:  # that rank reports it
+        log.info("a rank ends, as another one failed", why=str(error))
+        exit_at_once(1)
     except (ModelError, StartupError, RankError, OSError) as error:  # rank 0 reports it too
         log.error("a rank cannot start", error=str(error))  # noqa: TRY400
         exit_at_once(1)
@@ -58,6 +63,7 @@ def run(settings: EngineSettings) -> NoReturn:
     exit_at_once(0)
 
 
+@telling_failures()
 @naming_uncompiled()
 def follow(settings: EngineSettings, place: RankPlace) -> None:
     """Compute the steps that rank 0 sends until it stops the engine.
@@ -70,7 +76,7 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
         OSError: There is no such model.
     """
     threads = set_threads(place)
-    model = resolve(settings.source)
+    model = resolve(settings.source, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
     world = join_ranks(settings, place)
     loaded = load_forward(settings, model, world)
@@ -83,6 +89,9 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
             taken = peak_memory(loaded.device) - probe.device.nbytes
         return count_pool(settings, loaded, block_bytes, taken, place)
 
+    registry, adapters = adapter_registry(settings, loaded), None
+    if registry is not None and (on_device := device_adapters(settings, loaded)) is not None:
+        adapters = FollowerAdapters(registry, on_device)
     if loaded.device.type == "cpu":
         cpu.pin_threads(threads.places)
     signals = RankSignals()
@@ -91,7 +100,8 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
         loaded,
         lambda blocks, swap: allocate(layout, loaded, blocks, swap),
         count,
-        signals.came,
+        adapters=adapters,
+        told_to_stop=signals.came,
     ).run()
     log.info("rank stopped")
 

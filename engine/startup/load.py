@@ -34,6 +34,7 @@ class Loaded:
         leader: Sends steps to the other ranks; None without other ranks.
         draft_model: The draft model; None if there is none.
         adapters: The adapters that requests may name; None if the engine takes none.
+        device_adapters: The device's adapters, still empty; None if the engine takes none.
         adapter_limit: Bytes that adapters may take on the device; None without a limit.
     """
 
@@ -42,18 +43,13 @@ class Loaded:
     leader: Leader | None
     draft_model: LoadedDraftModel | None
     adapters: AdapterRegistry | None
+    device_adapters: DeviceAdapters | None
     adapter_limit: int | None
 
     @property
     def on_gpu(self) -> bool:
         """Whether it computes on a GPU."""
         return self.model.device.type == "cuda"
-
-    def device_adapters(self) -> DeviceAdapters | None:
-        """Return the device's adapters, still empty; None if the engine takes none."""
-        if self.model.targets is None:
-            return None
-        return DeviceAdapters(self.model.device, self.adapter_limit, self.model.targets.packed)
 
 
 def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loaded:
@@ -75,9 +71,18 @@ def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loade
     draft_model = None
     if settings.draft_model is not None:
         draft_model = LoadedDraftModel(settings, settings.draft_model, model.shape)
-    limit = _adapter_limit(settings, model.device)
-    adapters = _load_adapters(settings, model, limit)
-    return Loaded(model, place, leader, draft_model, adapters, limit)
+    adapters = adapter_registry(settings, model)
+    if adapters is not None:
+        _load_adapters(settings, adapters, leader)
+    return Loaded(
+        model,
+        place,
+        leader,
+        draft_model,
+        adapters,
+        device_adapters(settings, model),
+        _adapter_limit(settings, model.device),
+    )
 
 
 def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
@@ -114,24 +119,39 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
     return world
 
 
+def adapter_registry(settings: EngineSettings, loaded: LoadedForward) -> AdapterRegistry | None:
+    """Return the registry of adapters, still empty; None if the engine takes none."""
+    if loaded.targets is None:
+        return None
+    limit = _adapter_limit(settings, loaded.device)
+    return AdapterRegistry(loaded.targets, settings.model_names, limit)
+
+
+def device_adapters(settings: EngineSettings, loaded: LoadedForward) -> DeviceAdapters | None:
+    """Return the device's adapters, still empty; None if the engine takes none."""
+    if loaded.targets is None:
+        return None
+    limit = _adapter_limit(settings, loaded.device)
+    return DeviceAdapters(loaded.device, limit, loaded.targets.packed)
+
+
 def _load_adapters(
-    settings: EngineSettings, loaded: LoadedForward, limit: int | None
-) -> AdapterRegistry | None:
-    """Load the adapters of --lora.
+    settings: EngineSettings, registry: AdapterRegistry, leader: Leader | None
+) -> None:
+    """Load the adapters of --lora on all ranks.
 
     Raises:
         StartupError: One of them cannot be served.
     """
-    if loaded.targets is None:
-        return None
-    registry = AdapterRegistry(loaded.targets, settings.model_names, limit)
     for name, path in settings.adapters.items():
         try:
-            registry.add(registry.read(name, Path(path)))
+            adapter = registry.read(name, Path(path))
+            if leader is not None:
+                leader.load_adapter(adapter)
+            registry.add(adapter)
         except AdapterError as error:
             raise StartupError(f"--lora {name}: {error}") from error
         log.info("adapter loaded", adapter=name, path=path)
-    return registry
 
 
 def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None:

@@ -162,3 +162,33 @@ async def test_requests_migrate_with_their_adapter(cluster):
         with pytest.raises(octavo.Error) as gone:
             await tokens_of(client, "second")
         assert gone.value.code is grpc.StatusCode.UNAVAILABLE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["--tensor-parallel-size", "--pipeline-parallel-size"])
+async def test_ranks_load_adapters_while_they_serve(kind, launch, cluster):
+    ranks = (kind, "2", "--compile", "auto")
+    engine = launch("engine", "--model", cluster.model, *FLAGS, *ranks, "--enable-lora")
+    admin = free_port()
+    router = launch("router", "--admin-port", str(admin), "--engine", engine.address)
+    for server in (engine, router):
+        server.wait_ready()
+    expected = {
+        name: greedy(merged(cluster.model, path), PROMPT, 24)
+        for name, path in cluster.paths.items()
+    }
+    with grpc.insecure_channel(f"127.0.0.1:{admin}") as channel:
+        ranked = SimpleNamespace(admin=admin_pb2_grpc.AdminServiceStub(channel))
+        async with octavo.AsyncClient(router.address) as client:
+            plain = await tokens_of(client, "base", 400)
+            running = asyncio.create_task(tokens_of(client, "base", 400))
+            for name in cluster.paths:
+                await asyncio.to_thread(load, ranked, name, cluster.paths[name])
+            code, why = await asyncio.to_thread(refused, load, ranked, "third", cluster.model)
+            assert code is grpc.StatusCode.INVALID_ARGUMENT, why
+            found = await asyncio.gather(*(tokens_of(client, name) for name in expected))
+            assert found == list(expected.values())
+            await asyncio.to_thread(unload, ranked, "first")
+            await asyncio.to_thread(load, ranked, "first", cluster.paths["second"])
+            assert await tokens_of(client, "first") == expected["second"]
+            assert await running == plain

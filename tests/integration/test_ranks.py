@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from itertools import product
 
 import psutil
 import pytest
@@ -46,6 +47,11 @@ def other_rank(engine):
     return rank
 
 
+def ended(process):
+    """Return whether a process has ended, though its parent may not know."""
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
 def assert_nothing_left(processes):
     gone, alive = psutil.wait_procs(processes, timeout=END_SECONDS)
     assert not alive, f"{alive} are left; {len(gone)} ended"
@@ -69,20 +75,29 @@ async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, 
         assert (card.engines, card.ranks) == (2, 3)
         expected = await outputs(ask(client))
         assert doomed.metric("octavo_engine_output_tokens_total") > 0, "both engines have worked"
-        for number in (signal.SIGKILL, signal.SIGSTOP):
+        for number, is_first in product((signal.SIGKILL, signal.SIGSTOP), (False, True)):
+            case = number, is_first
             before = doomed.metric("octavo_engine_output_tokens_total")
             running = asyncio.create_task(outputs(ask(client)))
             while doomed.metric("octavo_engine_output_tokens_total") < before + STREAMS:
                 await asyncio.sleep(0.02)
             children = doomed.children()
-            other_rank(doomed).send_signal(number)
+            first = psutil.Process(doomed.process.pid)
+            victim = first if is_first else other_rank(doomed)
+            victim.send_signal(number)
             began = time.monotonic()
-            code = await asyncio.to_thread(doomed.process.wait, 30)
-            assert time.monotonic() - began < END_SECONDS, number
-            assert code != 0
-            assert_nothing_left(children)
-            assert await running == expected, number
-            if number is signal.SIGKILL:
+            if case != (signal.SIGSTOP, True):
+                code = await asyncio.to_thread(doomed.process.wait, 30)
+                assert time.monotonic() - began < END_SECONDS, case
+                assert code != 0
+                assert_nothing_left(children)
+            assert await asyncio.wait_for(running, 60) == expected, case
+            if case == (signal.SIGSTOP, True):  # its parent cannot bury rank 1
+                assert all(ended(child) for child in children)
+                first.kill()
+                await asyncio.to_thread(doomed.process.wait, 30)
+                assert_nothing_left(children)
+            else:
                 doomed = launch("engine", "--model", model, *SMALL, kind, "2", port=doomed.port)
                 doomed.wait_ready()
                 wait_until(both_up, 30, "the engine coming back")

@@ -42,7 +42,7 @@ def trial_reference(
     model: nn.Module,
     plain: Reference,
     routing: ModuleRouting,
-    left_out: Collection[nn.Module],
+    left_out: Collection[str],
 ) -> TrialReference:
     """Run transformers' forward pass with the trial adapter.
 
@@ -50,12 +50,12 @@ def trial_reference(
         model: A transformers model with transformers' own attention.
         plain: The results without the adapter.
         routing: The routing of its expert layers.
-        left_out: Linear layers that adapters cannot adapt.
+        left_out: Names of linear layers that adapters cannot adapt.
     """
     adaptable = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and layer not in left_out
+        if isinstance(layer, nn.Linear | Conv1D) and name not in left_out
     }
     scales: dict[str, float] = {}
     partly: set[str] = set()

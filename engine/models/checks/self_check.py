@@ -190,9 +190,9 @@ class SelfCheck:
                 self.tolerance,
             )
         }
-        errors |= self._check_routing(chosen)
         if not known:
             errors |= self._check_batches(forward, alone)
+        errors |= self._check_routing(chosen)  # last: ranks differ in it, and must meet before
         log.info(
             "self-check passed",
             seconds=round(time.perf_counter() - began, 3),

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 
+import numpy as np
 from torch import Tensor
 
 from octavo.engine.operators import define
@@ -45,6 +46,21 @@ class Placement:
 
 
 @dataclass(frozen=True, slots=True)
+class LayerPart:
+    """A rank's part of a linear layer.
+
+    Attributes:
+        inputs: `[n]`, the numbers of its inputs.
+        outputs: `[n]`, the numbers of its outputs.
+        sizes: The numbers of inputs and outputs of the whole layer.
+    """
+
+    inputs: np.ndarray
+    outputs: np.ndarray
+    sizes: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
 class Target:
     """A linear layer that adapters may adapt.
 
@@ -54,6 +70,7 @@ class Target:
         outputs: Number of its outputs.
         is_head: Whether it computes the logits: then it runs only for some tokens.
         placement: Its placement in a packed layer; None if it is not packed.
+        part: Which inputs and outputs of the model's layer these are; None: all.
     """
 
     index: int
@@ -61,6 +78,12 @@ class Target:
     outputs: int
     is_head: bool = False
     placement: Placement | None = None
+    part: LayerPart | None = None
+
+    @property
+    def sizes(self) -> tuple[int, int]:
+        """The numbers of inputs and outputs of the model's layer."""
+        return (self.inputs, self.outputs) if self.part is None else self.part.sizes
 
 
 class TracedAdapters:

@@ -7,16 +7,17 @@ plans here for families without one.
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import METHODS
+from octavo.engine.models.checks.latents import LINEAR as LATENT_EXPANSION
 from octavo.engine.models.empty_model import make_on_meta
-from octavo.engine.parallel.served import FP8_CACHE, LATENTS, STATES
+from octavo.engine.parallel.served import FP8_CACHE
 
 COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
 HEAD = "colwise_gather_output"
@@ -30,8 +31,11 @@ THREE_TRANSPOSED, ROWS_TRANSPOSED = "octavo_three_transposed", "octavo_rows_tran
 COLUMNS_TRANSPOSED = "octavo_columns_transposed"
 """Styles of GPT-2's `Conv1D`, whose weights have inputs first; q, k and v are one layer."""
 
-SAME = {"replicated_with_grad_allreduce": WHOLE}
-"""Transformers' styles that differ from others only in training."""
+SAME = {"replicated_with_grad_allreduce": WHOLE, HEAD: WHOLE}
+"""Own styles by transformers': some differ only in training, and each rank has all of layers whose
+outputs ranks would gather, such as those of states."""
+LATENT_STYLES = {"q_proj": COLUMNS, "q_b_proj": COLUMNS, LATENT_EXPANSION: COLUMNS, "o_proj": ROWS}
+"""Styles of latent attention's layers; each rank has all of the others, and caches all latents."""
 STYLES = {COLUMNS, ROWS, VOCABULARY, PACKED, EXPERTS, WHOLE}
 OWN_PLANS: dict[str, dict[str, str]] = {
     "gpt2": {
@@ -41,7 +45,16 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "transformer.h.*.attn.c_proj": ROWS_TRANSPOSED,
         "transformer.h.*.mlp.c_fc": COLUMNS_TRANSPOSED,
         "transformer.h.*.mlp.c_proj": ROWS_TRANSPOSED,
-    }
+    },
+    "falcon_h1": {
+        "model.layers.*.self_attn.q_proj": COLUMNS,
+        "model.layers.*.self_attn.k_proj": COLUMNS,
+        "model.layers.*.self_attn.v_proj": COLUMNS,
+        "model.layers.*.self_attn.o_proj": ROWS,
+        "model.layers.*.feed_forward.gate_proj": COLUMNS,
+        "model.layers.*.feed_forward.up_proj": COLUMNS,
+        "model.layers.*.feed_forward.down_proj": ROWS,
+    },
 }
 """Plans by model type, for families without one in transformers."""
 DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
@@ -49,7 +62,7 @@ DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 """Attributes to divide by the number of ranks, by model type and module."""
 KEY_VALUE_NAMES = {"k_proj", "v_proj"}
-QUERY_NAME = "q_proj"
+QUERY_NAMES = {"q_proj", "q_b_proj"}
 MAX_RANKS = 64
 ALONE = "use --tensor-parallel-size 1"
 
@@ -135,6 +148,10 @@ def _styles(model: PreTrainedModel, kind: str) -> dict[str, str]:
             " for them. Use --tensor-parallel-size 1"
         )
     styles = {name: SAME.get(style, style) for name, style in tp_plan.items()}
+    for path, module in model.named_modules():
+        if isinstance(getattr(module, LATENT_EXPANSION, None), nn.Linear):
+            for name, _ in module.named_children():
+                styles[f"{_wildcard(path)}.{name}"] = LATENT_STYLES.get(name, WHOLE)
     for module in (model.get_input_embeddings(), model.get_output_embeddings()):  # type: ignore[no-untyped-call]
         names = [path for path, candidate in model.named_modules() if candidate is module]
         styles |= dict.fromkeys(names, VOCABULARY)
@@ -197,7 +214,7 @@ def _problems(model: nn.Module, styles: Mapping[str, str], size: int) -> Iterato
             if -(-rows // size) * (size - 1) >= rows:
                 yield f"its vocabulary has {rows} tokens"
             continue
-        if (heads := _heads(model, path, module)) is not None:
+        if (heads := count_heads(model, path, module)) is not None:
             what = "key and value heads" if _is_keys_values(path) else "heads"
             fits = heads % size == 0 or (_is_keys_values(path) and size % heads == 0)
             if not fits:
@@ -237,36 +254,36 @@ def _is_keys_values(path: str) -> bool:
     return path.rpartition(".")[2] in KEY_VALUE_NAMES
 
 
-def _heads(model: nn.Module, path: str, module: nn.Module) -> int | None:
+def count_heads(model: nn.Module, path: str, module: nn.Module) -> int | None:
     """Return the number of heads of a projection; None if it is not part of attention."""
     parent, _, name = path.rpartition(".")
-    if name not in {QUERY_NAME, *KEY_VALUE_NAMES} or not isinstance(module, nn.Linear):
+    if name not in QUERY_NAMES | KEY_VALUE_NAMES or not isinstance(module, nn.Linear):
         return None
-    head_dim = getattr(model.get_submodule(parent), "head_dim", None)
-    return module.out_features // head_dim if isinstance(head_dim, int) else None
+    attention: Any = model.get_submodule(parent)
+    head_dim, width = getattr(attention, "head_dim", None), module.out_features
+    if not isinstance(head_dim, int):
+        head_dim = getattr(attention, "qk_head_dim", None)
+    elif name in QUERY_NAMES:
+        width = min(width, attention.o_proj.in_features)  # without gates
+    return width // head_dim if isinstance(head_dim, int) else None
 
 
 def _shares_heads(model: nn.Module, path: str, module: nn.Module, size: int) -> bool:
     """Return whether several ranks share a head of a projection of keys or values."""
     if not _is_keys_values(path):
         return False
-    heads = _heads(model, path, module)
+    heads = count_heads(model, path, module)
     return heads is not None and heads % size != 0
 
 
-def check_splittable(shape: ModelShape, *, measured_cache: bool) -> None:
+def check_splittable(*, measured_cache: bool) -> None:
     """Refuse a cache that ranks cannot divide yet.
 
     Args:
-        shape: The dimensions of this rank's part.
         measured_cache: Whether the cache has scales that the whole model is measured for.
 
     Raises:
         NotImplementedError: The message names it.
     """
-    if shape.states:
-        raise NotImplementedError(f"{STATES.name}: {STATES.tensor}: {ALONE}")
-    if any(layer.latent for layer in shape.layers):
-        raise NotImplementedError(f"{LATENTS.name}: {LATENTS.tensor}: {ALONE}")
     if measured_cache:
         raise NotImplementedError(f"{FP8_CACHE.name}: {FP8_CACHE.tensor}: {ALONE}")

@@ -36,7 +36,8 @@ class RankForward:
 
     def begin(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Compute this rank's part; return its columns for `logits` or `most_likely`."""
-        return self._forward(token_ids, positions, logit_rows)
+        with self._world.step():
+            return self._forward(token_ids, positions, logit_rows)
 
     def logits(self, columns: Tensor) -> Tensor:
         """Gather the columns of logits of all ranks; see `__call__`."""

@@ -129,7 +129,7 @@ def exchange_parts(targets, trial):
 def test_a_step_that_applies_adapters_wrongly_is_refused(model, lora, damage, monkeypatch):
     given = adapted_model.adapt_loaded
 
-    def adapt_wrongly(loaded, path):
+    def adapt_wrongly(loaded, path, _):
         targets, scales = damage(given(loaded, path), loaded.trial.scales)
         object.__setattr__(loaded.trial, "scales", scales)
         return targets

@@ -62,6 +62,13 @@ def run_ranks(size, cases, folder):
         cases: Cases by name; see `workload.py`.
         folder: Folder in which the ranks find each other.
     """
+    codes, printed = start_ranks(size, cases, folder)
+    assert codes == [0] * size, printed
+    return printed[0]
+
+
+def start_ranks(size, cases, folder):
+    """Run the workload as `run_ranks` does; return the exit codes and what each rank printed."""
     places = [RankPlace(rank, size, rank, size) for rank in range(size)]
     run = uuid.uuid4()
     own = {"OMP_NUM_THREADS": "1", STORE: str(folder / f"store-{run}")}
@@ -78,12 +85,12 @@ def run_ranks(size, cases, folder):
         for place, output in zip(places, outputs, strict=True)
     ]
     try:
-        assert [process.wait(600) for process in processes] == [0] * size
+        codes = [process.wait(600) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    printed = outputs[0].read_text()
-    return json.loads(printed.splitlines()[-1])
+    lines = [output.read_text().splitlines() for output in outputs]
+    return codes, [json.loads(own[-1]) if own else None for own in lines]
 
 
 def score_errors(found, expected):

@@ -85,6 +85,19 @@ def test_experts_latents_windows_and_states_give_the_same_in_stages(stages, mode
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2)])
+def test_experts_latents_windows_and_states_give_the_same_on_ranks(size, stages, others, tmp_path):
+    with_plan = [path for path in others if "gpt_oss" not in path]
+    given = cases(with_plan, num_blocks=192)
+    one = run_ranks(1, given, tmp_path)
+    found = run_ranks(size, in_stages(given, stages), tmp_path)
+    for case, alone in one.items():
+        assert found[case]["tokens"] == alone["tokens"], case
+    assert any(case["swapped"] for case in found.values())
+    assert any(case["recomputed"] for case in found.values())
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("size", "stages"), [(2, 2), (4, 2)])
 def test_all_families_give_the_same_in_stages(size, stages, tmp_path):
     given = cases(save_models(MODELS, tmp_path))

@@ -1,9 +1,10 @@
-"""Runs requests on models, as one of several ranks or alone; rank 0 prints the results as JSON.
+"""Runs requests on models, as one of several ranks or alone; prints the results as JSON.
 
 python -m tests.engine.parallel.workload SIZE CASES
 
-CASES is JSON: each case has the functions that submit requests, a model, more settings, and the
-ranks whose step cannot be traced; and the number of stages, if the ranks are not one.
+CASES is JSON: each case has the functions that submit requests, a model, more settings, the ranks
+whose step cannot be traced or whose kernels are refused; and the number of stages, if the ranks are
+not one.
 """
 
 import json
@@ -12,13 +13,15 @@ import random
 import sys
 
 from octavo.common import logging
+from octavo.common.models.errors import ModelError
 from octavo.engine.compilation import traced_forward
 from octavo.engine.compilation.trace import UntraceableError
-from octavo.engine.parallel.place import place_from_launcher
+from octavo.engine.models import load_model
+from octavo.engine.parallel.place import RankError, place_from_launcher
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
+from octavo.engine.startup import follower
 from octavo.engine.startup.build import build
-from octavo.engine.startup.follower import follow
 from tests.engine.stepper import Stepper, allow_even_tokens
 
 VOCABULARY = 500
@@ -33,18 +36,18 @@ SETTINGS = {
 }
 
 
-def prompts(count, length=9, seed=3):
-    numbers = random.Random(seed)
-    return [[numbers.randrange(1, VOCABULARY) for _ in range(length + i)] for i in range(count)]
+def prompts(engine, count, length=9, seed=3):
+    numbers, size = random.Random(seed), engine.parts.limits.vocab_size
+    return [[numbers.randrange(1, size) for _ in range(length + i)] for i in range(count)]
 
 
 def mixed(engine):
     """Submit 32 requests: greedy and seeded, some with several outputs, and beam searches."""
-    numbers = random.Random(3)
-    shared = [numbers.randrange(1, VOCABULARY) for _ in range(20)]
+    numbers, size = random.Random(3), engine.parts.limits.vocab_size
+    shared = [numbers.randrange(1, size) for _ in range(20)]
 
     def prompt(length):
-        return [numbers.randrange(1, VOCABULARY) for _ in range(length)]
+        return [numbers.randrange(1, size) for _ in range(length)]
 
     for i in range(10):
         yield engine.submit(prompt(3 + 4 * i), 16)
@@ -59,14 +62,16 @@ def mixed(engine):
 
 def scored(engine):
     """Submit prompts with prompt log-probabilities."""
-    for prompt in prompts(6, length=24):
+    for prompt in prompts(engine, 6, length=24):
         yield engine.submit(prompt, 4, prompt_logprobs=1)
 
 
 def masked(engine):
     """Submit greedy and seeded requests beside some that allow only even tokens."""
-    for i, prompt in enumerate(prompts(8)):
-        group = engine.submit(prompt, 16, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
+    adapters = [*(engine.parts.adapters or ()), None]
+    for i, prompt in enumerate(prompts(engine, 8 * len(adapters))):
+        seeded = {"temperature": 0.9, "seed": i} if i % 2 else {}
+        group = engine.submit(prompt, 16, adapter=adapters[i // 8], **seeded)
         if i % 4 < 2:
             allow_even_tokens(group, VOCABULARY)
         yield group
@@ -74,19 +79,27 @@ def masked(engine):
 
 def repetitive(engine):
     """Submit repetitive prompts, so that tokens are drafted."""
-    for i, prompt in enumerate(prompts(6, length=4)):
+    for i, prompt in enumerate(prompts(engine, 6, length=4)):
         yield engine.submit(prompt * 4, 24, **({"temperature": 0.9, "seed": i} if i % 2 else {}))
 
 
 def again(engine):
     """Submit prompts twice in sequence, so that the second is cached."""
     for _ in range(2):
-        for prompt in prompts(4, length=40):
+        for prompt in prompts(engine, 4, length=40):
             yield engine.submit(prompt, 12)
         engine.run()
 
 
-WORKS = {work.__name__: work for work in (mixed, scored, masked, repetitive, again)}
+def adapted(engine):
+    """Submit repetitive prompts with each adapter and none."""
+    adapters = [*engine.parts.adapters, None]
+    for i, prompt in enumerate(prompts(engine, 4 * len(adapters), length=5)):
+        seeded = {"temperature": 0.9, "seed": i} if i % 2 else {}
+        yield engine.submit(prompt * 3, 12, adapter=adapters[i % len(adapters)], **seeded)
+
+
+WORKS = {work.__name__: work for work in (mixed, scored, masked, repetitive, again, adapted)}
 
 
 def run(case, place):
@@ -113,17 +126,31 @@ def run(case, place):
         "accepted": counters["accepted_tokens"],
         "cached": sum(group.cached_tokens for group in groups),
         "block_bytes": engine.parts.block_bytes,
-        "weight_bytes": weight_bytes(engine.parts.executor),
+        "weight_bytes": weight_bytes(engine.parts.executor._loaded),
     }
 
 
-def weight_bytes(executor):
+def weight_bytes(loaded):
     """Return the bytes of the weights that this process holds; None if it runs compiled."""
-    forward = executor._loaded.forward
-    model = getattr(forward, "_forward", forward)
-    if executor.compiled:
+    model = getattr(loaded.forward, "_forward", loaded.forward)
+    if loaded.compiled:
         return None
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+
+
+def follow_and_weigh(settings, place):
+    """Compute what rank 0 sends; return the bytes of this rank's weights."""
+    sizes, usual = [], follower.load_forward
+
+    def load(*arguments):
+        loaded = usual(*arguments)
+        sizes.append(weight_bytes(loaded))
+        return loaded
+
+    follower.load_forward = load
+    follower.follow(settings, place)
+    follower.load_forward = usual
+    return {"weight_bytes": sizes[0]}
 
 
 def settings_of(case, place):
@@ -138,6 +165,11 @@ def refuse(*_):
     raise UntraceableError("it is refused")
 
 
+def refuse_kernels(*_):
+    """Replace `check_kernels`: refuse the model."""
+    raise NotImplementedError("there is no kernel")
+
+
 def main():
     size, cases = int(sys.argv[1]), json.loads(sys.argv[2])
     place = place_from_launcher(os.environ, size)
@@ -147,12 +179,16 @@ def main():
     usual = traced_forward.trace
     for name, case in cases.items():
         traced_forward.trace = refuse if rank in case.get("eager", ()) else usual
-        if rank:
-            follow(settings_of(case, place), place)
-        else:
-            found[name] = run(case, place)
-    if not rank:
-        print(json.dumps(found))
+        if rank in case.get("refused", ()):
+            load_model.check_kernels = refuse_kernels
+        try:
+            found[name] = (
+                follow_and_weigh(settings_of(case, place), place) if rank else run(case, place)
+            )
+        except (ModelError, RankError) as error:
+            print(json.dumps(str(error)), flush=True)
+            os._exit(1)
+    print(json.dumps(found))
     sys.stdout.flush()
     os._exit(0)  # other ranks' threads may be in a collective
 
