@@ -32,8 +32,8 @@ THREADS = 2
 LONG = 256 << 10
 """Characters or tokens above which work never occupies all threads."""
 SHORT = 1024
-"""Characters of whole texts that are tokenized in the event loop: handing them to a thread and back
-takes longer."""
+"""Characters of texts, but not of chats, that are tokenized in the event loop: handing them to a
+thread and back takes longer."""
 MAX_WAITING = 64 << 20
 """Maximum waiting characters or tokens of one tenant."""
 
@@ -109,19 +109,22 @@ class Tokenizers:
                 tenant's texts may not spell control tokens.
         """
         allowed = self._allows_special_tokens(request.chat, tenant)
-        size = len(request.text)
+
+        def encode() -> list[int]:
+            return tokenizer.encode_prompt(
+                request, max_tokens, kept=kept, allow_special_tokens=allowed, images=images
+            )
+
         if request.WhichOneof("prompt") == "chat":
             size = sum(len(message.content) for message in request.chat.messages)
             size += request.chat.chat_template_kwargs.ByteSize()
-        elif max_tokens is not None and kept is None:
+            return await self._run(tenant, size, encode)
+        size = len(request.text)
+        if isinstance(request, generation_pb2.GenerateRequest):
+            size += len(request.suffix)
+        if max_tokens is not None and kept is None:
             tokenizer.check_length(request.text, max_tokens)
-        return await self._run(
-            tenant,
-            size,
-            lambda: tokenizer.encode_prompt(
-                request, max_tokens, kept=kept, allow_special_tokens=allowed, images=images
-            ),
-        )
+        return encode() if size <= SHORT else await self._run(tenant, size, encode)
 
     async def encode_words(
         self, tokenizer: Tokenizer, words: Sequence[str], tenant: Tenant
