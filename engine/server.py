@@ -156,7 +156,7 @@ def _started_ranks(
     """
     settings_json = settings.model_dump_json(exclude_unset=True)
     try:
-        with started_ranks(settings.ranks, settings_json) as ranks:
+        with started_ranks(settings.ranks, settings_json, settings.machines) as ranks:
             yield ranks
     except RankError as error:
         raise StartupError(str(error)) from error

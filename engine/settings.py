@@ -13,6 +13,7 @@ from octavo.common.ports import Listener, metrics_listener
 from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
+from octavo.engine.parallel.place import Machines
 from octavo.engine.parallel.served import DRAFT_MODEL, KV_DISK, KV_SPILL
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
 from octavo.engine.speculation.method_names import METHOD_TEXTS
@@ -94,6 +95,20 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         description="Give each rank of --tensor-parallel-size whole experts of a mixture, not a"
         " part of each.",
     )
+    nnodes: int = Field(
+        1,
+        ge=1,
+        le=64,
+        description="Machines that the ranks are on, each with as many. Start the engine on each of"
+        " them with the same settings and its own --node-rank.",
+    )
+    node_rank: int = Field(
+        0, ge=0, description="This machine's number, below --nnodes. Machine 0 has rank 0."
+    )
+    master_addr: str | None = Field(
+        None, description="Host of machine 0, where ranks on several machines find each other."
+    )
+    master_port: int = Field(29500, ge=1, le=65535, description="Port on --master-addr.")
     rank_timeout: float = Field(
         7.0,
         ge=2,
@@ -367,6 +382,16 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
         return self
 
     @model_validator(mode="after")
+    def _nodes_share_ranks(self) -> Self:
+        if self.ranks % self.nnodes:
+            raise ValueError(f"--nnodes {self.nnodes} does not divide the {self.ranks} ranks")
+        if self.node_rank >= self.nnodes:
+            raise ValueError(f"--node-rank {self.node_rank} must be below --nnodes {self.nnodes}")
+        if (self.nnodes > 1) is not (self.master_addr is not None):
+            raise ValueError("--nnodes above 1 and --master-addr need each other")
+        return self
+
+    @model_validator(mode="after")
     def _split_fits_stages(self) -> Self:
         if self.pipeline_split is None:
             return self
@@ -420,6 +445,11 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     def ranks(self) -> int:
         """Number of ranks: processes that each hold a part of the model."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def machines(self) -> Machines:
+        """The machines that the ranks are on."""
+        return Machines(self.nnodes, self.node_rank, self.master_addr, self.master_port)
 
     @property
     def stage_layers(self) -> tuple[int, ...]:

@@ -54,6 +54,39 @@ class RankPlace:
         return self.local_rank, self.local_rank + 1
 
 
+@dataclass(frozen=True, slots=True)
+class Machines:
+    """The machines that an engine's ranks are on, each with as many.
+
+    Attributes:
+        count: Number of machines.
+        number: This machine's number.
+        host: Host of machine 0, where ranks find each other; None on one machine.
+        port: The port there.
+    """
+
+    count: int = 1
+    number: int = 0
+    host: str | None = None
+    port: int = 0
+
+    def places(self, size: int) -> list[RankPlace]:
+        """Return the places of this machine's ranks.
+
+        Args:
+            size: Number of all ranks.
+        """
+        here = size // self.count
+        first = self.number * here
+        return [RankPlace(first + i, size, i, here) for i in range(here)]
+
+    def variables(self) -> dict[str, str]:
+        """Return the environment variables by which ranks find each other."""
+        if self.host is None:
+            return {}
+        return {"MASTER_ADDR": self.host, "MASTER_PORT": str(self.port)}
+
+
 def place_from_launcher(environment: Mapping[str, str], size: int) -> RankPlace | None:
     """Return this process's place from a launcher; None without a launcher.
 

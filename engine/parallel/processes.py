@@ -1,11 +1,12 @@
 """Starts an engine's other ranks on this machine; if one ends, the engine ends."""
 
 import os
+import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,7 +15,7 @@ import structlog
 
 from octavo.common.background import start_thread
 from octavo.common.shutdown import exit_at_once
-from octavo.engine.parallel.place import RankPlace, place_from_launcher
+from octavo.engine.parallel.place import Machines, RankError, RankPlace, place_from_launcher
 from octavo.engine.parallel.world import STORE, current_world
 
 MODULE = "octavo.engine.startup.follower"
@@ -23,37 +24,33 @@ STOP_SECONDS = 5.0
 START_SECONDS = 5.0
 """Seconds that rank 0 has to report its own error when another rank fails at startup."""
 LOOPBACK = "lo"
+ONE_MACHINE = Machines()
 
 log = structlog.get_logger(__name__)
 
 
 class RankProcesses:
-    """The other ranks, as child processes.
+    """This machine's other ranks, as child processes.
 
     Args:
-        size: Number of ranks, including this one.
+        places: Their places.
         settings: The engine's settings, as JSON.
-        folder: A directory that only this process uses.
     """
 
-    def __init__(self, size: int, settings: str, folder: Path) -> None:
+    def __init__(self, places: Sequence[RankPlace], settings: str) -> None:
         self._stopping = threading.Event()
         self._ready = threading.Event()
-        os.environ[STORE] = str(folder / "store")
-        # Ranks on one machine need only loopback.
-        if Path(f"/sys/class/net/{LOOPBACK}").exists():
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         self._children = [
             subprocess.Popen(
                 [sys.executable, "-m", "octavo.common.parent_watch", MODULE, settings],
                 stdin=subprocess.PIPE,
                 start_new_session=True,
-                env=os.environ | RankPlace(rank, size, rank, size).variables(),
+                env=os.environ | place.variables(),
             )
-            for rank in range(1, size)
+            for place in places
         ]
-        for rank, child in enumerate(self._children, 1):
-            start_thread(partial(self._wait, rank, child), f"rank-{rank}")
+        for place, child in zip(places, self._children, strict=True):
+            start_thread(partial(self._wait, place.rank, child), f"rank-{place.rank}")
 
     def ready(self) -> None:
         """Record that the engine is ready: from now on no rank may end."""
@@ -94,13 +91,14 @@ class RankProcesses:
 
 @contextmanager
 def started_ranks(
-    size: int, settings: str
+    size: int, settings: str, machines: Machines = ONE_MACHINE
 ) -> Iterator[tuple[RankPlace | None, RankProcesses | None]]:
-    """Start the other ranks for a block, unless a launcher has; end them after it.
+    """Start this machine's other ranks for a block, unless a launcher has; end them after it.
 
     Args:
         size: Number of ranks.
         settings: The engine's settings, as JSON.
+        machines: The machines that the ranks are on.
 
     Yields:
         The place of this rank, None if it is alone; and the ranks that it started.
@@ -115,10 +113,38 @@ def started_ranks(
         yield place, None
         return
     with tempfile.TemporaryDirectory(prefix="octavo-ranks-") as folder:
-        processes = RankProcesses(size, settings, Path(folder))
+        os.environ.update(machines.variables() or {STORE: str(Path(folder) / "store")})
+        if (interface := _interface(machines)) is not None:
+            for library in ("GLOO",) if machines.host is None else ("GLOO", "NCCL"):
+                os.environ.setdefault(f"{library}_SOCKET_IFNAME", interface)
+        own, *others = machines.places(size)
+        processes = RankProcesses(others, settings)
         try:
-            yield RankPlace(0, size, 0, size), processes
+            yield own, processes
         except BaseException:
             processes.kill()
             raise
         processes.stop()
+
+
+def _interface(machines: Machines) -> str | None:
+    """Return the network interface by which ranks reach each other; None if it is unknown.
+
+    Raises:
+        RankError: Machine 0 cannot be reached.
+    """
+    if machines.host is None:
+        return LOOPBACK if Path(f"/sys/class/net/{LOOPBACK}").exists() else None
+    import psutil  # noqa: PLC0415 - in the servers' extras
+
+    try:
+        found = socket.getaddrinfo(machines.host, machines.port, type=socket.SOCK_DGRAM)
+        family, *_, address = found[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(address)  # sends nothing
+            own = probe.getsockname()[0]
+    except OSError as error:
+        raise RankError(f"--master-addr {machines.host} cannot be reached: {error}") from error
+    interfaces = psutil.net_if_addrs().items()
+    named = (name for name, held in interfaces if own in {each.address for each in held})
+    return next(named, None)

@@ -1,7 +1,6 @@
 """A rank other than 0: loads its part of the model and computes what rank 0 sends."""
 
 import ctypes
-import os
 import signal
 import sys
 from pathlib import Path
@@ -19,7 +18,8 @@ from octavo.engine.execution.rank_adapters import FollowerAdapters
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
 from octavo.engine.models.resolve_or_convert import resolve
-from octavo.engine.parallel.place import RankError, RankLeftError, RankPlace, place_from_launcher
+from octavo.engine.parallel.place import RankError, RankLeftError, RankPlace
+from octavo.engine.parallel.processes import started_ranks
 from octavo.engine.parallel.rank_signals import RankSignals
 from octavo.engine.parallel.world import telling_failures
 from octavo.engine.settings import EngineSettings
@@ -45,12 +45,13 @@ def main() -> None:
 
 
 def run(settings: EngineSettings) -> NoReturn:
-    """Run the rank given by the environment; then end the process."""
+    """Run the rank given by the environment, or another machine's ranks; then end the process."""
     try:
-        place = place_from_launcher(os.environ, settings.ranks)
-        assert place is not None
-        structlog.contextvars.bind_contextvars(rank=place.rank)
-        follow(settings, place)
+        text = settings.model_dump_json(exclude_unset=True)
+        with started_ranks(settings.ranks, text, settings.machines) as (place, _):
+            assert place is not None
+            structlog.contextvars.bind_contextvars(rank=place.rank)
+            follow(settings, place)
     except RankLeftError as error:  # that rank reports it
         log.info("a rank ends, as another one failed", why=str(error))
         exit_at_once(1)

@@ -24,8 +24,9 @@ def engine(flags: Flags) -> None:
 
 
 def run_other_rank(settings: EngineSettings) -> None:
-    """If a launcher made this process a rank other than 0, run that; then end the process."""
-    if settings.ranks > 1 and os.environ.get("RANK", "0") != "0":
+    """If this process is a rank other than 0, run that; then end the process."""
+    is_other = settings.node_rank or os.environ.get("RANK", "0") != "0"
+    if settings.ranks > 1 and is_other:
         from octavo.engine.startup.follower import run  # noqa: PLC0415 - torch takes seconds
 
         run(settings)

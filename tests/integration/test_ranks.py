@@ -10,6 +10,7 @@ import pytest
 
 import octavo
 from benchmarks.fixture import make_model
+from octavo.common.ports import free_port
 from tests.integration.harness import wait_until
 
 STREAMS = 30
@@ -121,4 +122,27 @@ async def test_a_rank_told_to_stop_drains_the_engine_and_ends_all(launch, model,
         code = await asyncio.to_thread(engine.process.wait, 60)
         assert all(len(tokens) == OPTIONS["max_tokens"] for tokens in await running)
     assert code == 0, engine.logs()
+    assert_nothing_left(children)
+
+
+@pytest.mark.slow
+async def test_one_command_on_each_machine_starts_the_ranks(launch, model):
+    master = ("--master-addr", "127.0.0.1", "--master-port", str(free_port()))
+    sizes = [part for kind in KINDS for part in (kind, "2")]
+    shared = ("--model", model, *SMALL, *sizes, "--nnodes", "2", *master)
+    one, two = (launch("engine", *shared, "--node-rank", number) for number in ("0", "1"))
+    alone = launch("engine", "--model", model, *SMALL)
+    routers = [launch("router", "--engine", engine.address) for engine in (one, alone)]
+    for server in (one, alone, *routers):
+        server.wait_ready()
+    found = []
+    for router in routers:
+        async with octavo.AsyncClient(router.address) as client:
+            found.append(await outputs(ask(client)))
+    assert found[0] == found[1]
+    assert one.metric("octavo_engine_ranks") == 4
+    children = [*one.children(), *two.children()]
+    one.process.send_signal(signal.SIGTERM)
+    assert await asyncio.to_thread(one.process.wait, 60) == 0, one.logs()
+    assert await asyncio.to_thread(two.process.wait, 60) == 0, two.logs()
     assert_nothing_left(children)

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 
+from octavo.common.settings import SettingsError
 from octavo.common.topology import Core, Node
 from octavo.engine.attention.operator import current_step
 from octavo.engine.execution import inputs
@@ -15,7 +16,8 @@ from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.sharding.rank_forward import RankForward
-from octavo.engine.parallel.place import RankError, RankPlace, place_from_launcher
+from octavo.engine.parallel.place import Machines, RankError, RankPlace, place_from_launcher
+from octavo.engine.settings import EngineSettings
 from tests.plain import shape
 
 
@@ -130,6 +132,26 @@ def test_ranks_of_a_machine_divide_its_cores():
     few = [RankPlace(rank, 9, rank, 9).share_of(nodes) for rank in range(9)]
     assert all(len(share) == len(share[0].cores) == 1 for share in few)
     assert RankPlace(1, 2, 1, 2).share_of((Node(0, (Core((0,)),)),))[0].cores == (Core((0,)),)
+
+
+def test_machines_have_as_many_ranks_each():
+    places = Machines(2, 1, "host", 29500).places(4)
+    assert places == [RankPlace(2, 4, 0, 2), RankPlace(3, 4, 1, 2)]
+    assert Machines().places(2) == [RankPlace(0, 2, 0, 2), RankPlace(1, 2, 1, 2)]
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"nnodes": 2, "master_addr": "host"}, "--nnodes 2 does not divide the 3 ranks"),
+        ({"nnodes": 3, "node_rank": 3, "master_addr": "h"}, "--node-rank 3 must be below"),
+        ({"nnodes": 3}, "--nnodes above 1 and --master-addr need each other"),
+        ({"master_addr": "host"}, "need each other"),
+    ],
+)
+def test_machines_that_do_not_fit_are_refused(given, said):
+    with pytest.raises(SettingsError, match=said):
+        EngineSettings.load(model="m", tensor_parallel_size=3, **given)
 
 
 def test_a_launcher_says_which_rank_this_is():
