@@ -63,7 +63,7 @@ class ImageReader:
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT if it is no image that can be shown; RESOURCE_EXHAUSTED
-                if requests hold too many; see `Turns.take`.
+                if requests hold too many; see `Turns.run`.
         """
         data, media_type = part.data, part.media_type
         match part.WhichOneof("source"):

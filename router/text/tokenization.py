@@ -105,7 +105,7 @@ class Tokenizers:
             images: See `Tokenizer.encode_prompt`.
 
         Raises:
-            rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.take`; PERMISSION_DENIED if the
+            rpc.RpcError: See `Tokenizer.encode_prompt` and `Turns.run`; PERMISSION_DENIED if the
                 tenant's texts may not spell control tokens.
         """
         allowed = self._allows_special_tokens(request.chat, tenant)
@@ -129,7 +129,7 @@ class Tokenizers:
     async def encode_words(
         self, tokenizer: Tokenizer, words: Sequence[str], tenant: Tenant
     ) -> list[list[int]]:
-        """Return the tokens of words; see `Tokenizer.encode_words` and `Turns.take`."""
+        """Return the tokens of words; see `Tokenizer.encode_words` and `Turns.run`."""
         if not words:
             return []
         size = sum(map(len, words))
@@ -144,7 +144,7 @@ class Tokenizers:
         *,
         truncate: bool,
     ) -> EncodedTexts:
-        """Return the tokens of texts or pairs; see `Tokenizer.encode_texts` and `Turns.take`."""
+        """Return the tokens of texts or pairs; see `Tokenizer.encode_texts` and `Turns.run`."""
         size = sum(len(text) if isinstance(text, str) else sum(map(len, text)) for text in texts)
 
         def encode() -> EncodedTexts:
@@ -161,7 +161,7 @@ class Tokenizers:
         system: str,
         opens: bool,
     ) -> EncodedTexts:
-        """Return the tokens of pairs that the chat template lays out; see `Turns.take`.
+        """Return the tokens of pairs that the chat template lays out; see `Turns.run`.
 
         Args:
             tokenizer: The model's tokenizer.

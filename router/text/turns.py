@@ -3,6 +3,8 @@
 import asyncio
 import math
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 from octavo.common import background, rpc
@@ -14,11 +16,31 @@ RETRY_SECONDS = 1.0
 """Retry delay in seconds for a tenant with too much waiting work."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Job:
+    """Work that waits or runs.
+
+    Attributes:
+        work: Makes the work's coroutine.
+        name: Name of the work's task.
+        size: Cost of the work.
+        weight: Weight of its tenant.
+        result: What its caller waits for; cancelled when the caller leaves.
+    """
+
+    work: Callable[[], Coroutine[Any, Any, Any]]
+    name: str
+    size: int
+    weight: float
+    result: asyncio.Future[Any]
+
+
 class Turns:
     """Gives the next free slot to the least served tenant, by size and weight.
 
     An idle tenant gains no credit: on return, it counts as served like the waiting ones. One slot
-    never runs long jobs, so that short ones do not wait for them.
+    never runs long jobs, so that short ones do not wait for them. A slot is taken by the task of a
+    job, never by a caller, who may leave at any moment.
 
     Args:
         places: Number of concurrent jobs, at least two.
@@ -31,8 +53,7 @@ class Turns:
         self._long_free = places - 1
         self._long_size = long_size
         self._max_waiting = max_waiting
-        # The waiting jobs: each one's future, size and tenant's weight.
-        self._waiting: dict[str, dict[asyncio.Future[None], tuple[int, float]]] = {}
+        self._waiting: dict[str, dict[_Job, None]] = {}  # in order of arrival, by tenant
         self._had: dict[str, float] = {}  # service per active tenant
         self._level = 0.0  # service of the last turn's tenant before it
 
@@ -48,50 +69,22 @@ class Turns:
             name: Name of the work's task.
 
         Raises:
-            rpc.RpcError: See `take`.
-        """
-        await self.take(tenant, size)
-
-        def end(done: asyncio.Task[_Result]) -> None:
-            self.give_back(size)
-            if not done.cancelled():
-                done.exception()  # retrieve it, as the caller may be gone
-
-        job = background.start(work(), name)
-        job.add_done_callback(end)
-        return await asyncio.shield(job)
-
-    async def take(self, tenant: Tenant, size: int) -> None:
-        """Wait for a turn; the caller must return it with `give_back`.
-
-        Args:
-            tenant: Tenant of the job.
-            size: Cost of the job, in the same unit for all jobs.
-
-        Raises:
             rpc.RpcError: RESOURCE_EXHAUSTED if the tenant has too much waiting work.
         """
-        begun = asyncio.get_running_loop().create_future()
-        self._add(tenant, size, begun)
+        result: asyncio.Future[_Result] = asyncio.get_running_loop().create_future()
+        job = _Job(work, name, size, tenant.weight, result)
+        self._add(tenant, job)
         self._begin()
         try:
-            await begun
+            return await result
         except asyncio.CancelledError:
-            if begun.done() and not begun.cancelled():
-                self.give_back(size)
-            else:
-                self._remove(tenant.name, begun)
+            if job in self._waiting.get(tenant.name, ()):
+                self._remove(tenant.name, job)
             raise
 
-    def give_back(self, size: int) -> None:
-        """End the turn of a job of this size."""
-        self._free += 1
-        self._long_free += size > self._long_size
-        self._begin()
-
-    def _add(self, tenant: Tenant, size: int, begun: asyncio.Future[None]) -> None:
+    def _add(self, tenant: Tenant, job: _Job) -> None:
         waiting = self._waiting.get(tenant.name)
-        if waiting and sum(each for each, _ in waiting.values()) + size > self._max_waiting:
+        if waiting and sum(each.size for each in waiting) + job.size > self._max_waiting:
             raise rpc.exhausted(
                 "too much of the tenant's text waits for tokenization; retry in "
                 f"{RETRY_SECONDS:g} s",
@@ -100,13 +93,12 @@ class Turns:
         if waiting is None:
             self._had[tenant.name] = max(self._had.get(tenant.name, 0.0), self._level)
             waiting = self._waiting[tenant.name] = {}
-        waiting[begun] = size, tenant.weight
+        waiting[job] = None
 
-    def _remove(self, name: str, begun: asyncio.Future[None]) -> tuple[int, float]:
-        removed = self._waiting[name].pop(begun)
+    def _remove(self, name: str, job: _Job) -> None:
+        del self._waiting[name][job]
         if not self._waiting[name]:
             del self._waiting[name]
-        return removed
 
     def _begin(self) -> None:
         """Start jobs while slots are free: the least served tenant's first one."""
@@ -115,23 +107,38 @@ class Turns:
             if not firsts:
                 return
             name = min(firsts, key=self._had.__getitem__)
-            size, weight = self._remove(name, firsts[name])
-            self._free -= 1
-            self._long_free -= size > self._long_size
+            job = firsts[name]
+            self._remove(name, job)
             self._level = self._had[name]
-            self._had[name] += size / weight
+            self._had[name] += job.size / job.weight
             self._forget()
-            firsts[name].set_result(None)
+            self._free -= 1
+            self._long_free -= job.size > self._long_size
+            background.start(job.work(), job.name).add_done_callback(partial(self._end, job))
 
-    def _first(self, name: str) -> asyncio.Future[None] | None:
+    def _first(self, name: str) -> _Job | None:
         """Return a tenant's first job that may start in a free slot.
 
-        One whose caller was cancelled stays in the queue until its `take` runs again.
+        One whose caller was cancelled stays in the queue until its `run` goes on.
         """
-        waiting = self._waiting[name].items()
         most = math.inf if self._long_free else self._long_size
-        ready = (begun for begun, (size, _) in waiting if size <= most and not begun.cancelled())
+        ready = (
+            job for job in self._waiting[name] if job.size <= most and not job.result.cancelled()
+        )
         return next(ready, None)
+
+    def _end(self, job: _Job, done: asyncio.Task[Any]) -> None:
+        """Free a job's slot, and tell its caller unless it has left."""
+        self._free += 1
+        self._long_free += job.size > self._long_size
+        if done.cancelled():
+            job.result.cancel()
+        elif (error := done.exception()) is None:
+            if not job.result.done():
+                job.result.set_result(done.result())
+        elif not job.result.done():
+            job.result.set_exception(error)
+        self._begin()
 
     def _forget(self) -> None:
         """Forget tenants without waiting jobs that are not ahead of the others."""

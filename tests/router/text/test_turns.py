@@ -1,6 +1,7 @@
 """Tenants take turns with the tokenizer."""
 
 import asyncio
+from random import Random
 
 import grpc
 import pytest
@@ -27,14 +28,19 @@ class Workshop:
         await self.settle()
 
     async def _work(self, tenant: Tenant, size: int) -> None:
-        await self.turns.take(tenant, size)
-        self.begun.append((tenant, size, object()))
+        ended = asyncio.Event()
+
+        async def work() -> None:
+            self.begun.append((tenant, size, ended))
+            await ended.wait()
+
+        await self.turns.run(tenant, size, work, "work")
 
     async def end(self, *, long: bool = False) -> None:
         """End the oldest piece of work."""
         work = next(work for work in self.begun if (work[1] > LONG) == long)
         self.begun.remove(work)
-        self.turns.give_back(work[1])
+        work[2].set()
         await self.settle()
 
     async def settle(self) -> None:
@@ -102,7 +108,7 @@ async def test_what_waits_is_bounded_for_each_tenant():
     await shop.ask(ALICE, 10, 10, 10, 10, 10)
     await shop.ask(BOB, 90)
     with pytest.raises(RpcError) as caught:
-        await shop.turns.take(ALICE, 1)
+        await shop.turns.run(ALICE, 1, nothing, "nothing")
     assert caught.value.code is grpc.StatusCode.RESOURCE_EXHAUSTED
     await shop.end()
     await shop.end()
@@ -121,8 +127,8 @@ async def test_one_who_leaves_takes_no_turn():
     assert shop.names == ""
     # One is cancelled when its turn comes.
     await shop.ask(ALICE, 10, 10, 10)
-    _, size, _ = shop.begun.pop(0)
-    shop.turns.give_back(size)
+    *_, ended = shop.begun.pop(0)
+    ended.set()
     shop.tasks[-1].cancel()
     await shop.settle()
     await shop.end()
@@ -131,20 +137,61 @@ async def test_one_who_leaves_takes_no_turn():
     assert not shop.turns._waiting
 
 
-async def test_one_who_leaves_just_before_a_turn_is_free_takes_none():
-    """Two such departures once took all turns for ever."""
-    turns = Turns(2, 100, 1000)
-    tenant = Tenant("a")
+async def test_one_who_leaves_while_its_work_runs_keeps_its_slot_until_the_end():
+    shop = Workshop()
+    await shop.ask(ALICE, 10, 10, 10)
+    for task in shop.tasks[:2]:
+        task.cancel()
+    await shop.settle()
+    assert shop.names == "aa"
+    await shop.end()
+    await shop.end()
+    assert shop.names == "a"
+
+
+async def test_work_that_fails_or_is_cancelled_frees_its_slot():
+    turns = Turns(2, LONG, 1000)
+
+    async def fail() -> None:
+        raise ValueError("no")
+
+    async def cancel() -> None:
+        raise asyncio.CancelledError
+
     for _ in range(3):
-        for _ in range(2):
-            await turns.take(tenant, 1)
-        leaving = [asyncio.create_task(turns.take(tenant, 1)) for _ in range(2)]
-        await asyncio.sleep(0)
-        for task in leaving:
-            task.cancel()
-        turns.give_back(1)
-        turns.give_back(1)
-        await asyncio.gather(*leaving, return_exceptions=True)
-        assert all(task.cancelled() for task in leaving)
-    for _ in range(2):
-        await asyncio.wait_for(turns.take(tenant, 1), 1)
+        with pytest.raises(ValueError, match="no"):
+            await turns.run(ALICE, 1, fail, "fail")
+        with pytest.raises(asyncio.CancelledError):
+            await turns.run(ALICE, 1, cancel, "cancel")
+    await asyncio.wait_for(turns.run(ALICE, 1, nothing, "nothing"), 1)
+
+
+@pytest.mark.parametrize("seed", range(5))
+async def test_whoever_leaves_whenever_no_slot_is_lost(seed):
+    """Two departures at a bad moment once took all slots for ever."""
+    random = Random(seed)
+    shop = Workshop(places=3)
+    for _ in range(300):
+        if random.random() < 0.5:
+            shop.tasks.append(
+                asyncio.create_task(
+                    shop._work(random.choice([ALICE, BOB]), random.choice([1, LONG + 1]))
+                )
+            )
+        if shop.tasks and random.random() < 0.5:
+            random.choice(shop.tasks).cancel()
+        if shop.begun and random.random() < 0.4:
+            shop.begun.pop(random.randrange(len(shop.begun)))[2].set()
+        if random.random() < 0.5:
+            await asyncio.sleep(0)
+    await shop.settle()
+    while shop.begun:
+        shop.begun.pop()[2].set()
+        await shop.settle()
+    assert all(task.done() for task in shop.tasks)
+    await shop.ask(ALICE, 1, 1, 1)
+    assert shop.names == "aaa"
+
+
+async def nothing() -> None:
+    """Do nothing."""
