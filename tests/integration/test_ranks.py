@@ -3,6 +3,7 @@
 import asyncio
 import signal
 import time
+from functools import partial
 from itertools import product
 
 import psutil
@@ -48,9 +49,9 @@ def other_rank(engine):
     return rank
 
 
-def ended(process):
-    """Return whether a process has ended, though its parent may not know."""
-    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+def all_ended(processes):
+    """Return whether processes have ended, though their parent may not know."""
+    return all(not p.is_running() or p.status() == psutil.STATUS_ZOMBIE for p in processes)
 
 
 def assert_nothing_left(processes):
@@ -94,7 +95,7 @@ async def test_a_rank_that_dies_or_hangs_ends_its_engine_and_no_request(launch, 
                 assert_nothing_left(children)
             assert await asyncio.wait_for(running, 60) == expected, case
             if case == (signal.SIGSTOP, True):  # its parent cannot bury rank 1
-                assert all(ended(child) for child in children)
+                wait_until(partial(all_ended, children), END_SECONDS, "the other ranks' ends")
                 first.kill()
                 await asyncio.to_thread(doomed.process.wait, 30)
                 assert_nothing_left(children)
