@@ -52,6 +52,8 @@ class ImageReader:
         part: generation_pb2.ImagePart,
         processor: "ImageProcessor",
         tenant: Tenant,
+        *,
+        alone: bool = True,
     ) -> "ProcessedImage":
         """Return an image as a model's vision encoder takes it.
 
@@ -60,6 +62,7 @@ class ImageReader:
             part: The image.
             processor: The model's processor.
             tenant: The request's tenant.
+            alone: Whether the prompt has no other image.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT if it is no image that can be shown; RESOURCE_EXHAUSTED
@@ -76,6 +79,7 @@ class ImageReader:
         of_url = "" if data else part.url
         # The time of an answer must not tell what other tenants have sent.
         known = hashlib.sha256(f"{tenant.name}\0{processor.id}\0{media_type}\0".encode())
+        known.update(b"\1" if alone or not processor.counts else b"\0")
         known.update(data or of_url.encode())
         key = known.digest()
         if (kept := self._latest.find(key)) is not None:
@@ -85,7 +89,7 @@ class ImageReader:
 
         def process() -> "ProcessedImage":
             file, kind = read_data_url(field, of_url) if of_url else (data, "")
-            return processor.process(field, decode(field, file, media_type or kind))
+            return processor.process(field, decode(field, file, media_type or kind), alone=alone)
 
         size = len(data) + len(of_url)
         image = await self._turns.run(tenant, size, lambda: self._threads.run(process), "image")

@@ -131,7 +131,8 @@ class Preparer:
             raise rpc.invalid(field, f"{field}: model {model!r} reads no images")
         images = []
         for field, part in parts:
-            images.append(await self._reader.read(field, part, processor, tenant))
+            alone = len(parts) == 1
+            images.append(await self._reader.read(field, part, processor, tenant, alone=alone))
             if sum(image.num_tokens for image in images) >= limits.max_model_len:
                 raise prompt_too_long(limits.max_model_len - 1)
             part.Clear()  # of whole files, only the tensors are kept

@@ -57,6 +57,7 @@ class Family:
         tokens: Its special tokens; the image token comes last of all.
         image_token: The token whose embeddings images replace.
         roles: Names of special tokens in the tokenizer's config.
+        model_type: Its type in transformers, if it is not its name here.
     """
 
     config: dict[str, Any]
@@ -66,6 +67,7 @@ class Family:
     image_token: str
     tokens: tuple[str, ...] = ()
     roles: dict[str, str] = field(default_factory=dict)
+    model_type: str = ""
 
 
 TILES = tuple(f"<row_{i}_col_{j}>" for i in range(1, 4) for j in range(1, 4))
@@ -92,6 +94,16 @@ QWEN_IMAGES = {
     "image_processor_type": "Qwen2VLImageProcessor",
     "size": {"shortest_edge": 16 * 16, "longest_edge": 80 * 80},
 }
+LLAVA_TILES = {
+    "size": {"height": 32, "width": 32},
+    "crop_size": {"height": 32, "width": 32},
+    "image_grid_pinpoints": [[32, 64], [64, 32], [64, 64]],
+}
+LLAVA_IN_TILES = {
+    "image_token_id": IMAGE_TOKEN,
+    "image_token_index": IMAGE_TOKEN,
+    "image_grid_pinpoints": LLAVA_TILES["image_grid_pinpoints"],
+}
 FAMILIES = {
     "smolvlm": Family(**IDEFICS),
     "idefics3": Family(**IDEFICS),
@@ -114,6 +126,63 @@ FAMILIES = {
         },
         shown="<image>\n",
         image_token="<image>",
+    ),
+    "llava_pixtral": Family(
+        config={
+            "text_config": {"model_type": "mistral", **TEXT, "head_dim": 16},
+            "vision_config": {"model_type": "pixtral", **VISION, "head_dim": 16, "image_size": 64},
+            "vision_feature_layer": -1,
+            "vision_feature_select_strategy": "full",
+            "image_token_id": IMAGE_TOKEN,
+            "image_token_index": IMAGE_TOKEN,
+        },
+        images={
+            "image_processor_type": "PixtralImageProcessor",
+            "size": {"longest_edge": 32},
+            "patch_size": {"height": 8, "width": 8},
+        },
+        processor={"processor_class": "PixtralProcessor", "patch_size": 8},
+        shown="[IMG]",
+        image_token="[IMG]",
+        tokens=("[IMG_BREAK]", "[IMG_END]"),
+        model_type="llava",
+    ),
+    "llava_next": Family(
+        config={
+            "text_config": {"model_type": "llama", **TEXT},
+            "vision_config": {"model_type": "clip_vision_model", "projection_dim": 32, **VISION},
+            **LLAVA_IN_TILES,
+        },
+        images=LLAVA_TILES
+        | {
+            "image_processor_type": "LlavaNextImageProcessor",
+            "size": {"shortest_edge": 32},
+        },
+        processor={
+            "patch_size": 8,
+            "vision_feature_select_strategy": "default",
+            "num_additional_image_tokens": 1,
+        },
+        shown="<image>\n",
+        image_token="<image>",
+    ),
+    "llava_onevision": Family(
+        config={
+            "text_config": {"model_type": "qwen2", **TEXT},
+            "vision_config": {
+                "model_type": "siglip_vision_model",
+                "vision_use_head": False,
+                **VISION,
+            },
+            "video_token_id": 260,
+            "video_token_index": 260,
+            **LLAVA_IN_TILES,
+        },
+        images={"image_processor_type": "LlavaOnevisionImageProcessor", **LLAVA_TILES},
+        processor={"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+        shown="<image>\n",
+        image_token="<image>",
+        tokens=("<video>",),
     ),
     "gemma3": Family(
         config={
@@ -156,6 +225,26 @@ FAMILIES = {
         shown="[IMG]",
         image_token="[IMG]",
         tokens=("[IMG_BREAK]", "[IMG_END]"),
+    ),
+    "qwen2_vl": Family(
+        config={
+            "text_config": {
+                **TEXT,
+                "rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3]},
+            },
+            "vision_config": {
+                "depth": 2,
+                "embed_dim": 32,
+                "hidden_size": TEXT["hidden_size"],
+                "num_heads": 2,
+                "patch_size": 8,
+            },
+            "image_token_id": IMAGE_TOKEN,
+            **QWEN_TOKENS,
+        },
+        images=QWEN_IMAGES | {"patch_size": 8},
+        processor={},
+        **QWEN,
     ),
     "qwen2_5_vl": Family(
         config={
@@ -258,7 +347,7 @@ def save_family(
 
     Large weights make the argmax clear, so that rounding does not decide it.
     """
-    config = AutoConfig.for_model(kind, **family.config)
+    config = AutoConfig.for_model(family.model_type or kind, **family.config)
     torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(
         config, dtype=dtype, attn_implementation="eager"

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from octavo.engine.operators import define
 from octavo.kernels import reference
 
-RAGGED_ATTENTION = "octavo_ragged"
-"""Name of the implementation in transformers."""
+RAGGED_ATTENTION, TILED_ATTENTION = "octavo_ragged", "octavo_tiled"
+"""Names of the implementations in transformers: of texts in one row, and of images in tiles."""
 HARMLESS = frozenset({"dropout", "is_causal", "position_ids", "output_attentions", "use_cache"})
 """Keywords that change nothing here."""
 
@@ -88,4 +90,45 @@ def _forward(  # noqa: PLR0917 - transformers calls it by position
     return output.unsqueeze(0), None
 
 
+def _attend_in_tiles(  # noqa: PLR0917 - transformers calls it by position
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **keywords: Any,  # noqa: ANN401 - whatever models pass
+) -> tuple[torch.Tensor, None]:
+    """Compute attention within each tile, or let PyTorch do so where there is no kernel for it.
+
+    Args:
+        module: The attention layer.
+        query: `[num_tiles, num_heads, num_tokens, head_dim]`; see `_forward`.
+        key: `[num_tiles, num_kv_heads, num_tokens, head_dim]`.
+        value: `[num_tiles, num_kv_heads, num_tokens, value_dim]`.
+        attention_mask: The mask; None if all tokens see all.
+        scaling: See `_forward`.
+        **keywords: See `_forward`.
+    """
+    tiles, _, tokens, size = query.shape
+    fits = key.shape[2] == tokens and size % 8 == 0 and value.shape[3] % 8 == 0
+    causal = getattr(module, "is_causal", True) or keywords.get("is_causal")
+    unknown = any(given for name, given in keywords.items() if name not in HARMLESS)
+    if attention_mask is not None or causal or unknown or not fits:
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **keywords
+        )
+        return output
+    rows = torch.ops.octavo.ragged_attention(
+        *(x.transpose(1, 2).flatten(0, 1) for x in (query, key, value)),
+        torch.arange(0, (tiles + 1) * tokens, tokens, dtype=torch.int32),
+        size**-0.5 if scaling is None else scaling,
+        -1,
+        False,
+    )
+    return rows.unflatten(0, (tiles, tokens)), None
+
+
 AttentionInterface.register(RAGGED_ATTENTION, _forward)
+AttentionInterface.register(TILED_ATTENTION, _attend_in_tiles)
+AttentionMaskInterface.register(TILED_ATTENTION, sdpa_mask)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from octavo.common.models.image_families import IMAGE_FAMILIES
+from octavo.engine.attention.ragged import TILED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.deferred import hold
 
@@ -76,11 +77,12 @@ class Vision:
         if self.bidirectional:  # a window would hide keys before an image from its first tokens
             windows = (layer.window for layer in shape.layers)
             self.reach = min((w for w in windows if w is not None), default=None)
+        packed = device.type == "cpu" and _pack(self._parts)
         hold(self._parts)
         nn.Module.to(self._parts, device)  # the model's own method is untyped
         for part in self._parts.children():
             if isinstance(part, PreTrainedModel):  # `set_attention` changed the text part's config
-                part.set_attn_implementation("sdpa")
+                part.set_attn_implementation(TILED_ATTENTION if packed else "sdpa")
 
     def rotary_positions(
         self, prompt: Sequence[int], images: Sequence[PlacedImage]
@@ -139,6 +141,25 @@ def _rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
     """Return features as `[tokens, hidden_size]`."""
     whole: Tensor = features if isinstance(features, Tensor) else torch.cat(list(features))
     return whole.reshape(-1, whole.shape[-1])
+
+
+def _pack(parts: nn.Module) -> bool:
+    """Pack the linear layers of a vision part, and return whether this CPU has kernels for any."""
+    # Imported here because it loads the CPU kernels.
+    from octavo.engine.models.linear.packed_linear import (  # noqa: PLC0415
+        PackedLinear,
+        has_kernels,
+    )
+
+    found = [
+        (parent, name, layer)
+        for parent in parts.modules()
+        for name, layer in parent.named_children()
+        if type(layer) is nn.Linear and has_kernels(layer)  # not what others read the weights of
+    ]
+    for parent, name, layer in found:
+        setattr(parent, name, PackedLinear(layer))
+    return bool(found)
 
 
 def split_vision(model: PreTrainedModel) -> Vision | None:

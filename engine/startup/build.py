@@ -41,6 +41,7 @@ from octavo.engine.startup.capacity import naming_uncompiled
 from octavo.engine.startup.disk_tier import block_layout, open_disk_tier
 from octavo.engine.startup.find_model import ModelFiles, find_model
 from octavo.engine.startup.generation_config import Defaults
+from octavo.engine.startup.image_check import check_images
 from octavo.engine.startup.load import Loaded, load
 from octavo.engine.startup.spill import open_spill
 from octavo.engine.startup.threads import Threads, set_threads
@@ -128,6 +129,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     files = find_model(settings)
     loaded = load(settings, files.path, place)
     _log(began, "model loaded", model=settings.model, compiled=loaded.model.compiled)
+    if loaded.model.vision is not None:
+        check_images(loaded.model, settings.block_size)
     return_freed()  # before the cache's memory is counted
     plan = plan_cache(settings, loaded)
     size = size_cache(settings, loaded, plan, measure(settings, loaded, plan))

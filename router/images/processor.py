@@ -18,10 +18,14 @@ from transformers.models.auto import processing_auto
 
 from octavo.common import rpc
 from octavo.common.models.errors import first_line
+from octavo.common.models.image_families import PROCESSOR_FILES
+from octavo.common.models.json_files import read_json
 from octavo.router.images.pixtral import PixtralProcessor
 
 log = structlog.get_logger(__name__)
 
+COUNTS = "batch_num_images"
+"""transformers' name of the number of a prompt's images."""
 PARTS = ["image_processor", "tokenizer"]
 """The parts of a processor that images need; a video processor would need PyTorch."""
 
@@ -55,6 +59,8 @@ class ImageProcessor:
         image_token_id: See the arguments.
         transformers: The processor of transformers.
         id: Identifies it: others may process images in another way.
+        counts: Whether the image of a prompt with one image is processed in another way than those
+            of a prompt with several, as LLaVA-OneVision's are, which are cut into no tiles.
     """
 
     def __init__(self, processor: Any, image_token_id: int) -> None:  # noqa: ANN401
@@ -62,14 +68,16 @@ class ImageProcessor:
         self.id = secrets.token_hex(8)
         self.placeholder: str = processor.image_token
         self.image_token_id = image_token_id
+        self.counts = COUNTS in processor.image_processor.model_input_names
         self._image_token: str = processor.tokenizer.convert_ids_to_tokens(image_token_id)
 
-    def process(self, field: str, image: Image.Image) -> ProcessedImage:
+    def process(self, field: str, image: Image.Image, *, alone: bool = True) -> ProcessedImage:
         """Process an image.
 
         Args:
             field: The image's place in the request.
             image: The image, in RGB.
+            alone: Whether the prompt has no other.
 
         Raises:
             rpc.RpcError: INVALID_ARGUMENT if the model's processor refuses it.
@@ -77,12 +85,15 @@ class ImageProcessor:
         processor = self.transformers
         options = {**getattr(processor, "images_kwargs", {}), "return_tensors": "np"}
         try:
-            inputs, (text,) = processor._process_images([image], **options)  # noqa: SLF001 - no public name
+            images = [[image, image]] if self.counts and not alone else [image]
+            inputs, (text, *_) = processor._process_images(images, **options)  # noqa: SLF001 - no public name
         except Exception as error:  # processors raise many types
             why = f"{field} cannot be processed for this model: {first_line(error)}"
             raise rpc.invalid(field, why) from error
         unused = set(processor.unused_input_names)
         arrays = {name: _array(name, value) for name, value in inputs.items() if name not in unused}
+        if self.counts:  # of a second image there is only the number
+            arrays = {name: array[:1] for name, array in arrays.items()}
         tensors = save(arrays)
         digest, count = hashlib.sha256(tensors).digest(), text.count(self._image_token)
         return ProcessedImage(tensors, digest, text, count)
@@ -110,8 +121,12 @@ def load_processor(directory: Path, tokenizer: PreTrainedTokenizerBase) -> Image
 
 def _load(kind: str, directory: Path, tokenizer: PreTrainedTokenizerBase) -> Any:  # noqa: ANN401
     """Create transformers' processor without the part for videos."""
-    names: Any = processing_auto
-    name = names.PROCESSOR_MAPPING_NAMES[kind]
+    names: Mapping[str, str] = getattr(processing_auto, "PROCESSOR_MAPPING_NAMES")  # noqa: B009
+    files = [
+        read_json(directory / file) for file in PROCESSOR_FILES if (directory / file).is_file()
+    ]
+    named: list[str] = [file.get("processor_class", "") for file in files]
+    name = next((name for name in named if name in names.values()), names[kind])
     own = name == PixtralProcessor.__name__
     whole: Any = PixtralProcessor if own else processing_auto.processor_class_from_name(name)
     module: Any = import_module(whole.__module__)

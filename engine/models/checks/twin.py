@@ -14,7 +14,6 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.engine.models.model_classes import auto_class
-from octavo.engine.models.vision import split_vision
 
 VOCABULARY = 1024
 INNER = 128
@@ -24,12 +23,17 @@ INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
 LEAST_LAYERS = 2
 VISION_DEPTHS = ("num_hidden_layers", "depth")
 """Names of config settings with the number of a vision encoder's layers."""
+VISION_LAYERS = 2
+VISION_SIDE = 8
+"""Maximum patches of a side of an image, which models merge by 2 x 2 or 4 x 4."""
 SHARE = 0.1
 """Size of the random offset of vectors, so that no bias is zero."""
 
 
 def make_twin(model: PreTrainedModel) -> PreTrainedModel:
     """Return a small model of the same type, with random float32 weights, on a CPU.
+
+    It has a vision part if its type has one.
 
     Args:
         model: The model; its weights are not read.
@@ -43,7 +47,6 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel:
         made: Any = auto_class(config).from_config(
             config, dtype=torch.float32, attn_implementation="eager", trust_remote_code=False
         )
-        split_vision(made)
         _randomize(made)
     twin: PreTrainedModel = made.eval()
     return twin
@@ -65,9 +68,23 @@ def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
             setattr(text_config, name, value if value < text_config.vocab_size else None)
     text_config.num_hidden_layers = kept
     vision_config: Any = getattr(config, "vision_config", None)
-    for name in VISION_DEPTHS:  # the vision part is not checked
-        if hasattr(vision_config, name):
-            setattr(vision_config, name, 1)
+    for name in VISION_DEPTHS:
+        if isinstance(depth := getattr(vision_config, name, None), int):
+            setattr(vision_config, name, min(depth, VISION_LAYERS))
+    if getattr(vision_config, "deepstack_visual_indexes", None):
+        vision_config.deepstack_visual_indexes = list(range(VISION_LAYERS))
+    if hasattr(vision_config, "image_size"):
+        side: Any = vision_config.image_size
+        patch: Any = vision_config.patch_size
+        square = patch[0] if isinstance(patch, list | tuple) else patch
+        least = min(square * VISION_SIDE, side[0] if isinstance(side, list | tuple) else side)
+        vision_config.image_size = least if isinstance(side, int) else type(side)([least, least])
+        if getattr(config, "image_grid_pinpoints", None):  # two tiles beside each other
+            config.image_grid_pinpoints = [[least, 2 * least]]
+    if hasattr(config, "mm_tokens_per_image"):
+        config.mm_tokens_per_image = 4
+    if isinstance(getattr(config, "image_token_id", None), int):
+        config.image_token_id = min(config.image_token_id, text_config.vocab_size - 1)
     return config
 
 
@@ -113,3 +130,5 @@ def _randomize(model: nn.Module) -> None:
                 weight.normal_(std=1 / math.sqrt(weight.shape[-1]))
             elif weight.dim() == 1:
                 weight.add_(SHARE * torch.randn_like(weight))
+            elif not weight.any():
+                weight.normal_(std=1 / math.sqrt(weight.shape[0]))

@@ -16,6 +16,7 @@ from octavo.engine.models.checks.twin import make_twin
 from octavo.engine.models.dimensions import find_dimensions
 from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.model_source import ModelSource
+from octavo.engine.models.vision import split_vision
 
 log = structlog.get_logger(__name__)
 
@@ -39,6 +40,7 @@ def check_twin(
     """
     try:
         twin = make_twin(model)
+        split_vision(twin)
         nn.Module.to(twin, source.device)
         replace_attention(twin)
         twin_shape = find_dimensions(twin, source.max_model_len)

@@ -5,7 +5,19 @@ from pathlib import Path
 from octavo.common.models.json_files import CONFIG, read_json
 
 IMAGE_FAMILIES = frozenset(
-    {"gemma3", "idefics3", "internvl", "llava", "mistral3", "qwen2_5_vl", "qwen3_vl", "smolvlm"}
+    {
+        "gemma3",
+        "idefics3",
+        "internvl",
+        "llava",
+        "llava_next",
+        "llava_onevision",
+        "mistral3",
+        "qwen2_5_vl",
+        "qwen2_vl",
+        "qwen3_vl",
+        "smolvlm",
+    }
 )
 """Their types in transformers; each is tested against transformers."""
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json")

@@ -69,7 +69,8 @@ class Asked:
     def _lay_out(self, chat):
         files = [part.image.data for part in chat.messages[0].parts if part.HasField("image")]
         images = [decode("image", file, "") for file in files]
-        processed = [self.processor.process("image", image) for image in images]
+        alone = len(images) == 1
+        processed = [self.processor.process("image", image, alone=alone) for image in images]
         request = generation_pb2.GenerateRequest(chat=chat)
         tokens = self.tokenizer.encode_prompt(request, None, images=[p.text for p in processed])
         placed = placed_images(processed, tokens, self.processor.image_token_id)
