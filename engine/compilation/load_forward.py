@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import structlog
@@ -46,6 +47,7 @@ class LoadedForward:
         targets: The layers that adapters may adapt; None if the model takes no adapters.
         eager: The step as transformers runs it, for prompts with images.
         vision: The part that encodes images; None if the model has none.
+        kept: The cache file of its checks' outcome, if any.
     """
 
     shape: ModelShape
@@ -57,6 +59,7 @@ class LoadedForward:
     targets: "Targets | None" = None
     eager: EagerForward | None = None
     vision: "Vision | None" = None
+    kept: Path | None = None
 
     @property
     def compiled(self) -> bool:
@@ -127,6 +130,7 @@ def load_forward(settings: EngineSettings, model: str, world: World | None = Non
         targets,
         forwards.eager,
         loaded.vision,
+        loaded.kept,
     )
 
 

@@ -9,6 +9,7 @@ code, not on its weights, and float32 hides no fault.
 import inspect
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,7 @@ from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.attention_layers import replace_attention
+from octavo.engine.models.checks.remembered import recall, remember
 from octavo.engine.models.checks.self_check import SelfCheckError
 from octavo.engine.models.checks.trial_image import trial_image
 from octavo.engine.models.checks.twin import make_twin
@@ -45,12 +47,14 @@ BEFORE, AFTER, DECODED = 7, 6, 3
 """Tokens before and behind the image, and tokens that are decoded."""
 TYPES = ("mm_token_type_ids", "token_type_ids")
 """transformers' names of what tells an image's tokens, which have 1, from text."""
+PASSED = "images"
+"""Name of this check among those that a model has passed."""
 LIMIT = 0.005
 """Maximum difference of log-probabilities; float32's rounding makes 0.0001."""
 
 
 def check_images(loaded: LoadedForward, block_size: int) -> None:
-    """Check a model that reads images.
+    """Check a model that reads images, unless it has passed at an earlier start.
 
     Args:
         loaded: The model.
@@ -61,6 +65,9 @@ def check_images(loaded: LoadedForward, block_size: int) -> None:
         UnsupportedModelError: It has no twin.
     """
     began = time.perf_counter()
+    known = None if loaded.kept is None else recall(loaded.kept)
+    if known is not None and PASSED in known.passed:
+        return
     assert loaded.eager is not None
     try:
         twin: Any = make_twin(loaded.eager.model)
@@ -77,6 +84,8 @@ def check_images(loaded: LoadedForward, block_size: int) -> None:
             f" of transformers' forward pass: they differ by {difference:.2g}, and the limit is"
             f" {LIMIT}"
         )
+    if known is not None and loaded.kept is not None:
+        remember(loaded.kept, replace(known, passed=(*known.passed, PASSED)))
     seconds = round(time.perf_counter() - began, 3)
     log.info("self-check of images passed", seconds=seconds, error=float(f"{difference:.2g}"))
 

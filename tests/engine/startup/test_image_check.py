@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from octavo.engine.execution import inputs
-from octavo.engine.models import vision
+from octavo.engine.models import load_model, vision
 from octavo.engine.models.checks.self_check import SelfCheckError
+from octavo.engine.models.checks.trial_image import trial_image
 from octavo.engine.models.forward import EagerForward
 from octavo.engine.scheduling.request import Request
 from octavo.engine.settings import EngineSettings
@@ -104,3 +105,12 @@ def test_a_fault_is_refused(saved, monkeypatch, kind, fault):
     fault(monkeypatch)
     with pytest.raises(SelfCheckError, match="prompt with an image"):
         start(path)
+
+
+def test_a_large_model_is_checked_once(saved, monkeypatch):
+    monkeypatch.setattr(load_model, "is_small", lambda _: False)
+    made = []
+    monkeypatch.setattr(image_check, "trial_image", lambda c: made.append(c) or trial_image(c))
+    for _ in range(2):
+        start(saved("llava"))
+    assert len(made) == 1
