@@ -2,8 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from octavo.common.topology import Node
+if TYPE_CHECKING:  # it imports what `octavo` without extras lacks
+    from octavo.common.topology import Node
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 
@@ -37,7 +39,7 @@ class RankPlace:
         numbers = self.rank, self.size, self.local_rank, self.local_size
         return dict(zip(NAMES, map(str, numbers), strict=True))
 
-    def share_of(self, nodes: Sequence[Node]) -> tuple[Node, ...]:
+    def share_of(self, nodes: "Sequence[Node]") -> "tuple[Node, ...]":
         """Return this rank's share of a machine's cores: at least one, perhaps shared."""
         cores = [(node, core) for node in nodes for core in node.cores]
         first, end = (len(cores) * i // self.local_size for i in self._ends)

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from benchmarks.fixture import EOS
+from octavo.engine.constraints import matcher as matchers
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.constraints.grammar import compile_grammar
 from octavo.engine.constraints.matcher import EndRule, Matcher
@@ -161,6 +162,13 @@ def test_forced_tokens_take_no_steps_of_their_own(engine):
     assert len(set(ended.times)) < len(ended.tokens[0])
 
 
+@pytest.fixture
+def unhurried(monkeypatch):
+    """Let a slow machine draft as many tokens as a fast one."""
+    for limit in ("DRAFT_SECONDS", "QUICK_SECONDS"):
+        monkeypatch.setattr(matchers, limit, 60)
+
+
 @pytest.fixture(scope="module")
 def matcher(engine):
     table = engine.parts.read_tokens()
@@ -173,6 +181,7 @@ def matcher(engine):
     return make
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize(
     ("guess", "draft"),
     [
@@ -196,6 +205,7 @@ def test_a_draft_is_what_is_forced_or_the_longer_guess(matcher, guess, draft):
     assert (one.mask == other.mask).all()
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_an_end_is_not_drafted_and_comes_no_sooner_than_it_may(matcher):
     rule = EndRule(min_tokens=4, early=frozenset([EOS]))
     one, other = matcher("a{1,9}", rule), matcher("a{1,9}", rule)
@@ -210,6 +220,7 @@ def test_an_end_is_not_drafted_and_comes_no_sooner_than_it_may(matcher):
     assert ends == [False, False, True, True]
 
 
+@pytest.mark.usefixtures("unhurried")
 def test_a_copy_has_no_draft(matcher):
     one = matcher("abcdef")
     one.advance([], Guess((), 3))

@@ -14,7 +14,7 @@ OWN = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "mod
     ("config", "why"),
     [
         ({"model_type": "blip-2"}, r"is a multimodal model \(blip-2\)"),
-        ({"model_type": "qwen2_vl"}, "is a multimodal model"),
+        ({"model_type": "paligemma"}, "is a multimodal model"),
         ({"model_type": "t5"}, "is an encoder-decoder model"),
         ({"model_type": "bart"}, "is an encoder-decoder model"),
         ({"model_type": "whisper"}, "is an encoder-decoder model"),

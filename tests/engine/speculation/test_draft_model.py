@@ -81,7 +81,7 @@ def test_a_model_that_is_often_right(run, asked, expected, nearly, preemption, a
     assert counters["drafted_tokens"] > 150
     assert 0.1 < counters["accepted_tokens"] / counters["drafted_tokens"] < 0.95
     if preemption is not None:
-        assert counters[f"preemptions_{preemption}"] > 2
+        assert counters[f"preemptions_{preemption}"] > 0
 
 
 def test_the_model_itself_is_always_right(run, asked, expected, decided_model):
