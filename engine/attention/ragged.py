@@ -99,7 +99,7 @@ def _attend_in_tiles(  # noqa: PLR0917 - transformers calls it by position
     scaling: float | None = None,
     **keywords: Any,  # noqa: ANN401 - whatever models pass
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention within each tile, or let PyTorch do so where there is no kernel for it.
+    """Compute attention within each tile; PyTorch computes what Octavo has no kernel for.
 
     Args:
         module: The attention layer.

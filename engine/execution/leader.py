@@ -101,7 +101,7 @@ class Leader:
         for rank, (found,) in enumerate(self.world.tell_all(mark(adapter))):
             if found != mark(adapter):
                 what = "has other files there" if found else "cannot serve it: see its log"
-                raise AdapterError(f"rank {rank} was told to read {adapter.path}, and {what}")
+                raise AdapterError(f"{adapter.path}: rank {rank} {what}")
 
     def watch(self) -> None:
         """Let all ranks watch each other from now on; see `octavo.engine.parallel.watch`."""

@@ -131,13 +131,13 @@ class Vision:
         }
         output: Any = self._parts.get_image_features(**inputs, return_dict=True)
         features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        encoded = torch.stack([_rows(each) for each in features])
+        encoded = torch.stack([feature_rows(each) for each in features])
         if encoded.shape[1] != count:
             raise ValueError(f"the image has {encoded.shape[1]} embeddings, for {count} tokens")
         return encoded
 
 
-def _rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
+def feature_rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
     """Return features as `[tokens, hidden_size]`."""
     whole: Tensor = features if isinstance(features, Tensor) else torch.cat(list(features))
     return whole.reshape(-1, whole.shape[-1])

@@ -302,9 +302,9 @@ class World:
         exit_at_once(EXIT_CODE)
 
     def tell_failure(self, error: Exception) -> None:
-        """Tell the other ranks why this one leaves, unless another one left before."""
+        """Write why this rank failed to the store, unless another rank failed first."""
         with suppress(RuntimeError):
-            why = f"{error}" or type(error).__name__
+            why = str(error) or type(error).__name__
             self.store.compare_set(FAILURE, "", f"rank {self.place.rank} failed: {why}")
 
     def failure(self) -> str | None:

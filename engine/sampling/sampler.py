@@ -170,7 +170,7 @@ def _penalize(
     flat, starts = logits.view(-1), [i * logits.shape[1] for i in penalized]
     params = [samples.groups[i].request.sampling for i in penalized]
     sequences = [samples.sequences[i] for i in penalized]
-    # Lists of tokens would take NumPy longer than all the rest: 7 ms for 64 sequences of 2,000.
+    # NumPy converts 64 lists of 2,000 tokens in 3 ms, which is longer than the penalties take.
     tokens = [_all_tokens(samples, i) for i in penalized]
     pending = [i for i, sequence in enumerate(sequences) if sequence.num_placeholders]
     lasts: torch.Tensor | None = None

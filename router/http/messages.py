@@ -56,7 +56,7 @@ Url = TypeVar("Url", ImageUrl, str)
 
 
 def check_image(image: Url | None, info: ValidationInfo, kind: str) -> Url | None:
-    """Return a part's image; refuse a part of the type `kind` without one, and others with one."""
+    """Return a part's image, which parts of the type `kind` must have, and no others may have."""
     if info.data.get("type", kind) == kind and image is None:
         raise PydanticCustomError(WRONG_TYPE, "must be set")
     if info.data.get("type") != kind and image is not None:
