@@ -2,6 +2,7 @@
 
 import hashlib
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -22,6 +23,8 @@ THREADS = 2
 """Number of threads; one of them takes no large images."""
 LARGE = 1 << 20
 """Bytes of a large image."""
+FETCHES, WAITING_FETCHES = 32, 1024
+"""Maximum fetches at a time, of files up to 20 MiB each, and waiting ones of a tenant."""
 KEPT_BYTES = 128 << 20
 """Bytes of processed images that are kept for further questions about them."""
 MAX_HELD = 1 << 30
@@ -41,6 +44,7 @@ class ImageReader:
 
     def __init__(self, allowed_urls: Sequence[str]) -> None:
         self._fetcher = Fetcher([UrlPattern.parse(text) for text in allowed_urls])
+        self._fetches = Turns(FETCHES, 1, WAITING_FETCHES)
         self._threads = ThreadPool(THREADS, "images")
         self._turns = Turns(THREADS, LARGE, MAX_WAITING)
         self._latest = ImageStore["ProcessedImage"](KEPT_BYTES)
@@ -75,7 +79,8 @@ class ImageReader:
             case "url":
                 field = f"{field}.url"
                 if not is_data_url(part.url):
-                    data = await self._fetcher.fetch(field, part.url)
+                    fetch = partial(self._fetcher.fetch, field, part.url)
+                    data = await self._fetches.run(tenant, 1, fetch, "image's fetch")
         of_url = "" if data else part.url
         # The time of an answer must not tell what other tenants have sent.
         known = hashlib.sha256(f"{tenant.name}\0{processor.id}\0{media_type}\0".encode())

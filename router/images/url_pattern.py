@@ -1,8 +1,9 @@
 """Patterns of URLs that images are fetched from."""
 
+import re
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import SplitResult, unquote, urlsplit
 
 HTTPS_PORT = 443
 
@@ -34,9 +35,10 @@ class UrlPattern:
         return cls(parts.hostname, parts.port or HTTPS_PORT, parts.path or "/*")
 
     def matches(self, url: SplitResult) -> bool:
-        """Return whether a URL is allowed."""
+        """Return whether a URL is allowed; one that leaves a folder, as /a/../b does, is not."""
         return (
-            fnmatchcase(url.hostname or "", self.host)
+            ".." not in re.split(r"[/\\]", unquote(url.path))
+            and fnmatchcase(url.hostname or "", self.host)
             and (url.port or HTTPS_PORT) == self.port
             and fnmatchcase(url.path or "/", self.path)
         )

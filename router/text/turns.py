@@ -86,8 +86,7 @@ class Turns:
         waiting = self._waiting.get(tenant.name)
         if waiting and sum(each.size for each in waiting) + job.size > self._max_waiting:
             raise rpc.exhausted(
-                "too much of the tenant's text waits for tokenization; retry in "
-                f"{RETRY_SECONDS:g} s",
+                f"too many of the tenant's texts or images wait; retry in {RETRY_SECONDS:g} s",
                 RETRY_SECONDS,
             )
         if waiting is None:

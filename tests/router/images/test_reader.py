@@ -1,12 +1,13 @@
 """Requests hold processed images in bounded memory."""
 
+import asyncio
 import io
 
 import pytest
 from PIL import Image
 
 from octavo.common.models.tokenizer import load_tokenizer
-from octavo.common.rpc import RpcError
+from octavo.common.rpc import RpcError, invalid
 from octavo.router import image_reader
 from octavo.router.image_reader import ImageReader
 from octavo.router.images.processor import load_processor
@@ -35,4 +36,24 @@ async def test_images_that_requests_hold_are_bounded_and_the_latest_are_kept(tmp
     reader._latest = image_reader.ImageStore(0)
     held.clear()
     assert await reader.read("x", part(3), processor, tenant)
+    reader.close()
+
+
+async def test_few_urls_are_fetched_at_a_time(monkeypatch):
+    reader, running, most = ImageReader([]), 0, 0
+
+    async def fetch(field, url):
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.01)
+        running -= 1
+        raise invalid(field, f"{field} cannot be fetched: {url}")
+
+    monkeypatch.setattr(reader._fetcher, "fetch", fetch)
+    parts = [ImagePart(url=f"https://a.test/{number}") for number in range(100)]
+    reads = [reader.read(str(i), part, None, Tenant("a")) for i, part in enumerate(parts)]
+    refused = await asyncio.gather(*reads, return_exceptions=True)
+    assert [each.field for each in refused] == [f"{number}.url" for number in range(100)]
+    assert most == image_reader.FETCHES
     reader.close()
