@@ -24,6 +24,8 @@ OFFLINE = {
     "ENABLE_VERSION_UPDATE_CHECK": "False",
     "WEBUI_AUTH": "False",
     "WEBUI_SECRET_KEY": "secret",
+    # Otherwise the small model goes on for up to 8,192 tokens.
+    "DEFAULT_MODEL_PARAMS": '{"max_tokens": 64, "temperature": 0}',
 }
 
 
