@@ -2,6 +2,7 @@
 
 import base64
 import io
+import json
 
 import anthropic
 import ollama
@@ -38,7 +39,11 @@ def data_url(data, media_type="image/png"):
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("vision")
-    return path, save_vision_model("smolvlm", path)
+    whole = save_vision_model("smolvlm", path)
+    # Without an end, outputs cannot be constrained.
+    whole.generation_config.eos_token_id = load_tokenizer(path).eos_token_id
+    whole.generation_config.save_pretrained(path)
+    return path, whole
 
 
 @pytest.fixture(scope="module")
@@ -53,8 +58,8 @@ def server(model, launch_shared) -> Server:
 
 
 @pytest.fixture(scope="module")
-def expected(model):
-    """What transformers answers to `ASKED` behind both images."""
+def generate(model):
+    """Return a function that returns transformers' answer to `ASKED` behind both images."""
     path, whole = model
     tokenizer = load_tokenizer(path)
     processor = load_processor(path, tokenizer)
@@ -68,9 +73,26 @@ def expected(model):
     inputs = processor.transformers(
         text=[text], images=[images], return_tensors="pt", add_special_tokens=False
     )
-    answer = whole.generate(**inputs, max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
-    tokens = answer[0, inputs["input_ids"].shape[1] :]
-    return tokenizer.decode(tokens, skip_special_tokens=True), inputs["input_ids"].shape[1]
+    count = inputs["input_ids"].shape[1]
+
+    def answer(only=None):
+        allowed = None if only is None else tokenizer.convert_tokens_to_ids(list(only))
+        tokens = whole.generate(
+            **inputs,
+            max_new_tokens=TOKENS,
+            do_sample=False,
+            pad_token_id=0,
+            prefix_allowed_tokens_fn=None if only is None else lambda *_: allowed,
+        )
+        return tokenizer.decode(tokens[0, count:], skip_special_tokens=True), count
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def expected(generate):
+    """What transformers answers to `ASKED` behind both images."""
+    return generate()
 
 
 def content(*parts):
@@ -127,6 +149,48 @@ def test_the_clients_of_each_api_get_transformers_answer(server, expected):
         result = client.complete(chat, max_tokens=TOKENS, temperature=0)
         assert result.text == text
         assert result.usage.cached_tokens == (tokens - 1) // 16 * 16
+
+
+def test_constrained_outputs_are_transformers(server, generate):
+    with octavo.Client(server.address) as client:
+        chat = [octavo.Message("user", [*map(octavo.Image, IMAGES), ASKED])]
+        regex = f"[abcdef]{{{TOKENS}}}"
+        result = client.complete(chat, max_tokens=TOKENS, temperature=0, regex=regex)
+        assert result.text == generate("abcdef")[0]
+        schema = {"type": "object", "properties": {"n": {"enum": [17]}}, "required": ["n"]}
+        result = client.complete(chat, max_tokens=40, temperature=0, json_schema=schema)
+        assert json.loads(result.text) == {"n": 17}
+
+
+def test_the_playground_asks_about_images(server, browser, expected):
+    page = browser.new_page()
+    page.goto(server.http)
+    page.wait_for_selector("#model option", state="attached")
+    files = [
+        {"name": f"{number}.png", "mimeType": "image/png", "buffer": data}
+        for number, data in enumerate([png(3), IMAGES[0]])
+    ]
+    page.set_input_files("#files", files)
+    page.click("[aria-label='Remove 0.png']")
+    dropped = page.evaluate_handle(
+        """data => {
+            const bytes = Uint8Array.from(atob(data), (letter) => letter.charCodeAt(0));
+            const transfer = new DataTransfer();
+            transfer.items.add(new File([bytes], "2.png", { type: "image/png" }));
+            return transfer;
+        }""",
+        base64.b64encode(IMAGES[1]).decode(),
+    )
+    page.dispatch_event("#composer", "drop", {"dataTransfer": dropped})
+    page.wait_for_selector("[aria-label='Remove 2.png']")
+    page.click("#settings summary")
+    page.fill("#max_tokens", str(TOKENS))
+    page.fill("#prompt", ASKED)
+    page.press("#prompt", "Enter")
+    page.wait_for_selector(".answer:not(.working)")
+    assert page.inner_text(".asked").splitlines() == ["[1.png]", "[2.png]", ASKED]
+    assert page.inner_text("#summary").endswith(f"of {expected[1]} prompt tokens cached")
+    page.close()
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,13 @@ const $ = (selector, from = document) => from.querySelector(selector);
  * @param {string} asked
  * @param {object} options
  * @param {boolean} options.json whether the answer is to be JSON
+ * @param {{name: string, url: string}[]} options.images what goes with the question
  * @param {{id: string, result: string}[] | null} options.results what tools returned, instead of a
  *   question; `asked` then shows it
  */
-export function newRecord(asked, { json = false, results = null } = {}) {
+export function newRecord(asked, { json = false, images = [], results = null } = {}) {
   const answer = { text: "", reasoning: "", calls: [], json };
-  return { asked, results, ...answer, facts: "waiting", working: true, problem: null };
+  return { asked, images, results, ...answer, facts: "waiting", working: true, problem: null };
 }
 
 /** Returns the record of an answer as it is after a reload, which ends the request. */
@@ -58,7 +59,8 @@ export class Answer {
 
   /** Forgets the answer: the question is asked once more. */
   restart(json) {
-    this.#start(newRecord(this.record.asked, { json, results: this.record.results }));
+    const { asked, images, results } = this.record;
+    this.#start(newRecord(asked, { json, images, results }));
   }
 
   /** Shows why there is no answer, or no end of it. */
@@ -77,7 +79,8 @@ export class Answer {
     this.text.classList.toggle("markdown", markdown);
     this.text.classList.toggle("json", record.json);
     this.article.classList.toggle("after-tools", Boolean(record.results));
-    $(".asked", this.article).textContent = record.asked;
+    const names = record.images.map(({ name }) => `[${name}]\n`);
+    $(".asked", this.article).textContent = names.join("") + record.asked;
     this.draw();
   }
 

@@ -2,6 +2,7 @@
 
 import { follow } from "./engines.js";
 import { hasSchema } from "./forms.js";
+import * as images from "./images.js";
 import * as keys from "./keys.js";
 import { BATCH, BATCH_SYSTEM, LABELS } from "./modes.js";
 import { within } from "./pace.js";
@@ -43,8 +44,9 @@ async function send() {
     await ask(mode, view.add(prompt.split("\n").filter((line) => line.trim()), options()));
     return;
   }
+  const asked = { ...options(), images: mode === "chat" ? images.take() : [] };
   if (mode === "chat") $("#prompt").value = view.prompt = "";
-  await ask(mode, view.add([prompt], options()));
+  await ask(mode, view.add([prompt], asked));
 }
 
 /** Goes on with what the tools returned that the last answer calls. */
@@ -257,6 +259,7 @@ restore();
 choose(mode);
 startTabs();
 startComposer();
+images.start();
 startExamples();
 startEngines();
 focusPrompt();

@@ -46,8 +46,12 @@ function messages(view, last) {
   return [...systemMessage(view), ...said, ...question(last.record)];
 }
 
-function question({ asked, results }) {
-  if (!results) return [{ role: "user", content: asked }];
+function question({ asked, images, results }) {
+  if (!results) {
+    const shown = images.map(({ url }) => ({ type: "image_url", image_url: { url } }));
+    const content = shown.length ? [...shown, { type: "text", text: asked }] : asked;
+    return [{ role: "user", content }];
+  }
   return results.map(({ id, result }) => ({ role: "tool", tool_call_id: id, content: result }));
 }
 

@@ -1,7 +1,7 @@
 // What survives a reload: kept by the browser for this tab alone, until the tab is closed.
 
 const STATE = "octavo-playground";
-const VERSION = 2;
+const VERSION = 3;
 const MODES = ["chat", "text", "batch"];
 const MAX_CHARACTERS = 1_000_000; // of questions and answers as JSON, in each mode
 

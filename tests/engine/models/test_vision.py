@@ -4,21 +4,25 @@ Prompts are laid out, and images processed, as the router does; transformers' ow
 the same tokens of them.
 """
 
+import copy
 import io
 import random
 import time
 
 import numpy as np
 import pytest
+import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image
 from safetensors.numpy import load
 
 from octavo.common.models.tokenizer import load_tokenizer
-from octavo.engine.scheduling.request import PromptImage, Request, Resumption
+from octavo.engine.scheduling.request import BeamSearch, PromptImage, Request, Resumption
 from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.sequence import GroupState
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
+from octavo.engine.startup.capacity import StartupError
 from octavo.router.images.decode import decode
 from octavo.router.images.processor import load_processor
 from octavo.router.requests.placed_images import placed_images
@@ -76,7 +80,7 @@ class Asked:
         placed = placed_images(processed, tokens, self.processor.image_token_id)
         return tokens, placed, images, self.tokenizer.render(chat)
 
-    def generate(self, tokens, images, text):
+    def generate(self, tokens, images, text, model=None, **options):
         """Return transformers' answer to a chat, by its own chat template and processor."""
         inputs = self.processor.transformers(
             text=[text],
@@ -85,10 +89,15 @@ class Asked:
             add_special_tokens=False,
         )
         assert inputs["input_ids"][0].tolist() == tokens, "transformers' processor lays out others"
-        output = self.model.generate(
-            **inputs, max_new_tokens=TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-        )
-        return output[0].tolist()
+        fixed = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+        options = {"max_new_tokens": TOKENS, **fixed, **options}
+        output = (model or self.model).generate(**inputs, **options)
+        return output[0].tolist() if len(output) == 1 else output.tolist()
+
+    def again(self, number, **options):
+        """Return transformers' answer to a prompt with other options."""
+        tokens, _, images, text = self.prompts[number]
+        return self.generate(tokens, images, text, **options)
 
     def images(self, number):
         """Return a prompt's images as the engine takes them."""
@@ -115,7 +124,7 @@ def engine_of(asked, **settings):
     return Stepper(build(EngineSettings(model=str(asked.path), **settings)))
 
 
-def ask(engine, asked, numbers, *, resumed=0, **sampling):
+def ask(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, **sampling):
     """Run prompts at once, with tokens of another engine; return their groups by number."""
     groups = {}
     for number in numbers:
@@ -129,6 +138,8 @@ def ask(engine, asked, numbers, *, resumed=0, **sampling):
             max_tokens=TOKENS,
             arrival=time.monotonic(),
             resume={0: Resumption(tuple(asked.expected[number][len(tokens) :][:resumed]))},
+            beam=beam,
+            adapter=adapter,
             images=images,
             rotary=vision.rotary_positions(tokens, images) if images else None,
         )
@@ -198,14 +209,48 @@ def test_several_outputs_share_a_prompt_with_images(asked):
 
 
 @pytest.mark.slow
+def test_beams_are_transformers(asked):
+    engine = engine_of(asked, num_blocks=512, max_num_batched_tokens=64, max_num_seqs=32)
+    for number, group in ask(engine, asked, range(6), beam=BeamSearch(3)).items():
+        expected = asked.again(number, num_beams=3, num_return_sequences=3)
+        prompt = asked.prompts[number][0]
+        assert [prompt + each.token_ids for each in group.beam.hypotheses] == expected
+
+
+@pytest.mark.slow
+def test_adapters_of_the_text_part_are_those_of_peft_and_others_are_refused(asked, tmp_path):
+    of_text = r".*(language_model|text_model)\.layers\..*(q_proj|down_proj)"
+    for name, targets in ("text", of_text), ("whole", r".*(q_proj|qkv)"):
+        base = copy.deepcopy(asked.model)
+        torch.manual_seed(3)
+        adapted = get_peft_model(base, LoraConfig(r=4, target_modules=targets))
+        for part, parameter in adapted.named_parameters():
+            if "lora_" in part:
+                torch.nn.init.normal_(parameter, std=0.15)
+        adapted.save_pretrained(tmp_path / name, save_embedding_layers=False)
+        if name == "text":
+            merged = adapted.merge_and_unload().eval()
+    engine = engine_of(asked, num_blocks=512, lora=[f"text={tmp_path / 'text'}"])
+    adapter = engine.adapter("text")
+    groups = ask(engine, asked, range(6), adapter=adapter)
+    check(asked, ask(engine, asked, range(6)))
+    expected = {number: asked.again(number, model=merged) for number in groups}
+    assert {n: group.sequences[0].token_ids for n, group in groups.items()} == expected
+    assert sum(answer != asked.expected[n] for n, answer in expected.items()) > 2
+    with pytest.raises(StartupError, match=r"vision|visual"):
+        engine_of(asked, num_blocks=64, lora=[f"whole={tmp_path / 'whole'}"])
+
+
+@pytest.mark.slow
 def test_another_engine_goes_on_with_an_answer(asked):
     engine = engine_of(asked, num_blocks=512, max_num_batched_tokens=64, max_num_seqs=32)
     check(asked, ask(engine, asked, range(12), resumed=7))
 
 
 @pytest.mark.slow
-def test_drafts_change_no_answer(asked):
-    engine = engine_of(asked, num_blocks=512, speculation="suffix")
+@pytest.mark.parametrize("speculation", ["ngram", "suffix"])
+def test_drafts_change_no_answer(asked, speculation):
+    engine = engine_of(asked, num_blocks=512, speculation=speculation)
     check(asked, ask(engine, asked, range(12)))
     check(asked, ask(engine, asked, range(12)))
     assert engine.scheduler.counters["accepted_tokens"]
