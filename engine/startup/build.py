@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -130,7 +130,7 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     loaded = load(settings, files.path, place)
     _log(began, "model loaded", model=settings.model, compiled=loaded.model.compiled)
     if loaded.model.vision is not None:
-        check_images(loaded.model, settings.block_size)
+        loaded = replace(loaded, model=check_images(loaded.model, settings.block_size))
     return_freed()  # before the cache's memory is counted
     plan = plan_cache(settings, loaded)
     size = size_cache(settings, loaded, plan, measure(settings, loaded, plan))

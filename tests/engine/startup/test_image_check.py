@@ -17,7 +17,7 @@ from tests.vision_models import save_vision_model
 
 def start(path, **settings):
     settings = {"dtype": "float32", "swap_space": 0.01, "num_blocks": 16, "compile": "off"}
-    build(EngineSettings(model=str(path), **settings))
+    return build(EngineSettings(model=str(path), **settings))
 
 
 @pytest.fixture(scope="module")
@@ -105,6 +105,16 @@ def test_a_fault_is_refused(saved, monkeypatch, kind, fault):
     fault(monkeypatch)
     with pytest.raises(SelfCheckError, match="prompt with an image"):
         start(path)
+
+
+def test_a_model_whose_images_cannot_be_checked_reads_text_alone(saved, monkeypatch):
+    def refuse(_):
+        raise ValueError("no such size")
+
+    monkeypatch.setattr(image_check, "make_twin", refuse)
+    parts = start(saved("llava"))
+    assert parts.vision is None
+    assert not parts.limits.images
 
 
 def test_a_large_model_is_checked_once(saved, monkeypatch):
