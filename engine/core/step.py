@@ -155,6 +155,8 @@ class Steps:
                 late = batch.late
             launched = self._executor.launch(batch, inputs, late)
         failed = self._executor.take_failed_images()
+        if failed:
+            self._scheduler.images.forget(failed)
         for group in batch.groups if failed else ():
             if any(image_key(group.request, each) in failed for each in group.request.images):
                 why = "the model's vision encoder failed on an image"

@@ -1,6 +1,7 @@
 """Which images each step encodes, and which encoded ones are kept."""
 
 from collections import OrderedDict
+from collections.abc import Collection
 
 from octavo.engine.kv_cache import Span
 from octavo.engine.scheduling.request import PromptImage, Request
@@ -77,10 +78,11 @@ class ImageEncodes:
             self._used.add(key)
         return span
 
-    def forget(self) -> None:
-        """Forget all encoded images, as a step failed."""
-        self._forgotten += self._held
-        self._held.clear()
+    def forget(self, failed: Collection[ImageKey] | None = None) -> None:
+        """Forget the images that could not be encoded; all if a step failed."""
+        forgotten = self._held.keys() if failed is None else failed
+        self._forgotten += forgotten
+        self._held = OrderedDict((k, n) for k, n in self._held.items() if k not in forgotten)
 
     def end_step(self) -> list[ImageKey]:
         """Return the images to drop before the step: those used least recently."""
