@@ -199,7 +199,10 @@ class StepGraphs:
             self._wanted[:wanted] = inputs.logit_rows
             self._wanted[wanted : size.logits] = 0
             self._take_plans(recorded, inputs.groups)
-        return recorded.replay()[:wanted]
+        logits = recorded.replay()[:wanted]
+        if inputs.beams and not size.mixed:  # their rows are last: the graph's are in order
+            logits = logits.index_select(0, inputs.logit_rows)
+        return logits
 
     @staticmethod
     def _take_plans(recorded: RecordedStep, groups: Sequence[AttentionMetadata]) -> None:

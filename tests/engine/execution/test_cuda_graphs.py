@@ -15,6 +15,7 @@ from octavo.engine.attention.operator import current_step
 from octavo.engine.execution.cuda_graphs import cuda_recorder, graph_memory
 from octavo.engine.execution.graph_sizes import MAX_ROWS, GraphSize, graph_sizes, step_sizes
 from octavo.engine.memory.cache_layout import plan_layout
+from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import cache_plan, capacity
@@ -80,6 +81,25 @@ def test_decodes_that_are_replayed_are_as_others(tiny_model):
     again = Again()
     assert run(tiny_model, again.record) == run(tiny_model)
     assert set(again.replayed) == {2, 4, 6}
+
+
+def test_beams_and_what_is_sampled_beside_them_get_their_own_logits(tiny_model):
+    def run(record=None):
+        settings = {"dtype": "float32", "compile": "off", "num_blocks": 64, "swap_space": 0}
+        stepper = Stepper(build(EngineSettings(model=str(tiny_model), max_num_seqs=6, **settings)))
+        if record is not None:
+            stepper.parts.executor.record_graphs(step_sizes(6), 128, record)
+        groups = [
+            stepper.submit([5, 6, 7], 8, beam=BeamSearch(2)),
+            stepper.submit(range(9, 20), 8, logprobs=1),
+            stepper.submit([11] * 20, 8),
+        ]
+        stepper.run()
+        return [each.token_ids for group in groups for each in group.sequences]
+
+    again = Again()
+    assert run(again.record) == run()
+    assert again.replayed.count(4) > 5
 
 
 DRAFTED, BLOCK_SIZE = 4, 8
