@@ -44,6 +44,34 @@ class LowRankBatch:
     owners: Sequence[Tensor]
     adapters: np.ndarray
 
+    @classmethod
+    def with_room(cls, num_rows: int, records: Tensor, max_rank: int) -> "LowRankBatch":
+        """Return a batch with room for any rows and tiles, for CUDA graphs; see `take`.
+
+        Args:
+            num_rows: Rows of the whole batch.
+            records: Records with room; the last adapter's stay zero, so that it adapts no layer.
+            max_rank: The highest rank that an adapter may have.
+        """
+        most, device = records.shape[1] - 1, records.device
+        # Each adapter may have one tile that is not full.
+        partial = min(most, num_rows)
+        tiles = torch.zeros(
+            (partial + (num_rows - partial) // TILE_ROWS, 3), dtype=torch.int32, device=device
+        )
+        tiles[:, 0] = most
+        rows = torch.zeros(num_rows, dtype=torch.int32, device=device)
+        nobody = np.full(num_rows, -1, np.int32)
+        return cls(rows, tiles, records, num_rows, max_rank, (), nobody)
+
+    def take(self, batch: "LowRankBatch") -> None:
+        """Replace rows and tiles by a batch's; the remaining tiles are the last adapter's."""
+        rows, tiles = len(batch.rows), len(batch.tiles)
+        self.rows[:rows] = batch.rows
+        self.tiles[:tiles] = batch.tiles
+        self.tiles[tiles:, 0] = self.records.shape[1] - 1
+        self.tiles[tiles:, 1:] = 0
+
 
 class LowRankPart(NamedTuple):
     """The part of a packed layer's outputs that belongs to one layer of the model.
@@ -90,6 +118,36 @@ class StepAdapters:
     tokens: LowRankBatch
     logits: LowRankBatch
     layers: Sequence[LowRankLayer] = ()
+
+    @classmethod
+    def with_room(
+        cls, num_rows: int, num_logits: int, records: Tensor, max_rank: int
+    ) -> "StepAdapters":
+        """Return adapters with room for those of any step that `holds`, for CUDA graphs.
+
+        Args:
+            num_rows: Rows of the step.
+            num_logits: Rows of logits.
+            records: See `LowRankBatch.with_room`.
+            max_rank: See `LowRankBatch.with_room`.
+        """
+        tokens, logits = (
+            LowRankBatch.with_room(count, records, max_rank) for count in (num_rows, num_logits)
+        )
+        return cls(tokens, logits)
+
+    def holds(self, step: "StepAdapters") -> bool:
+        """Return whether there is room for a step's adapters; its rows must fit."""
+        room, needed = self.tokens, step.tokens
+        most = room.records.shape[1] - 1
+        return needed.records.shape[1] <= most and needed.max_rank <= room.max_rank
+
+    def take(self, step: "StepAdapters") -> None:
+        """Replace the adapters by a step's."""
+        records = step.tokens.records
+        self.tokens.records[:, : records.shape[1]] = records
+        self.tokens.take(step.tokens)
+        self.logits.take(step.logits)
 
     def batch(self, *, of_logits: bool) -> LowRankBatch:
         """Return the batch of a layer."""

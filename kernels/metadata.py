@@ -47,6 +47,7 @@ class AttentionPlan:
         num_decode_pieces: Number of decode items, the first ones, that may be pieces.
         num_chunk_pieces: Number of other items, the first ones, that may be pieces.
         splits: Number of pieces that the caller requested; None: the kernels chose.
+        most_pieces: Maximum number of pieces of a tile.
     """
 
     items: torch.Tensor
@@ -54,6 +55,7 @@ class AttentionPlan:
     num_decode_pieces: int
     num_chunk_pieces: int
     splits: int | None = None
+    most_pieces: int = 1
 
     def take(self, plan: "AttentionPlan", idle: torch.Tensor) -> None:
         """Replace the items by those of a batch, in a plan with room for them.

@@ -2,13 +2,20 @@
 
 A graph is recorded for each of several batch sizes, with inputs at fixed addresses. A step copies
 its inputs there, padded to the next size. A padding row belongs to a sequence without tokens: it
-attends to nothing, writes no K/V, and its logits are dropped. Larger steps, steps with adapters and
-steps with prompt log-probabilities are launched kernel by kernel.
+attends to nothing, writes no K/V, and its logits are dropped. Larger steps and steps with prompt
+log-probabilities are launched kernel by kernel.
+
+Steps with adapters have graphs of their own, in which the model runs uncompiled. The adapters' rows
+and tiles and the addresses of their matrices are inputs. Steps with too many adapters, or one of a
+high rank, are launched kernel by kernel.
 
 A step that verifies drafts has several rows for some sequences: the last token and the drafted
 ones. Its graphs have room for drafts of any length, but rows are contiguous as in any batch, and
 the graph reads the begin of each sequence. So no sequence is padded, and none sees unwritten keys.
 The remaining rows belong to one extra dummy sequence without tokens.
+
+The attention plan of these graphs is fixed: all sequences have the same number of pieces. Decodes
+among which one is much longer than the others use the graph of a mixed step.
 
 A mixed step has chunks of prompts beside decodes and drafts. Its graphs have room for any mix: the
 attention plan, which lists the tiles of queries and the pieces of keys, is also an input, and so
@@ -30,9 +37,11 @@ import numpy as np
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
-from octavo.engine.execution.graph_sizes import GraphSize
+from octavo.engine.execution.graph_sizes import MOST_ADAPTERS, MOST_RANK, GraphSize
 from octavo.engine.execution.inputs import StepInputs
 from octavo.engine.models.forward import Forward
+from octavo.engine.models.linear.adapted_layers import applying
+from octavo.kernels.low_rank import RECORD, StepAdapters
 from octavo.kernels.metadata import (
     AttentionMetadata,
     AttentionPlan,
@@ -47,6 +56,9 @@ Record = Callable[[Replay], Replay]
 """Records work on inputs at fixed addresses; returns its replay function."""
 
 WARM_UPS = 2
+FINER = 2
+"""Factor of pieces from which a step of decodes takes a graph of a mixed step, whose plan is an
+input. Its rows are padded to a multiple of `MIXED_STRIDE`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class RecordedStep:
         paged: The metadata and the caches that attention reads.
         inputs: Tokens, positions and logit rows.
         idle: The idle items of each group's plan, if plans are an input.
+        adapters: Room for the step's adapters; None if it has none.
     """
 
     replay: Replay
@@ -68,6 +81,7 @@ class RecordedStep:
     paged: PagedStep
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     idle: list[torch.Tensor]
+    adapters: StepAdapters | None
 
 
 class StepGraphs:
@@ -90,6 +104,7 @@ class StepGraphs:
         device: torch.device,
         shapes: Sequence[AttentionShape | None],
         record: Record,
+        adapted_layers: int | None = None,
     ) -> None:
         """Record a graph for each size.
 
@@ -104,6 +119,8 @@ class StepGraphs:
             device: The model's device.
             shapes: Shape of each layer group's attention; None for states.
             record: The recorder; `cuda_recorder` on a GPU.
+            adapted_layers: Number of layers that adapters may adapt, for steps with adapters; None:
+                for steps without.
         """
         rows = max(size.rows for size in sizes)
         most = 1 + max(size.sequences for size in sizes)  # with the dummy sequence
@@ -120,6 +137,11 @@ class StepGraphs:
         self._tables = [
             torch.zeros((most, width), dtype=torch.int32, device=device) for width in widths
         ]
+        self._records: torch.Tensor | None = None
+        if adapted_layers is not None:
+            self._records = torch.zeros(
+                (adapted_layers, MOST_ADAPTERS + 1, RECORD), dtype=torch.int64, device=device
+            )
         self._logits: torch.Tensor | None = None
         self._recorded: dict[GraphSize, RecordedStep] = {}
         # Smaller sizes fit into the larger ones' memory.
@@ -131,8 +153,12 @@ class StepGraphs:
             wanted = self._wanted[: size.logits] if size.mixed else self._all_rows[: size.rows]
             inputs = *laid, wanted
             idle = [each.plan.items.clone() for each in groups if size.mixed and each.plan]
-            replay = record(partial(self._work, paged, inputs))
-            self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs, idle)
+            adapters = None
+            if self._records is not None:
+                counts = size.rows, len(wanted)
+                adapters = StepAdapters.with_room(*counts, self._records, MOST_RANK)
+            replay = record(partial(self._work, paged, inputs, adapters))
+            self._recorded[size] = RecordedStep(replay, query_starts, paged, inputs, idle, adapters)
 
     def _metadata(
         self, size: GraphSize, query_starts: torch.Tensor, shapes: Sequence[AttentionShape | None]
@@ -161,10 +187,13 @@ class StepGraphs:
         return plan_attention(query_lens, seq_lens, shape)
 
     def _work(
-        self, paged: PagedStep, inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+        self,
+        paged: PagedStep,
+        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        adapters: StepAdapters | None,
     ) -> torch.Tensor:
         """Run the step and return its logits, as the first rows of the shared buffer."""
-        with attending(paged):
+        with attending(paged), applying(adapters):
             logits = self._forward(*inputs)
         if self._logits is None:  # the first is the largest, and runs before recording
             self._logits = logits.new_empty((self._num_logits, logits.shape[1]))
@@ -173,16 +202,24 @@ class StepGraphs:
     def run(self, inputs: StepInputs) -> torch.Tensor | None:
         """Return a step's logits, one row per needed token; None if no graph fits.
 
-        No graph fits if there are prompt log-probabilities or the batch is too large. The next step
-        overwrites the logits.
+        No graph fits if there are prompt log-probabilities, or the batch or its adapters are too
+        large. The next step overwrites the logits.
         """
         rows, batch, wanted = inputs.token_ids.shape[1], inputs.groups[0], len(inputs.logit_rows)
         count = len(batch.seq_lens)
         step = GraphSize(count, batch.max_query_len, rows, inputs.num_chunks, wanted)
-        size = next((size for size in self._sizes if size.holds(step)), None)
-        if size is None or inputs.scored:
+        fitting = [size for size in self._sizes if size.holds(step)]
+        if not fitting or inputs.scored:
             return None
+        size = fitting[0]
+        if self._is_cut_finer(inputs.groups, size):
+            size = next((size for size in fitting if size.mixed), size)
         recorded = self._recorded[size]
+        if recorded.adapters is not None:
+            assert inputs.adapters is not None
+            if not recorded.adapters.holds(inputs.adapters):
+                return None
+            recorded.adapters.take(inputs.adapters)
         self._tokens[:rows] = inputs.token_ids[0]
         self._positions[:rows] = inputs.positions[0]
         self._seq_lens[:count] = batch.seq_lens
@@ -203,6 +240,22 @@ class StepGraphs:
         if inputs.beams and not size.mixed:  # their rows are last: the graph's are in order
             logits = logits.index_select(0, inputs.logit_rows)
         return logits
+
+    def _is_cut_finer(self, groups: Sequence[AttentionMetadata], size: GraphSize) -> bool:
+        """Return whether a step cuts its longest sequence much finer than the graph of a size does.
+
+        The fixed plan of a graph without chunks gives all sequences the same number of pieces. That
+        is too few for one that is much longer than the others.
+        """
+        plans = [
+            (step.plan, graph.plan)
+            for step, graph in zip(groups, self._recorded[size].paged.groups, strict=True)
+        ]
+        return not size.mixed and any(
+            step.most_pieces >= FINER * graph.most_pieces
+            for step, graph in plans
+            if step is not None and graph is not None
+        )
 
     @staticmethod
     def _take_plans(recorded: RecordedStep, groups: Sequence[AttentionMetadata]) -> None:

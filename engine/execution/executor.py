@@ -77,12 +77,18 @@ class Executor:
         self._loaded = loaded
         self._device = loaded.device
         self._graphs: StepGraphs | None = None
+        self._adapted_graphs: StepGraphs | None = None
         self._eager_before = 0
         self._images: dict[ImageKey, torch.Tensor] = {}
         self._failed_images: set[ImageKey] = set()
         self._shapes = cache.layout.attention_shapes(
             loaded.dtype, loaded.cache_dtype, loaded.device
         )
+
+    @property
+    def device(self) -> torch.device:
+        """The model's device."""
+        return self._device
 
     @property
     def asynchronous(self) -> bool:
@@ -292,6 +298,8 @@ class Executor:
             RuntimeError: The device cannot record the model.
         """
         self._graphs = self._record(sizes, max_model_len, record)
+        if (layers := self._adapted_layers) is not None:
+            self._adapted_graphs = self._record(sizes, max_model_len, record, layers)
 
     @torch.inference_mode()
     def measure_graphs(
@@ -308,11 +316,31 @@ class Executor:
         Raises:
             RuntimeError: The device cannot record the model.
         """
-        return graph_memory(
-            sizes, lambda some, record: self._record(some, max_model_len, record), record, free
-        )
 
-    def _record(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> StepGraphs:
+        def measured(layers: int | None) -> int:
+            return graph_memory(
+                sizes,
+                lambda some, record: self._record(some, max_model_len, record, layers),
+                record,
+                free,
+            )
+
+        layers = self._adapted_layers
+        return measured(None) + (0 if layers is None else measured(layers))
+
+    @property
+    def _adapted_layers(self) -> int | None:
+        """Number of layers that adapters may adapt; None if the model takes none."""
+        targets = self._loaded.targets
+        return None if self._adapters is None or targets is None else len(targets.make_records())
+
+    def _record(
+        self,
+        sizes: list[GraphSize],
+        max_model_len: int,
+        record: Record,
+        adapted_layers: int | None = None,
+    ) -> StepGraphs:
         return StepGraphs(
             self._loaded.forward,
             self.cache.layers,
@@ -324,6 +352,7 @@ class Executor:
             device=self._device,
             shapes=self._shapes,
             record=record,
+            adapted_layers=adapted_layers,
         )
 
     def _encode_images(self, batch: Batch) -> None:
@@ -358,7 +387,7 @@ class Executor:
                 return eager.with_images(
                     inputs.token_ids, positions, inputs.logit_rows, images.rows, embeddings
                 )
-        graphs = self._graphs if inputs.adapters is None else None  # recorded without adapters
+        graphs = self._graphs if inputs.adapters is None else self._adapted_graphs
         if graphs is not None and (logits := graphs.run(inputs)) is not None:
             return logits
         with self._attending(inputs):

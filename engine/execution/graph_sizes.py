@@ -14,6 +14,12 @@ MOST_CHUNKS = 32
 """Maximum chunks of a recorded mixed step without drafts. Room for more would add programs that are
 idle in most steps."""
 
+MOST_ADAPTERS = 8
+"""Maximum adapters of a recorded step. Room for more would add programs that are idle in most
+steps."""
+MOST_RANK = 64
+"""Maximum rank of an adapter of a recorded step; see `MOST_ADAPTERS`."""
+
 
 class GraphSize(NamedTuple):
     """The room of a graph, or the needs of a step.
@@ -78,6 +84,24 @@ def graph_sizes(max_num_seqs: int, num_drafted: int = 0) -> list[GraphSize]:
         if all_drafted < most:
             sizes.append(GraphSize(most, longest, MAX_ROWS))
     return sorted(sizes, key=lambda size: (size.rows, size.longest))
+
+
+def draft_model_sizes(max_num_seqs: int, max_tokens: int) -> list[GraphSize]:
+    """Return the sizes to record for a draft model.
+
+    Before it drafts, it computes the tokens that the last step accepted, one or two for most
+    sequences: so each sequence of a mixed step may be a chunk, and needs the logits of its last
+    row.
+
+    Args:
+        max_num_seqs: Maximum number of sequences in a batch.
+        max_tokens: Maximum number of tokens in a batch.
+    """
+    mixed = (
+        size._replace(chunks=min(size.sequences, size.rows // 2))
+        for size in mixed_sizes(max_num_seqs, max_tokens)
+    )
+    return [*graph_sizes(max_num_seqs), *mixed]
 
 
 def _batch_sizes(most: int) -> list[int]:

@@ -13,7 +13,6 @@ import torch
 from octavo.common.limits import Limits
 from octavo.engine.constraints.token_table import TokenTable
 from octavo.engine.constraints.tokens import read_tokens
-from octavo.engine.execution.cuda_graphs import cuda_recorder
 from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.leader import Leader
 from octavo.engine.kv_cache import KVCacheManager
@@ -43,6 +42,7 @@ from octavo.engine.startup.find_model import ModelFiles, find_model
 from octavo.engine.startup.generation_config import Defaults
 from octavo.engine.startup.image_check import check_images
 from octavo.engine.startup.load import Loaded, load
+from octavo.engine.startup.record import record
 from octavo.engine.startup.spill import open_spill
 from octavo.engine.startup.threads import Threads, set_threads
 from octavo.kernels.ops import device_warning, kernel_path
@@ -190,12 +190,8 @@ def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: Cac
     if not loaded.on_gpu:  # the self-check has run all of a CPU's kernels
         return executor
     executor.warm_up(size.max_model_len, plan.max_num_batched_tokens)
-    if not settings.cuda_graphs or loaded.leader is not None:
-        return executor
-    try:
-        executor.record_graphs(plan.graph_sizes, size.max_model_len, cuda_recorder())
-    except RuntimeError as error:
-        log.warning("no CUDA graphs: steps launch each kernel, which is slower", error=str(error))
+    if settings.cuda_graphs and loaded.leader is None:
+        record(executor, plan.graph_sizes, size.max_model_len)
     return executor
 
 
@@ -212,7 +208,9 @@ def make_scheduler(
     )
     draft_model = None
     if loaded.draft_model is not None:
-        draft_model = loaded.draft_model.start(size.num_blocks, plan.max_num_batched_tokens)
+        draft_model = loaded.draft_model.start(
+            size.num_blocks, plan.max_num_seqs, plan.max_num_batched_tokens
+        )
     decodes_first = settings.role == "decode"
     return Scheduler(
         cache,

@@ -3,7 +3,6 @@
 import sys
 import time
 from dataclasses import dataclass
-from functools import partial
 
 import structlog
 import torch
@@ -11,13 +10,10 @@ import torch
 from octavo.common.kv_cache.layer_groups import BlockBudget
 from octavo.common.sampling_parameters import MAX_LOGPROBS
 from octavo.engine.compilation.load_forward import LoadedForward
-from octavo.engine.execution.cuda_graphs import cuda_recorder
 from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.graph_sizes import GraphSize, step_sizes
 from octavo.engine.memory.cache_layout import CacheLayout, plan_layout
 from octavo.engine.memory.cache_tensors import (
-    GIB,
-    free_memory,
     memory_of,
     peak_memory,
     reset_peak,
@@ -41,6 +37,7 @@ from octavo.engine.startup.capacity import (
     longest_sequence,
 )
 from octavo.engine.startup.load import Loaded
+from octavo.engine.startup.record import measure_recorded
 from octavo.engine.startup.spill import plan_spill
 
 log = structlog.get_logger(__name__)
@@ -116,12 +113,13 @@ def measure(settings: EngineSettings, loaded: Loaded, plan: CachePlan) -> int:
     tokens = min(plan.max_num_batched_tokens, settings.max_model_len or model.shape.max_position)
     # One extra block per group suffices, as the largest batch has two sequences.
     least = sum(plan.layout.sequence_blocks(tokens)) + len(plan.layout.groups)
-    probe = Executor(model, allocate(plan.layout, model, least, 0, loaded.leader), loaded.leader)
+    tensors = allocate(plan.layout, model, least, 0, loaded.leader)
+    probe = Executor(model, tensors, loaded.leader, loaded.device_adapters)
     if loaded.on_gpu:  # a CPU has no peak to measure
         reset_peak(model.device)
         probe.execute(largest_batch(tokens, plan.max_num_seqs, plan.layout))
         torch.cuda.synchronize(model.device)
-    return _memory_taken(probe, model, settings, plan) + (loaded.adapter_limit or 0)
+    return _memory_taken(probe, loaded, settings, plan) + (loaded.adapter_limit or 0)
 
 
 def size_cache(settings: EngineSettings, loaded: Loaded, plan: CachePlan, taken: int) -> CacheSize:
@@ -225,7 +223,7 @@ def largest_batch(tokens: int, seqs: int, layout: CacheLayout) -> Batch:
 
 
 def _memory_taken(
-    probe: Executor, loaded: LoadedForward, settings: EngineSettings, plan: CachePlan
+    probe: Executor, loaded: Loaded, settings: EngineSettings, plan: CachePlan
 ) -> int:
     """Return the bytes that the cache cannot use; 0 if the cache's size is set.
 
@@ -233,21 +231,19 @@ def _memory_taken(
     graphs.
     """
     is_set = settings.num_blocks is not None or settings.cache_memory is not None
-    if is_set or loaded.device.type != "cuda":
+    device = loaded.model.device
+    if is_set or device.type != "cuda":
         return 0
-    taken = peak_memory(loaded.device) - probe.cache.device.nbytes
+    taken = peak_memory(device) - probe.cache.device.nbytes
     if not settings.cuda_graphs or settings.ranks > 1:
         return taken
-    most = settings.max_model_len or loaded.shape.max_position
-    blocks = memory_of(loaded.device).total // plan.block_bytes
+    most = settings.max_model_len or loaded.model.shape.max_position
+    blocks = memory_of(device).total // plan.block_bytes
     capacity = BlockBudget(blocks, probe.cache.layout.groups, most).capacity(most)
-    try:
-        free = partial(free_memory, loaded.device)
-        graphs = probe.measure_graphs(plan.graph_sizes, capacity, cuda_recorder(), free)
-    except RuntimeError:  # `warm_up` logs it
-        return taken
-    log.info("CUDA graphs measured", gib=round(graphs / GIB, 3))
-    return taken + graphs
+    taken += measure_recorded(probe, plan.graph_sizes, capacity)
+    if loaded.draft_model is not None:
+        taken += loaded.draft_model.measure_graphs(plan.max_num_seqs, plan.max_num_batched_tokens)
+    return taken
 
 
 def _speculation(settings: EngineSettings, layout: CacheLayout) -> Speculation | None:

@@ -8,6 +8,7 @@ from octavo.common.models.checkpoint import check_checkpoint
 from octavo.engine.compilation.load_forward import load_forward
 from octavo.engine.execution.draft_model import DraftModel
 from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.graph_sizes import draft_model_sizes
 from octavo.engine.kv_cache import KVCacheManager
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
@@ -15,6 +16,7 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.resolve_or_convert import resolve
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
+from octavo.engine.startup.record import measure_recorded, record
 
 log = structlog.get_logger(__name__)
 
@@ -58,31 +60,27 @@ class LoadedDraftModel:
                 f"--draft-model {name} has layers that keep states, which cannot be rolled back to"
                 " before a wrong draft: choose one with attention alone"
             )
+        self._cuda_graphs = settings.cuda_graphs
         self.block_bytes = self._layout.block_elements * self._loaded.cache_dtype.itemsize
         log.info("draft model loaded", model=name, compiled=self._loaded.compiled)
 
-    def start(self, num_blocks: int, max_num_batched_tokens: int) -> DraftModel:
-        """Allocate its cache; on a GPU, warm up.
+    def start(self, num_blocks: int, max_num_seqs: int, max_num_batched_tokens: int) -> DraftModel:
+        """Allocate its cache; on a GPU, warm up and record its steps.
 
         Args:
             num_blocks: Blocks of its cache.
+            max_num_seqs: Maximum sequences that it drafts for at a time.
             max_num_batched_tokens: Maximum tokens that it computes at a time.
         """
-        loaded, layout = self._loaded, self._layout
-        tensors = CacheTensors(
-            layout,
-            num_blocks=num_blocks,
-            num_swap_blocks=0,
-            dtype=loaded.cache_dtype,
-            device=loaded.device,
-            model_dtype=loaded.dtype,
-        )
-        executor = Executor(loaded, tensors)
-        if loaded.device.type == "cuda":
-            executor.warm_up(loaded.shape.max_position, max_num_batched_tokens)
+        most = self._loaded.shape.max_position
+        executor = self._executor(num_blocks)
+        if self._loaded.device.type == "cuda":
+            executor.warm_up(most, max_num_batched_tokens)
+            if self._cuda_graphs:
+                record(executor, draft_model_sizes(max_num_seqs, max_num_batched_tokens), most)
         cache = KVCacheManager(
             num_blocks=num_blocks,
-            groups=layout.groups,
+            groups=self._layout.groups,
             num_swap_blocks=0,
             prefix_caching=False,
             step_tokens=max_num_batched_tokens,
@@ -90,6 +88,23 @@ class LoadedDraftModel:
         return DraftModel(
             executor,
             cache,
-            max_model_len=loaded.shape.max_position,
+            max_model_len=most,
             max_num_batched_tokens=max_num_batched_tokens,
         )
+
+    def measure_graphs(self, max_num_seqs: int, max_num_batched_tokens: int) -> int:
+        """Return the bytes on a GPU that its recorded steps take; see `start`."""
+        sizes = draft_model_sizes(max_num_seqs, max_num_batched_tokens)
+        return measure_recorded(self._executor(1), sizes, self._loaded.shape.max_position)
+
+    def _executor(self, num_blocks: int) -> Executor:
+        loaded = self._loaded
+        tensors = CacheTensors(
+            self._layout,
+            num_blocks=num_blocks,
+            num_swap_blocks=0,
+            dtype=loaded.cache_dtype,
+            device=loaded.device,
+            model_dtype=loaded.dtype,
+        )
+        return Executor(loaded, tensors)

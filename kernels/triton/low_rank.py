@@ -1,8 +1,9 @@
 """Low-rank products in two kernels: down to the rank, and up to the outputs.
 
 A program computes a tile of rows of one adapter (see `octavo.kernels.low_rank`). It reads the
-addresses of the adapter's matrices from a record, so adapters of any rank share a launch. Programs
-past an adapter's rank, or whose adapter does not adapt the layer, end at once.
+addresses of the adapter's matrices from a record, so adapters of any rank share a launch. These are
+multiples of 16 bytes, so that a thread loads 16 bytes at once. Programs past an adapter's rank, or
+whose adapter does not adapt the layer, end at once.
 """
 
 # Triton compiles the kernels' source, whose types mypy does not know.
@@ -48,6 +49,7 @@ def _down_kernel(  # noqa: PLR0917
         real = place < tl.load(tile + 2)
         row = tl.load(rows + place, mask=real, other=0).to(tl.int64)
         matrix = tl.load(record).to(tl.pointer_type(x.dtype.element_ty))
+        matrix = tl.multiple_of(matrix, 16)
         total = tl.zeros((ROWS, RANKS), tl.float32)
         for first in range(0, inputs, DEPTH):
             i = first + tl.arange(0, DEPTH)
@@ -93,6 +95,7 @@ def _up_kernel(  # noqa: PLR0917
         row = tl.load(rows + place, mask=real, other=0).to(tl.int64)
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         matrix = tl.load(record + 1).to(tl.pointer_type(x.dtype.element_ty))
+        matrix = tl.multiple_of(matrix, 16)
         scale = tl.load(record + 3).to(tl.float64, bitcast=True).to(tl.float32)
         total = tl.zeros((ROWS, COLUMNS), tl.float32)
         for first in range(0, rank, RANKS):

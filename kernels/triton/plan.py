@@ -46,12 +46,15 @@ class _Attention:
         )
         return resident * gpu.multiprocessors
 
-    def splits(self, kind: WorkKind, num_tiles: int, longest: int) -> int:
-        """Return the number of pieces for sequences of at most `longest` keys."""
-        if not num_tiles:
-            return 1
-        seen = min(longest, self.span or longest)
-        return choose_splits(num_tiles * self.num_kv_heads, seen, self.concurrent(kind), kind)
+    def splits(self, kind: WorkKind, lengths: np.ndarray) -> np.ndarray:
+        """Return the number of pieces of each tile's keys, `[num_tiles]`.
+
+        Args:
+            kind: The kind of work.
+            lengths: `[num_tiles]`, the tokens of each tile's sequence.
+        """
+        seen = lengths if self.span is None else np.minimum(lengths, self.span)
+        return choose_splits(seen, self.num_kv_heads, self.concurrent(kind), kind)
 
 
 def plan_attention(
@@ -74,14 +77,22 @@ def _plan(
         seqs = np.flatnonzero(chosen)
         rows = query_lens[seqs] * attention.heads.group
         tiles = _tiles_of(seqs, rows, attention.tiles(kind).rows)
-        longest = int(seq_lens[seqs].max(initial=0))
-        count = splits or attention.splits(kind, len(tiles), longest)
-        items_by_kind.append(_cut(tiles, count))
-        pieces.append(len(items_by_kind[-1]) if count > 1 else 0)
-    decodes, _ = items_by_kind
+        if splits is None:
+            counts = attention.splits(kind, seq_lens[tiles[:, 0]])
+        else:
+            counts = np.full(len(tiles), splits, np.int32)
+        items_by_kind.append(_cut(tiles, counts))
+        pieces.append(int(counts[counts > 1].sum()))
+    items = np.concatenate(items_by_kind)
     decode_pieces, chunk_pieces = pieces
-    items = to_device(np.concatenate(items_by_kind), attention.device)
-    return AttentionPlan(items, len(decodes), decode_pieces, chunk_pieces, splits)
+    return AttentionPlan(
+        to_device(items, attention.device),
+        len(items_by_kind[0]),
+        decode_pieces,
+        chunk_pieces,
+        splits,
+        int(items[:, 3].max(initial=1)),
+    )
 
 
 def plan_room(sequences: int, chunks: int, rows: int, shape: AttentionShape) -> AttentionPlan:
@@ -104,13 +115,19 @@ def plan_room(sequences: int, chunks: int, rows: int, shape: AttentionShape) -> 
     return AttentionPlan(to_device(idle, shape.device), decode_items, decode_pieces, chunk_pieces)
 
 
-def _cut(tiles: np.ndarray, splits: int) -> np.ndarray:
-    """Return `[num_tiles * splits, 4]` int32, an item for each piece of each tile's keys."""
-    items = np.empty((len(tiles), splits, 4), np.int32)
-    items[..., :2] = tiles[:, None]
-    items[..., 2] = np.arange(splits)
-    items[..., 3] = splits
-    return items.reshape(-1, 4)
+def _cut(tiles: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return `[counts.sum(), 4]` int32, an item for each piece of each tile's keys.
+
+    Tiles of several pieces come first.
+    """
+    order = np.argsort(counts == 1, kind="stable")
+    tiles, counts = tiles[order], counts[order]
+    ends = np.cumsum(counts)
+    items = np.empty((counts.sum(), 4), np.int32)
+    items[:, :2] = np.repeat(tiles, counts, axis=0)
+    items[:, 2] = np.arange(len(items)) - np.repeat(ends - counts, counts)
+    items[:, 3] = np.repeat(counts, counts)
+    return items
 
 
 def _tiles_of(seqs: np.ndarray, rows: np.ndarray, tile_rows: int) -> np.ndarray:

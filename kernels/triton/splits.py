@@ -1,6 +1,8 @@
-"""Chooses the number of pieces of a sequence's keys, so that all of a GPU is busy."""
+"""Chooses the number of pieces of each sequence's keys, so that all of a GPU is busy."""
 
 from functools import lru_cache
+
+import numpy as np
 
 from octavo.kernels.triton.tiles import WorkKind
 
@@ -19,32 +21,62 @@ def max_pieces(kind: WorkKind, num_kv_heads: int, concurrent: int) -> int:
     return MAX_WAVES[kind] * concurrent // num_kv_heads
 
 
-def choose_splits(programs: int, longest: int, concurrent: int, kind: WorkKind = "decode") -> int:
-    """Return the number of pieces for the longest sequence.
+def choose_splits(
+    lengths: np.ndarray, num_kv_heads: int, concurrent: int, kind: WorkKind = "decode"
+) -> np.ndarray:
+    """Return the number of pieces of each tile's keys, `[num_tiles]`.
 
-    It minimizes the time until the last wave of programs ends: one piece if `programs` fill the
-    GPU, many pieces for few sequences with long contexts.
+    All pieces are about as long: so a long sequence beside many short ones is cut, and these are
+    not. The length minimizes the time until the last wave of programs ends. If many sequences of
+    one length fill the GPU, none is cut.
 
     Args:
-        programs: Number of programs without splits: sequences (tiles of queries) x KV heads;
-            at least 1.
-        longest: Keys of the longest sequence.
+        lengths: `[num_tiles]`, the keys that each tile of queries sees.
+        num_kv_heads: KV heads, each with a program for each piece.
         concurrent: Programs of this kind that the GPU runs concurrently.
         kind: The kind of work of the programs.
     """
-    return _cheapest(programs, longest // MIN_KEYS, concurrent, MAX_WAVES[kind])
+    units, places, numbers = np.unique(lengths // MIN_KEYS, return_inverse=True, return_counts=True)
+    most = max_pieces(kind, num_kv_heads, concurrent)
+    known = tuple(zip(units.tolist(), numbers.tolist(), strict=True))
+    return np.array(_cheapest(known, num_kv_heads, concurrent, most), np.int32)[places]
 
 
 @lru_cache(maxsize=4096)
-def _cheapest(programs: int, most: int, concurrent: int, max_waves: int) -> int:
-    """Return the number of pieces, at most `most`, of as many times `MIN_KEYS` keys.
+def _cheapest(
+    known: tuple[tuple[int, int], ...], num_kv_heads: int, concurrent: int, most: int
+) -> list[int]:
+    """Return the number of pieces of tiles of each length.
 
-    The length is rounded so that most steps find their answer from the step before.
+    Lengths are rounded so that most steps find their answer from the step before.
+
+    Args:
+        known: Lengths in `MIN_KEYS` keys, ascending, and the number of tiles of each.
+        num_kv_heads: See `choose_splits`.
+        concurrent: See `choose_splits`.
+        most: Maximum number of pieces of all tiles, if any is cut.
     """
+    units, numbers = np.array(known, np.int64).reshape(-1, 2).T[:, ::-1]  # longest first
+    if not len(units):
+        return []
+    keys = units * MIN_KEYS
+    # A row for each length of pieces, a column for each length of tiles.
+    ways = np.arange(1, max(1, min(MAX_SPLITS, units[0])) + 1)[:, None]
+    piece_keys = np.maximum(_ceil(keys[0], ways), MIN_KEYS)
+    pieces = np.clip(_ceil(keys, piece_keys), 1, np.maximum(units, 1))
+    costs = _ceil(keys, pieces) + START_KEYS
+    order = np.argsort(-costs, axis=1, kind="stable")
+    programs = np.take_along_axis(pieces * numbers * num_kv_heads, order, 1)
+    ends = np.cumsum(programs, 1)
+    # Of programs in descending order of their costs, each wave takes as long as its first.
+    waves = _ceil(ends, concurrent) - _ceil(ends - programs, concurrent)
+    times = (waves * np.take_along_axis(costs, order, 1)).sum(1)
+    allowed = (pieces * numbers).sum(1) <= most
+    allowed[0] = True
+    best = np.argmin(np.where(allowed, times, times.max() + 1))
+    chosen: list[int] = pieces[best, ::-1].tolist()
+    return chosen
 
-    def time(splits: int) -> int:
-        waves = -(-programs * splits // concurrent)
-        return waves * (-(-most * MIN_KEYS // splits) + START_KEYS)
 
-    allowed = min(MAX_SPLITS, most, max_waves * concurrent // programs)
-    return min(range(1, max(1, allowed) + 1), key=time)
+def _ceil(dividend: np.ndarray, divisor: np.ndarray | int) -> np.ndarray:
+    return -(-dividend // divisor)

@@ -7,7 +7,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import cpu, low_rank, ops
-from octavo.kernels.low_rank import TILE_ROWS, sort_rows
+from octavo.kernels.low_rank import RECORD, TILE_ROWS, LowRankBatch, sort_rows
 from tests.kernels.low_rank_batches import check_low_rank
 
 CASES = {
@@ -55,3 +55,22 @@ def test_rows_that_do_not_fit_are_refused():
         ops.add_low_rank(torch.zeros(3, 4), torch.zeros(3, 4), batch, 0)
     with pytest.raises(ValueError, match="rows must be contiguous"):
         ops.add_low_rank(torch.zeros(4, 2).t(), torch.zeros(2, 4), batch, 0)
+
+
+@given(
+    num_rows=st.integers(1, 100),
+    numbers=st.lists(st.integers(-1, 7), min_size=1, max_size=100),
+    before=st.lists(st.integers(-1, 7), min_size=1, max_size=100),
+)
+def test_a_batch_with_room_takes_any_rows(num_rows, numbers, before):
+    records = torch.zeros((1, 9, RECORD), dtype=torch.int64)
+    room = LowRankBatch.with_room(num_rows, records, 64)
+    batches = [
+        sort_rows(np.array(rows[:num_rows]), records[:, :8], 64, ()) for rows in (before, numbers)
+    ]
+    for batch in batches:  # nothing of the first is left
+        room.take(batch)
+        tiles = room.tiles.tolist()
+        assert tiles[: len(batch.tiles)] == batch.tiles.tolist()
+        assert all(tile == [8, 0, 0] for tile in tiles[len(batch.tiles) :])
+        assert room.rows[: len(batch.rows)].tolist() == batch.rows.tolist()

@@ -278,6 +278,18 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
         harness.check_attention(kernels, case, DEVICE, splits)
 
 
+def test_sequences_of_very_different_lengths(harness, kernels):
+    """The long ones are cut into pieces of their own number, the short ones are whole."""
+    lengths = [(1, 20), (1, 1300), (1, 1), (1, 700), (9, 30), (5, 900)]
+    case = harness.case(lengths=lengths, num_kv_heads=2, group=2, sinks=True)
+    queries, tokens = np.array(lengths).T
+    plan = kernels.plan_attention(queries, tokens, harness.attention_shape(case, DEVICE))
+    if INTERPRETED:
+        assert set(plan.items[: plan.num_decode_items, 3].tolist()) > {1}
+        assert plan.num_chunk_pieces
+    harness.check_attention(kernels, case, DEVICE, plan=plan)
+
+
 @pytest.mark.parametrize(
     "window", [3, *(pytest.param(wide, marks=pytest.mark.slow) for wide in (None, 40))]
 )

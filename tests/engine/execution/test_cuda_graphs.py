@@ -19,6 +19,7 @@ from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup import cache_plan, capacity
+from octavo.engine.startup import record as recording_startup
 from octavo.engine.startup.build import build
 from octavo.kernels.metadata import AttentionPlan
 from tests.engine.execution.conftest import LONGEST
@@ -299,6 +300,7 @@ class Probe:
         layout = plan_layout(LLAMA_3, 16, torch.bfloat16, torch.bfloat16)
 
     cache = Cache()
+    device = torch.device("cuda")
 
     def __init__(self, gpu):
         self.gpu = gpu
@@ -329,20 +331,28 @@ def gpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 27 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: (16 + 2 + 8) * GIB)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(cache_plan, "cuda_recorder", lambda: "records")
+    monkeypatch.setattr(recording_startup, "cuda_recorder", lambda: "records")
 
 
-def blocks(settings, loaded=Loaded):
+def blocks(settings, draft_model=None):
     block_bytes = 2 * MIB
     plan = cache_plan.CachePlan(None, block_bytes, 256, 8192, SimpleNamespace(num_tokens=8))
+    loaded = SimpleNamespace(model=Loaded, draft_model=draft_model)
     taken = cache_plan._memory_taken(Probe(gpu), loaded, settings, plan)
-    return capacity.count_blocks(settings, loaded.device, block_bytes, 0, taken=taken)
+    return capacity.count_blocks(settings, Loaded.device, block_bytes, 0, taken=taken)
 
 
 @pytest.mark.usefixtures("gpu")
 @pytest.mark.parametrize(("graphs", "left"), [(True, 80 * 0.9 - 1 - 16 - 2 - 3), (False, 53)])
 def test_the_cache_gets_all_but_what_steps_and_graphs_take(graphs, left):
     assert blocks(EngineSettings(model="any", cuda_graphs=graphs)) == int(left * 512)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_draft_models_graphs_are_measured_too():
+    settings = EngineSettings(model="any")
+    drafting = SimpleNamespace(measure_graphs=lambda seqs, tokens: seqs * tokens << 10)
+    assert blocks(settings) - blocks(settings, drafting) == 1024  # 2 GiB
 
 
 @pytest.mark.usefixtures("gpu")

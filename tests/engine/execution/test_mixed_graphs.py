@@ -3,6 +3,7 @@
 import gc
 import itertools
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -195,6 +196,22 @@ def test_a_graph_gets_a_step_and_one_more_sequence_of_the_rows_that_are_left():
         [20, 0, 0, 0, 0],
         [-1, -2, -3, -4, 0, -5, -6],
     )
+
+
+def test_decodes_of_which_one_is_much_longer_have_their_own_plan():
+    def cut(pieces):
+        return lambda *lengths: replace(plan(*lengths), most_pieces=pieces)
+
+    def step(_token_ids, _positions, wanted):
+        return torch.zeros((len(wanted), VOCAB_SIZE))
+
+    again = Again()
+    graphs = step_graphs(step, again.record, plan=cut(3))
+    for pieces, rows in ((1, 2), (5, 2), (6, 4)):
+        assert len(graphs.run(step_inputs((1, 5), (1, 60), plan=cut(pieces)))) == 2
+        assert again.replayed.pop() == rows
+    only_decodes = graphs_of(step, again.record, sizes=SIZES[:1], plan=cut(3))
+    assert only_decodes.run(step_inputs((1, 5), (1, 60), plan=cut(6))) is not None
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.engine.random_model import save_random_model
 from tests.engine.stepper import Stepper
 from tests.kernels.triton_device import INTERPRETED, MARKS
 
-BUILD = "octavo.engine.startup.build"
+RECORD = "octavo.engine.startup.record"
 OUTPUT_TOKENS = 5
 LENGTHS = (1, 7, 16, 40)
 
@@ -148,7 +148,7 @@ def test_so_they_are_when_it_is_compiled(engine, expected, async_scheduling):
 
 @pytest.mark.skipif(INTERPRETED, reason="CUDA graphs need a GPU")
 def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypatch):
-    monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    monkeypatch.setattr(f"{RECORD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine()
     assert recorded.parts.executor._graphs is not None
     gc.collect()
@@ -163,7 +163,7 @@ def again(work):
 
 
 def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
-    monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    monkeypatch.setattr(f"{RECORD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine(speculation="ngram", num_speculative_tokens=3)
     executor = recorded.parts.executor
     if INTERPRETED:  # a graph's kernels, launched one by one
@@ -183,7 +183,7 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
 
 
 def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
-    monkeypatch.setattr(f"{BUILD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
+    monkeypatch.setattr(f"{RECORD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine()
     executor = recorded.parts.executor
     if INTERPRETED:

@@ -4,9 +4,13 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from octavo.engine.execution.cuda_graphs import StepGraphs
+from octavo.engine.execution.graph_sizes import MOST_RANK, step_sizes
+from octavo.engine.models import load_model
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
+from tests.engine.execution.recording import Again
 from tests.engine.lora.conftest import CONFIGS
 from tests.engine.stepper import Stepper
 from tests.peft_adapters import greedy, merged
@@ -67,6 +71,36 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
     assert max(len({group.request.adapter for group in b.groups}) for b in engine.batches) > 4
     for name, group in groups:
         assert own_tokens(group) == expected(name, group.request.prompt, 10), name
+
+
+def test_recorded_steps_take_any_adapters_of_low_rank(make_engine, expected, monkeypatch):
+    """Layers are not packed, as on a GPU, and replays read their inputs at fixed addresses."""
+    cpu, again, replayed, run = torch.device("cpu"), Again(), [], StepGraphs.run
+    monkeypatch.setattr(
+        load_model, "_pack", lambda *given: load_model._pack_on_gpu(given[0], *given[3:], cpu)
+    )
+
+    def note(graphs, inputs):
+        logits = run(graphs, inputs)
+        if inputs.adapters is not None:
+            replayed.append((inputs.adapters.tokens.max_rank, logits is not None))
+        return logits
+
+    monkeypatch.setattr(StepGraphs, "run", note)
+    options = {"num_blocks": 400, "max_num_seqs": 12, "max_num_batched_tokens": 48}
+    engine = make_engine(**options)
+    engine.parts.executor.record_graphs(step_sizes(12, 0, 48), 512, again.record)
+    low = [name for name in CONFIGS if name != "one-layer"]
+    for names in ([*low, None], ["mlp"], ["values", None, "head"], ["all", "one-layer"], low[::-1]):
+        groups = []
+        for seed, name in enumerate(names):
+            prompt = prompt_of(seed % 7, 9 + seed)
+            groups.append((name, engine.submit(prompt, 10, adapter=engine.adapter(name))))
+        engine.run()
+        for name, group in groups:
+            assert own_tokens(group) == expected(name, group.request.prompt, 10), name
+    assert {was for rank, was in replayed if rank <= MOST_RANK} == {True}
+    assert {was for rank, was in replayed if rank > MOST_RANK} == {False}
 
 
 def test_drafts_are_verified_by_each_request_s_adapter(make_engine, expected):

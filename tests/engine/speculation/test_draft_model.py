@@ -5,9 +5,12 @@ import torch
 from pydantic import ValidationError
 from transformers import AutoModelForCausalLM, LlamaConfig, MambaConfig
 
+from octavo.engine.execution.cuda_graphs import StepGraphs
+from octavo.engine.execution.graph_sizes import draft_model_sizes
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 from octavo.engine.startup.capacity import StartupError
+from tests.engine.execution.recording import Again
 from tests.engine.random_model import save_random_model
 from tests.engine.speculation.test_exactness import AMPLE, SCARCE, given, requests
 from tests.engine.stepper import Stepper
@@ -31,7 +34,7 @@ def nearly(tmp_path_factory, decided_model):
 def run(decided_model):
     """Run requests, a few new ones in each step; return the engine and each request's outputs."""
 
-    def run(asked, draft_model=None, *, async_scheduling=False, **settings):
+    def run(asked, draft_model=None, *, async_scheduling=False, record=None, **settings):
         settings = {"num_blocks": AMPLE, "max_num_batched_tokens": 96} | settings
         if draft_model is not None:
             settings |= {"speculation": "draft", "draft_model": str(draft_model)}
@@ -47,6 +50,9 @@ def run(decided_model):
                 **settings,
             )
         )
+        if record is not None:  # as at startup on a GPU
+            executor = parts.scheduler.draft_model._executor
+            executor.record_graphs(draft_model_sizes(12, 96), 512, record)
         engine = Stepper(parts, async_scheduling=async_scheduling)
         groups = []
         for prompt, max_tokens, more in asked:
@@ -89,6 +95,25 @@ def test_the_model_itself_is_always_right(run, asked, expected, decided_model):
     assert outputs == expected
     counters = engine.scheduler.counters
     assert counters["accepted_tokens"] == counters["drafted_tokens"] > 200
+
+
+def test_every_step_of_a_recorded_draft_model_is_replayed(
+    run, asked, expected, nearly, monkeypatch
+):
+    again, steps, compute = Again(), [], StepGraphs.run
+
+    def replay(self, inputs):
+        logits = compute(self, inputs)
+        steps.append(logits is not None)
+        return logits
+
+    monkeypatch.setattr(StepGraphs, "run", replay)
+    plain, _ = run(asked, nearly)
+    engine, outputs = run(asked, nearly, record=again.record)
+    assert outputs == expected
+    assert engine.scheduler.counters == plain.scheduler.counters
+    assert len(steps) == len(again.replayed) > 50
+    assert all(steps)
 
 
 def test_few_blocks_draft_less_and_change_nothing(run, asked, expected, decided_model):
