@@ -100,6 +100,7 @@ class Stepper:
         priority=0,
         adapter=None,
         deadline=None,
+        bad_words=(),
         **sampling,
     ):
         request = Request(
@@ -117,6 +118,7 @@ class Stepper:
             resume={} if resume is None else resume,
             adapter=adapter,
             deadline=deadline,
+            bad_words=bad_words,
         )
         return submit(self.core, request)
 

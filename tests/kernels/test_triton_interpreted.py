@@ -37,8 +37,12 @@ def test_kernels():
     run_interpreted(
         *("kernels/test_triton.py", "kernels/test_triton_experts.py"),
         *("kernels/test_triton_low_rank.py", "kernels/test_triton_quantized.py"),
-        "kernels/test_triton_states.py",
+        *("kernels/test_triton_states.py", "kernels/test_guarded.py"),
     )
+
+
+def test_late_streams():
+    run_interpreted("engine/execution/test_lazy_gpu.py")
 
 
 @pytest.mark.slow

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
-from torch.overrides import TorchFunctionMode
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.attention.operator import PagedStep, attending
@@ -20,26 +19,10 @@ from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.adapted_layers import applying
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
+from tests.engine.execution.frozen import HostCopyError, NoHostCopies
 
 DEVICE, DTYPE = torch.device("cpu"), torch.bfloat16
 ENTRIES = [entry for entry in entries() if entry.has_model]
-
-
-class HostCopyError(AssertionError):
-    """A step copies between host and GPU."""
-
-
-class NoHostCopies(TorchFunctionMode):
-    """Refuses what copies between host and GPU; all is on the CPU here, where it would not."""
-
-    REFUSED = frozenset(
-        {torch.tensor, torch.as_tensor, torch.from_numpy, torch.Tensor.cpu, torch.Tensor.numpy}
-    )
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function in self.REFUSED:
-            raise HostCopyError(function.__name__)
-        return function(*args, **(kwargs or {}))
 
 
 def without_values(model, mode):

@@ -4,20 +4,44 @@ Triton compiles a variant at its first launch, for seconds. Triton can name a la
 without a device, so this test computes nothing.
 """
 
+import dataclasses
+import importlib
+import itertools
+from functools import partial
+
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
 
-from octavo.engine.execution.inputs import warm_up_sizes
+from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.graph_sizes import draft_model_sizes, step_sizes
+from octavo.engine.execution.inputs import idle_arrays, warm_up_sizes
+from octavo.engine.execution.leader import Follower, Leader
+from octavo.engine.kv_cache import Transfers
+from octavo.engine.models import load_model
 from octavo.engine.models.checks.self_check import SelfCheck
+from octavo.engine.models.experts import grouped_experts
+from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.build import build
 from octavo.engine.startup.cache_plan import largest_batch
+from octavo.kernels import low_rank
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.logits import mask_logits
+from tests.engine.execution.frozen import (
+    Frozen,
+    HostCopyError,
+    KeptMemoryError,
+    NewVariantError,
+    OtherWorkError,
+)
+from tests.engine.parallel.test_messages import Wire
+from tests.engine.random_model import TINY, save_random_model
 from tests.engine.stepper import Stepper
 from tests.kernels.quantized_weights import random_weight
+from tests.peft_adapters import save_adapter
 
 triton = pytest.importorskip("triton")
 
@@ -33,6 +57,7 @@ if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there are no variants", allow_module_level=True)
 
 
+EXPERTS = "octavo.kernels.triton.experts"
 KERNELS = {
     "paged_attention_kernel",
     "merge_splits",
@@ -43,16 +68,29 @@ KERNELS = {
 }
 
 
+class Launched(set):
+    """The launched (kernel, variant) pairs.
+
+    Attributes:
+        watch: Gets each launch's kernel and arguments; None: nobody does.
+    """
+
+    watch = None
+
+
 @pytest.fixture
 def launched(monkeypatch):
-    """The launched (kernel, variant) pairs, as on an H100; attention returns zeros."""
+    """The launches, as on an H100; attention returns zeros."""
     backend = make_backend(GPUTarget("cuda", 90, 32))
-    found = set()
+    found = Launched()
 
     def launch(kernel, *args, grid, warmup, **kwargs):
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
-        _, specialization, options = bind(*args, **kwargs)
-        found.add((kernel.fn.__name__, f"{specialization} {options}"))
+        bound, specialization, options = bind(*args, **kwargs)
+        variant = f"{specialization} {options}"
+        found.add((kernel.fn.__name__, variant))
+        if found.watch is not None:
+            found.watch(kernel.fn.__name__, variant, grid, bound)
         if "out" in kwargs:
             kwargs["out"].zero_()
 
@@ -104,6 +142,186 @@ def test_no_request_is_the_first_to_need_a_kernel(launched, long_model, kv_cache
     assert any(batch.transfers.swap_in for batch in engine.batches)
     assert any(batch.transfers.copies for batch in engine.batches)
     mask_logits(torch.zeros(3, 500), [0, 2], np.zeros((2, 16), np.int32))  # as of constraints
+    assert launched == ready
+
+
+TOKENS = 300
+"""Most tokens of a step below: enough for every tile of rows, and for dequantized weights."""
+
+
+@pytest.fixture
+def packs_as_on_a_gpu(monkeypatch):
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(
+        load_model, "_pack", lambda *given: load_model._pack_on_gpu(given[0], *given[3:], cpu)
+    )
+    for check in ("check_quantization", "check_in_float32"):
+        monkeypatch.setattr(load_model, check, lambda *_, **__: None)
+    monkeypatch.setattr(
+        grouped_experts.reference, "experts", importlib.import_module(EXPERTS).experts
+    )
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory):
+    """A mixture of so many experts that the tiles for few rows are needed, too."""
+    path = tmp_path_factory.mktemp("mixture")
+    config = MixtralConfig(**TINY | {"num_local_experts": 16, "max_position_embeddings": 2048})
+    save_random_model(config, path, std=0.1)
+    return path
+
+
+def start(model, **settings):
+    """Build an engine and warm it up as at startup on a GPU."""
+    settings = {"num_blocks": 512, "block_size": 8, "max_num_seqs": 8, "swap_space": 0} | settings
+    fixed = {"compile": "off", "dtype": "bfloat16", "max_num_batched_tokens": TOKENS}
+    engine = Stepper(build(EngineSettings(model=str(model), **fixed, **settings)))
+    executor = engine.parts.executor
+    executor.execute(largest_batch(TOKENS, 1, executor.cache.layout))
+    executor.warm_up(engine.parts.limits.max_model_len, TOKENS)
+    return engine
+
+
+def serve(engine, launched, adapters=()):
+    """Run steps of one to `TOKENS` tokens, some with an adapter if there are any.
+
+    No variant is compiled, and what is recorded replays all that a step needs.
+    """
+    executor, frozen = engine.parts.executor, Frozen(launched, partial(setattr, launched, "watch"))
+    ready = launched.copy()
+    if engine.scheduler.draft_model is not None:
+        drafting = engine.scheduler.draft_model._executor
+        drafting.record_graphs(draft_model_sizes(8, TOKENS), 512, frozen.record)
+    drafted = 3 if engine.scheduler.speculation else 0
+    executor.record_graphs(step_sizes(8, drafted, TOKENS), 2048, frozen.record)
+    engine.submit([5] * 1500, 3, adapter=engine.adapter(next(iter(adapters), None)))
+    engine.run()
+    chosen = itertools.cycle([*map(engine.adapter, adapters), None])
+    for length, count in ((1, 1), (2, 3), (25, 1), (25, 3), (100, 1), (200, 8)):
+        for i in range(count):
+            prompt = [3 + i] * (length // count + 1)
+            engine.submit(prompt, 3, temperature=i % 2, adapter=next(chosen))
+        engine.run()
+    assert frozen.replayed > 12
+    assert launched == ready
+
+
+@pytest.mark.usefixtures("on_triton", "packs_as_on_a_gpu")
+@pytest.mark.parametrize(
+    ("model", "quantization"),
+    [
+        ("long_model", "int4"),
+        ("mixture", "none"),
+        ("mixture", "int4"),
+        *(
+            pytest.param(model, quantization, marks=pytest.mark.slow)
+            for model in ("long_model", "mixture")
+            for quantization in ("int8", "fp8")
+        ),
+    ],
+)
+def test_nor_one_of_quantized_weights_or_experts(launched, request, model, quantization):
+    engine = start(request.getfixturevalue(model), quantization=quantization)
+    kernels = {kernel for kernel, _ in launched}
+    assert ("_linear_kernel" in kernels) == (quantization != "none")
+    assert ("_down_kernel" in kernels) == (model == "mixture")
+    serve(engine, launched)
+
+
+@pytest.mark.usefixtures("on_triton", "packs_as_on_a_gpu")
+@pytest.mark.parametrize("quantization", ["none", pytest.param("int4", marks=pytest.mark.slow)])
+def test_nor_one_of_adapters(launched, long_model, tmp_path, monkeypatch, quantization):
+    # A copy to a GPU is aligned.
+    monkeypatch.setattr(low_rank, "to_device", lambda array, _: torch.from_numpy(array).clone())
+    ranks = {"narrow": 1, "usual": 16, "odd": 33, "wide": 256}
+    for name, rank in ranks.items():
+        targets = "all-linear" if rank > 1 else ["v_proj"]
+        save_adapter(long_model, tmp_path / name, r=rank, target_modules=targets)
+    lora = [f"{name}={tmp_path / name}" for name in ranks]
+    engine = start(long_model, quantization=quantization, lora=lora)
+    assert "_up_kernel" in {kernel for kernel, _ in launched}
+    serve(engine, launched, ranks)
+
+
+@pytest.mark.usefixtures("on_triton", "packs_as_on_a_gpu")
+def test_nor_one_of_a_draft_model(launched, long_model, tiny_model):
+    drafting = {"speculation": "draft", "draft_model": str(tiny_model)}
+    engine = start(long_model, num_speculative_tokens=3, **drafting)
+    engine.scheduler.draft_model._executor.warm_up(512, TOKENS)
+    serve(engine, launched)
+    assert engine.scheduler.counters["drafted_tokens"] > 10
+
+
+def _launch(launched, variant):
+    launched.add(("kernel", variant))
+    if launched.watch:
+        launched.watch("kernel", variant)
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (lambda numbers, *_: numbers.sum().item(), HostCopyError),
+        (lambda numbers, *_: numbers.tolist(), HostCopyError),
+        (lambda numbers, *_: numbers.nonzero(), HostCopyError),
+        (lambda numbers, again, kept, _: kept.append(numbers + 1), KeptMemoryError),
+        (lambda numbers, again, *_: again > 3 and numbers + 1, OtherWorkError),
+        (lambda numbers, again, *_: numbers * again, OtherWorkError),
+        (lambda numbers, again, *_: torch.ones(3 + again // 4) + 1, OtherWorkError),
+        (lambda numbers, again, _, launched: _launch(launched, again > 2), NewVariantError),
+        (lambda numbers, again, _, launched: _launch(launched, again > 3), NewVariantError),
+    ],
+)
+def test_what_a_graph_gets_wrong_is_found(fault, error):
+    """The fourth run is the first replay."""
+    launched, numbers, kept, runs = Launched(), torch.ones(3), [], itertools.count(1)
+
+    def work():
+        fault(numbers, next(runs), kept, launched)
+        kept[:] = kept[-1:]
+        return numbers
+
+    frozen = Frozen(launched, partial(setattr, launched, "watch"))
+    with pytest.raises(error):
+        frozen.record(work)()
+
+
+class Rank(RankForward):
+    """The step of a rank, without others."""
+
+    def __init__(self, forward):
+        self._forward = forward
+        self.begin = forward
+        self.logits = self.most_likely = lambda _: None
+
+
+@pytest.mark.usefixtures("on_triton", "packs_as_on_a_gpu")
+def test_nor_one_of_another_rank(launched, long_model):
+    """A follower gets the messages that rank 0 sends at the start, then those of a step."""
+    wire = Wire()
+    parts = build(EngineSettings(model=str(long_model), compile="off", num_blocks=256))
+    loaded, layout = parts.executor._loaded, parts.executor.cache.layout
+    follower = Follower(
+        wire,
+        dataclasses.replace(loaded, forward=Rank(loaded.forward)),
+        lambda blocks, _: allocate(layout, loaded, blocks, 0),
+        lambda _: (256, 0),
+    )
+    executor = Executor(loaded, parts.executor.cache, Leader(wire))
+    executor._leader.allocate(256, 0)
+    executor.warm_up(2048, TOKENS)
+    executor._leader.stop()
+    launched.clear()
+    follower.run()
+    ready = launched.copy()
+    assert {"paged_attention_kernel", "merge_splits"} < {kernel for kernel, _ in ready}
+    for query_lens, length in (([1], 2000), ([1, 40, 7], 300), ([1] * 8, 1), ([290], 290)):
+        arrays = idle_arrays(query_lens, layout)
+        seq_lens = np.maximum(arrays.seq_lens, length)
+        arrays = dataclasses.replace(arrays, seq_lens=seq_lens)
+        executor._leader.run(Transfers(copies=[(0, 1)]), arrays, most_likely=False)
+    executor._leader.stop()
+    follower.run()
     assert launched == ready
 
 

@@ -1,0 +1,175 @@
+"""A stand-in for CUDA graphs on the CPU, which refuses what a graph would get wrong.
+
+A graph replays the kernels that its recording launched, with the same numbers and addresses, and
+runs no Python. The stand-in's replays run the work again, and compare: each operation and launch
+must be as recorded, but for what lies in the memory that it reads.
+"""
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from octavo.engine.attention import operator
+from octavo.engine.execution.cuda_graphs import WARM_UPS
+from octavo.engine.models.experts import grouped_experts, quantized_experts
+from octavo.engine.models.linear import quantized_linear
+
+
+class HostCopyError(AssertionError):
+    """A step copies between host and GPU, or reads a value."""
+
+
+class NewVariantError(AssertionError):
+    """Triton would compile a kernel while it is recorded or replayed."""
+
+
+class OtherWorkError(AssertionError):
+    """A step needs other work than was recorded."""
+
+
+class KeptMemoryError(AssertionError):
+    """Python keeps memory of the graph, which other graphs overwrite."""
+
+
+octavo = torch.ops.octavo
+INSIDE: dict[Any, Callable[..., torch.Tensor]] = {
+    octavo.paged_attention.default: operator._attend,
+    octavo.quantized_linear.default: quantized_linear._quantized_linear,
+    octavo.fp8_linear.default: quantized_linear._fp8_linear,
+    octavo.quantized_experts.default: quantized_experts._quantized_experts,
+    octavo.grouped_experts.default: grouped_experts._on_gpu,
+}
+"""Operators that launch kernels, and their functions on a GPU."""
+
+
+def reads_values(called: Any, args: Any) -> bool:
+    """Return whether PyTorch's operator makes the host read values of tensors."""
+    aten = torch.ops.aten
+    if called is aten.index.Tensor:
+        return any(each is not None and each.dtype == torch.bool for each in args[1])
+    return (
+        called is aten._local_scalar_dense.default or torch.Tag.dynamic_output_shape in called.tags
+    )
+
+
+class NoHostCopies(TorchFunctionMode):
+    """Refuses what copies between host and GPU; all is on the CPU here, where it would not."""
+
+    REFUSED = frozenset(
+        {
+            *(torch.tensor, torch.as_tensor, torch.from_numpy),
+            *(torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist),
+        }
+    )
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function in self.REFUSED:
+            raise HostCopyError(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+class Trace(TorchDispatchMode):
+    """Notes operations and launches.
+
+    Attributes:
+        work: What is done: names and arguments. A tensor that is made on the way counts by its
+            shape, any other by its address.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.work: list[Any] = []
+        self._made: dict[int, weakref.ref[Any]] = {}
+
+    def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if called in INSIDE:  # notes what it does
+            with self, NoHostCopies():
+                return INSIDE[called](*args, **kwargs)
+        if reads_values(called, args):
+            raise HostCopyError(str(called))
+        given = {self._storage(each) for each in tree_leaves((args, kwargs))}
+        out = called(*args, **kwargs)
+        if not called.is_view:
+            self.note(str(called), args, kwargs)
+        for each in tree_leaves(out):
+            if (address := self._storage(each)) not in given:
+                self._made[address] = weakref.ref(each.untyped_storage())
+        return out
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Note a piece of work."""
+        self.work.append((name, tree_map(self._described, arguments)))
+
+    def kept(self, output: torch.Tensor) -> list[int]:
+        """Return the addresses of memory made here that is still alive, except the output's."""
+        gc.collect()
+        alive = [address for address, made in self._made.items() if made() is not None]
+        return [address for address in alive if address != self._storage(output)]
+
+    @staticmethod
+    def _storage(each: Any) -> int:
+        return each.untyped_storage().data_ptr() if isinstance(each, torch.Tensor) else 0
+
+    def _described(self, each: Any) -> Any:
+        if not isinstance(each, torch.Tensor):
+            return repr(each)
+        address = self._storage(each)
+        place = 0 if address in self._made else each.data_ptr()
+        return place, tuple(each.shape), each.stride(), each.dtype
+
+
+class Frozen:
+    """The recorder.
+
+    Args:
+        variants: The variants of kernels that were compiled so far.
+        watch: Sets the function that gets each launch: its kernel's name and its arguments.
+
+    Attributes:
+        replayed: Number of replays.
+    """
+
+    def __init__(
+        self, variants: set[Any], watch: Callable[[Callable[..., None] | None], None]
+    ) -> None:
+        self.replayed = 0
+        self._variants, self._watch = variants, watch
+
+    def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Record work on inputs at fixed addresses; return its replay function."""
+        for _ in range(WARM_UPS):
+            work()
+        recorded, _ = self._trace(work)
+
+        def replay() -> torch.Tensor:
+            self.replayed += 1
+            found, output = self._trace(work)
+            for was, now in zip(recorded, found, strict=False):
+                if was != now:
+                    raise OtherWorkError(f"recorded {was}, replayed {now}")
+            if len(found) != len(recorded):
+                raise OtherWorkError(f"recorded {len(recorded)} launches, replayed {len(found)}")
+            return output
+
+        return replay
+
+    def _trace(self, work: Callable[[], torch.Tensor]) -> tuple[list[Any], torch.Tensor]:
+        trace, known = Trace(), len(self._variants)
+        self._watch(trace.note)
+        try:
+            with trace, NoHostCopies():
+                output = work()
+        finally:
+            self._watch(None)
+        if len(self._variants) != known:
+            raise NewVariantError(f"{len(self._variants) - known} more than before")
+        if kept := trace.kept(output):
+            raise KeptMemoryError(f"{len(kept)} tensors")
+        return trace.work, output
