@@ -39,7 +39,7 @@ class TextPart(OpenBody):
 class ImageUrl(OpenBody):
     """The URL of an image, and how closely to look."""
 
-    url: str
+    url: Annotated[str, Field(min_length=1)]
     detail: str | None = None
 
     def image(self) -> Image:
@@ -57,7 +57,7 @@ Url = TypeVar("Url", ImageUrl, str)
 
 def check_image(image: Url | None, info: ValidationInfo, kind: str) -> Url | None:
     """Return a part's image, which parts of the type `kind` must have, and no others may have."""
-    if info.data.get("type", kind) == kind and image is None:
+    if info.data.get("type", kind) == kind and not image:
         raise PydanticCustomError(WRONG_TYPE, "must be set")
     if info.data.get("type") != kind and image is not None:
         raise PydanticCustomError(UNSUPPORTED, f"belongs to parts of type {kind}")

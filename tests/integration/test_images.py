@@ -3,10 +3,14 @@
 import base64
 import io
 import json
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
 
 import anthropic
 import ollama
 import openai
+import psutil
 import pytest
 from PIL import Image
 
@@ -17,6 +21,8 @@ from octavo.router.images.processor import load_processor
 from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import generation_pb2
 from tests.integration.harness import Server
+from tests.integration.image_attack import BAD_URLS, attack, data_url
+from tests.router.images.test_decode import BAD
 from tests.vision_models import save_vision_model
 
 TOKENS = 12
@@ -30,10 +36,6 @@ def png(number, size=(40, 23)):
 
 
 IMAGES = [png(1), png(2, (31, 77))]
-
-
-def data_url(data, media_type="image/png"):
-    return f"data:{media_type};base64,{base64.b64encode(data).decode()}"
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,7 @@ def server(model, launch_shared) -> Server:
     made = launch_shared(
         *("serve", "--model", str(model[0]), "--dtype", "float32", "--served-model-name", "tiny"),
         *("--num-blocks", "128", "--swap-space", "0.01", "--http-port", str(port), "--ollama"),
+        *("--allow-image-urls", "https://localhost/*"),
     )
     made.http = f"http://127.0.0.1:{port}"
     return made.wait_ready()
@@ -219,3 +222,42 @@ def test_a_model_without_vision_refuses_images_by_name(served):
         asks.chat.completions.create(
             model="demo", messages=[{"role": "user", "content": content(IMAGES[0])}]
         )
+
+
+@pytest.mark.slow
+def test_bad_images_and_urls_take_no_memory_and_leave_others_be(server):
+    """Send bad requests beside streams; -s prints the times between the streams' tokens."""
+    processes = [psutil.Process(server.pid), *server.children()]
+
+    def resident():
+        return sum(each.memory_info().rss for each in processes) / (1 << 20)
+
+    def p99(running):
+        """Return the 99th percentile of the times between tokens of streams, in milliseconds."""
+        gaps = []
+        with octavo.Client(server.address) as client:
+            while running():
+                last = None
+                for _ in client.generate("abc", max_tokens=400, ignore_eos=True):
+                    now = time.perf_counter()
+                    gaps += [] if last is None else [now - last]
+                    last = now
+        return 1000 * sorted(gaps)[int(0.99 * len(gaps))]
+
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        answers = pool.submit(attack, server.http, 1, 0).result()
+        assert len(answers) == len(BAD) - 1 + len(BAD_URLS)
+        for name, (status, error) in answers.items():
+            assert (status, error["param"]) == (400, "messages[0].content[1].image_url.url"), name
+        end, before = time.monotonic() + 10, resident()
+        alone = p99(lambda: time.monotonic() < end)
+        beside = {}
+        for pause in (0.1, 0.0):
+            attacks = pool.submit(attack, server.http, 4, pause)
+            beside[pause] = p99(lambda running=attacks: not running.done())
+            attacks.result()
+    print(f"p99 between tokens in ms: {alone:.1f} alone, {beside} by pauses between bad requests")
+    assert beside[0.1] < 2 * alone
+    grown = resident() - before
+    print(f"memory: {grown:+.0f} MiB")
+    assert grown < 150

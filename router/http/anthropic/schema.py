@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, ValidationInfo, field_validator
 
 from octavo.client import GenerateOptions, Image, Message, Prompt, Tool, ToolCall
 from octavo.client.requests import tokenize_request
@@ -16,7 +16,7 @@ from octavo.common.sampling_parameters import ChatOptions
 from octavo.router.http.bodies import OpenBody
 from octavo.router.http.conversation import Conversation, unseal
 from octavo.router.http.errors import ApiError
-from octavo.router.http.messages import TextPart, parts
+from octavo.router.http.messages import TextPart, check_image, parts
 from octavo.router.http.no_ops import Never, only
 from octavo.router.http.schema import SingleOutput
 from octavo.v1 import generation_pb2
@@ -31,7 +31,12 @@ class Source(OpenBody):
     type: Annotated[str, only("base64", "url")]
     media_type: str = ""
     data: str = ""
-    url: str = ""
+    url: Annotated[str, Field(validate_default=True)] = ""
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, value: str, info: ValidationInfo) -> str:
+        return check_image(value or None, info, "url") or ""
 
     def image(self) -> Image:
         """Convert to the client's `Image`."""

@@ -283,6 +283,8 @@ WRONG = [
     ({"messages": []}, "messages"),
     ({"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
      r"messages\[0\]\.content\[0\]\.source\.type"),
+    ({"messages": [{"role": "user", "content": [{"type": "image", "source": {"type": "url"}}]}]},
+     r"messages\[0\]\.content\[0\]\.source\.url must be set"),
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, r"tools\[0\]\.type"),
     ({"tools": [TOOL, TOOL]}, r"tools\[1\]\.name repeats"),
     ({"tools": [TOOL | {"input_schema": {"type": 5}}]}, r"tools\[0\]\.input_schema"),

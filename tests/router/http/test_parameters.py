@@ -123,6 +123,10 @@ CHAT = [
         "messages[0].content[0].image_url.url",
     ),
     (
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": ""}]}]},
+        "messages[0].content[0].image_url.url",
+    ),
+    (
         {"messages": [{"role": "user", "content": [{"type": "text", "image_url": {"url": "x"}}]}]},
         "messages[0].content[0].image_url",
     ),

@@ -279,6 +279,8 @@ WRONG = [
     ({"input": [{"type": "item_reference", "id": "x"}]}, r"input\[0\]\.type"),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
      r"input\[0\]: model 'tiny' reads no images"),
+    ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": ""}]}]},
+     r"input\[0\].*\.image_url must be set"),
     ({"input": []}, "input"),
     ({"temperature": -1}, "temperature"),
     ({"max_output_tokens": 0}, "max_output_tokens"),
