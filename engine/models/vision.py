@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.activations import GELUActivation, GELUTanh
 
 from octavo.common.models.image_families import IMAGE_FAMILIES
 from octavo.engine.attention.ragged import TILED_ATTENTION
@@ -19,6 +20,10 @@ BIDIRECTIONAL = frozenset({"gemma3"})
 """Types of models in which the tokens of an image attend to each other."""
 ROTATED = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Types of models with rotary positions in three dimensions (M-RoPE)."""
+TILES = {"idefics3": 1, "internvl": 0, "smolvlm": 1}
+"""Dimension of tiles in the tensors of models that encode each tile by itself, by their type."""
+GELUS: dict[type[nn.Module], bool] = {GELUActivation: False, GELUTanh: True}
+"""transformers' modules of GELU, and whether they approximate it by tanh."""
 TEXT_PARTS = ("language_model", "text_model")
 """transformers' names of the text part."""
 
@@ -60,6 +65,7 @@ class Vision:
         vision_config: Any = parts.config.vision_config
         self.num_layers = 1 + len(getattr(vision_config, "deepstack_visual_indexes", ()))
         rotated = parts.config.model_type in ROTATED
+        self._tiles = TILES.get(parts.config.model_type)
         self._merge_size: int | None = vision_config.spatial_merge_size if rotated else None
 
     @property
@@ -80,6 +86,9 @@ class Vision:
         packed = device.type == "cpu" and _pack(self._parts)
         hold(self._parts)
         nn.Module.to(self._parts, device)  # the model's own method is untyped
+        for part in self._parts.modules() if packed else ():
+            if isinstance(part, nn.Conv2d):  # so that the elements of a patch are adjacent
+                part.weight.data = part.weight.data.contiguous(memory_format=torch.channels_last)
         for part in self._parts.children():
             if isinstance(part, PreTrainedModel):  # `set_attention` changed the text part's config
                 part.set_attn_implementation(TILED_ATTENTION if packed else "sdpa")
@@ -129,12 +138,21 @@ class Vision:
             for name, array in tensors.items()
             if name in takes
         }
-        output: Any = self._parts.get_image_features(**inputs, return_dict=True)
-        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        encoded = torch.stack([feature_rows(each) for each in features])
+        tiles, along = [inputs], self._tiles
+        if along is not None and device.type == "cpu":  # a tile fits into a core's cache
+            tiles = [
+                {name: each.narrow(along, tile, 1) for name, each in inputs.items()}
+                for tile in range(inputs["pixel_values"].shape[along])
+            ]
+        encoded = torch.cat([self._encode(tile) for tile in tiles], 1)
         if encoded.shape[1] != count:
             raise ValueError(f"the image has {encoded.shape[1]} embeddings, for {count} tokens")
         return encoded
+
+    def _encode(self, inputs: Mapping[str, Tensor]) -> Tensor:
+        output: Any = self._parts.get_image_features(**inputs, return_dict=True)
+        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
+        return torch.stack([feature_rows(each) for each in features])
 
 
 def feature_rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
@@ -144,22 +162,39 @@ def feature_rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
 
 
 def _pack(parts: nn.Module) -> bool:
-    """Pack the linear layers of a vision part, and return whether this CPU has kernels for any."""
+    """Use kernels for a vision part's linear layers, and for GELU; return whether there are any."""
     # Imported here because it loads the CPU kernels.
     from octavo.engine.models.linear.packed_linear import (  # noqa: PLC0415
         PackedLinear,
         has_kernels,
     )
 
-    found = [
-        (parent, name, layer)
+    children = [
+        (parent, name, child)
         for parent in parts.modules()
-        for name, layer in parent.named_children()
-        if type(layer) is nn.Linear and has_kernels(layer)  # not what others read the weights of
+        for name, child in parent.named_children()
     ]
-    for parent, name, layer in found:
-        setattr(parent, name, PackedLinear(layer))
-    return bool(found)
+    packed = False
+    for parent, name, child in children:
+        if type(child) is nn.Linear and has_kernels(child):  # not what others read the weights of
+            setattr(parent, name, PackedLinear(child))
+            packed = True
+    for parent, name, child in children if packed else ():
+        if type(child) in GELUS:
+            setattr(parent, name, _Gelu(tanh=GELUS[type(child)]))
+    return packed
+
+
+class _Gelu(nn.Module):
+    """GELU on a CPU with kernels."""
+
+    def __init__(self, *, tanh: bool) -> None:
+        super().__init__()
+        self._tanh = tanh
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = torch.ops.octavo_cpu.gelu(x.contiguous(), self._tanh)
+        return out
 
 
 def split_vision(model: PreTrainedModel) -> Vision | None:
