@@ -336,7 +336,8 @@ def graph_memory(
 
     Args:
         sizes: Sizes of each of these kinds in ascending order of rows.
-        record_sizes: Creates `StepGraphs` of some sizes; they are dropped at the end.
+        record_sizes: Records some sizes, each as often as all are; the graphs are dropped at the
+            end.
         record: The argument of `StepGraphs`.
         free: Returns the bytes that are free on the device.
     """
@@ -353,4 +354,5 @@ def graph_memory(
     del recorded
     gc.collect()  # graphs in cycles would otherwise die while later ones are recorded
     whole, per_graph = left[0] - left[-1], left[-2] - left[-1]
-    return max(0, whole) + (len(sizes) - len(chosen)) * max(0, per_graph)
+    times = (len(left) - 1) // len(chosen)
+    return max(0, whole) + times * (len(sizes) - len(chosen)) * max(0, per_graph)

@@ -297,9 +297,8 @@ class Executor:
         Raises:
             RuntimeError: The device cannot record the model.
         """
-        self._graphs = self._record(sizes, max_model_len, record)
-        if (layers := self._adapted_layers) is not None:
-            self._adapted_graphs = self._record(sizes, max_model_len, record, layers)
+        self._graphs, *adapted = self._record(sizes, max_model_len, record)
+        self._adapted_graphs = adapted[0] if adapted else None
 
     @torch.inference_mode()
     def measure_graphs(
@@ -316,44 +315,33 @@ class Executor:
         Raises:
             RuntimeError: The device cannot record the model.
         """
-
-        def measured(layers: int | None) -> int:
-            return graph_memory(
-                sizes,
-                lambda some, record: self._record(some, max_model_len, record, layers),
-                record,
-                free,
-            )
-
-        layers = self._adapted_layers
-        return measured(None) + (0 if layers is None else measured(layers))
-
-    @property
-    def _adapted_layers(self) -> int | None:
-        """Number of layers that adapters may adapt; None if the model takes none."""
-        targets = self._loaded.targets
-        return None if self._adapters is None or targets is None else len(targets.make_records())
+        return graph_memory(
+            sizes, lambda some, record: self._record(some, max_model_len, record), record, free
+        )
 
     def _record(
-        self,
-        sizes: list[GraphSize],
-        max_model_len: int,
-        record: Record,
-        adapted_layers: int | None = None,
-    ) -> StepGraphs:
-        return StepGraphs(
-            self._loaded.forward,
-            self.cache.layers,
-            self._loaded.kv_scales,
-            self.cache.states,
-            sizes=sizes,
-            widths=self.cache.layout.sequence_blocks(max_model_len),
-            max_model_len=max_model_len,
-            device=self._device,
-            shapes=self._shapes,
-            record=record,
-            adapted_layers=adapted_layers,
-        )
+        self, sizes: list[GraphSize], max_model_len: int, record: Record
+    ) -> list[StepGraphs]:
+        """Record steps without adapters and, if the model takes any, with adapters."""
+        adapted_layers: list[int | None] = [None]
+        if self._adapters is not None and self._loaded.targets is not None:
+            adapted_layers.append(len(self._loaded.targets.make_records()))
+        return [
+            StepGraphs(
+                self._loaded.forward,
+                self.cache.layers,
+                self._loaded.kv_scales,
+                self.cache.states,
+                sizes=sizes,
+                widths=self.cache.layout.sequence_blocks(max_model_len),
+                max_model_len=max_model_len,
+                device=self._device,
+                shapes=self._shapes,
+                record=record,
+                adapted_layers=layers,
+            )
+            for layers in adapted_layers
+        ]
 
     def _encode_images(self, batch: Batch) -> None:
         """Encode a step's images; drop others. An image that fails harms no other request."""

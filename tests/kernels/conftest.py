@@ -177,7 +177,7 @@ def _build(case: Case, device: str = "cpu") -> Batch:
     counts = [-(-tokens // case.block_size) for _, tokens in case.lengths]
     num_blocks = sum(counts) + 3
     blocks = shuffled.sample(range(num_blocks), num_blocks)
-    width = max(counts) + 1
+    width = max(1, *counts) + shuffled.randrange(2)  # often none is left after the longest
     # Padding names any block, free ones among them.
     tables = [[shuffled.randrange(num_blocks) for _ in range(width)] for _ in counts]
     key_cache, value_cache = _carve(torch.full((num_blocks, 2, _elements(case)), torch.nan), case)

@@ -73,12 +73,18 @@ def test_a_batch_of_all_adapters_and_none_is_that_of_merged_models(
         assert own_tokens(group) == expected(name, group.request.prompt, 10), name
 
 
-def test_recorded_steps_take_any_adapters_of_low_rank(make_engine, expected, monkeypatch):
-    """Layers are not packed, as on a GPU, and replays read their inputs at fixed addresses."""
-    cpu, again, replayed, run = torch.device("cpu"), Again(), [], StepGraphs.run
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Layers are not packed."""
+    cpu = torch.device("cpu")
     monkeypatch.setattr(
         load_model, "_pack", lambda *given: load_model._pack_on_gpu(given[0], *given[3:], cpu)
     )
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_recorded_steps_take_any_adapters_of_low_rank(make_engine, expected, monkeypatch):
+    again, replayed, run = Again(), [], StepGraphs.run
 
     def note(graphs, inputs):
         logits = run(graphs, inputs)
@@ -101,6 +107,18 @@ def test_recorded_steps_take_any_adapters_of_low_rank(make_engine, expected, mon
             assert own_tokens(group) == expected(name, group.request.prompt, 10), name
     assert {was for rank, was in replayed if rank <= MOST_RANK} == {True}
     assert {was for rank, was in replayed if rank > MOST_RANK} == {False}
+
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_recorded_steps_with_adapters_are_measured_too(make_engine):
+    executor, sizes, used = make_engine(num_blocks=8).parts.executor, step_sizes(256), [0]
+
+    def record(work):
+        used[0] += 2 + (500 if len(work()) == 256 and not used[0] else 0)  # the second shares it
+        return lambda: None
+
+    taken = executor.measure_graphs(sizes, 128, record, lambda: -used[0])
+    assert taken == 500 + 2 * 2 * len(sizes)
 
 
 def test_drafts_are_verified_by_each_request_s_adapter(make_engine, expected):
