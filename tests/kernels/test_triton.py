@@ -278,6 +278,13 @@ def test_keys_shared_out_among_programs(harness, kernels, splits):
         harness.check_attention(kernels, case, DEVICE, splits)
 
 
+@pytest.mark.parametrize("seed", [2, 3])  # with and without an entry behind the longest sequence
+def test_blocks_of_several_tiles(harness, kernels, seed):
+    """The block of the tile behind the last one is not read; see `guarded`."""
+    case = harness.case(lengths=[(1, 100), (3, 256)], group=2, block_size=128, seed=seed)
+    harness.check_attention(kernels, case, DEVICE)
+
+
 def test_sequences_of_very_different_lengths(harness, kernels):
     """The long ones are cut into pieces of their own number, the short ones are whole."""
     lengths = [(1, 20), (1, 1300), (1, 1), (1, 700), (9, 30), (5, 900)]
