@@ -85,7 +85,7 @@ class DeferredTensor(Tensor):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:  # noqa: ANN401
         kwargs = kwargs or {}
-        if operator._schema.is_mutable:  # noqa: SLF001
+        if any(isinstance(each, DeferredTensor) for each in _written(operator, args, kwargs)):
             raise NotImplementedError(f"{operator} would change a weight that is in its file")
         tensors = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
         if all(isinstance(tensor, DeferredTensor) for tensor in tensors):
@@ -97,6 +97,18 @@ class DeferredTensor(Tensor):
         if operator is EMBEDDING and isinstance(args[0], DeferredTensor) and args[0].rows:
             return _look_up(*args[:2])
         return operator(*tree_map(present, args), **tree_map(present, kwargs))
+
+
+def _written(
+    operator: Any,  # noqa: ANN401
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[Any]:
+    """Return the arguments that an operator changes."""
+    named = zip(operator._schema.arguments, args, strict=False)  # noqa: SLF001
+    given = kwargs | {argument.name: value for argument, value in named}
+    changed = [each.name for each in operator._schema.arguments if each.is_write]  # noqa: SLF001
+    return tree_leaves([given.get(name) for name in changed])
 
 
 def _defer(

@@ -27,6 +27,7 @@ from octavo.engine.models.checks.twin_check import check_twin
 from octavo.engine.models.checks.widened import is_small
 from octavo.engine.models.deferred import held, hold
 from octavo.engine.models.device import choose_device
+from octavo.engine.models.device_only import keep_on_device
 from octavo.engine.models.dimensions import find_dimensions, fix_context
 from octavo.engine.models.dtypes import choose_cache_dtype
 from octavo.engine.models.empty_model import running_empty
@@ -398,4 +399,5 @@ def _pack_on_gpu(
     nn.Module.to(model, device)  # the model's own method is untyped
     fuse_linears(model)
     group_experts(model)
+    keep_on_device(model)
     return tolerance

@@ -4,10 +4,17 @@ Each architecture's step runs with tensors that have no values: whatever needs o
 only say the shape of their results here.
 """
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from transformers import AutoModelForCausalLM
 
 from octavo.common.models.errors import ModelError
 from octavo.engine.attention.operator import PagedStep, attending
@@ -17,12 +24,20 @@ from octavo.engine.memory.cache_tensors import layer_caches, state_caches
 from octavo.engine.models import load_model
 from octavo.engine.models.forward import EagerForward
 from octavo.engine.models.linear.adapted_layers import applying
+from octavo.engine.models.rope import fix_rope
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 from tests.engine.execution.frozen import HostCopyError, NoHostCopies
 
 DEVICE, DTYPE = torch.device("cpu"), torch.bfloat16
 ENTRIES = [entry for entry in entries() if entry.has_model]
+NOT_RECORDED = {
+    "dbrx": DynamicOutputShapeException,
+    "jetmoe": DataDependentOutputException,
+    "longcat_flash": DynamicOutputShapeException,
+}
+"""Models whose own loops over experts read on the host which are chosen: an engine that cannot
+record a step launches each kernel."""
 
 
 def without_values(model, mode):
@@ -49,6 +64,7 @@ def run_step(entry, folder, monkeypatch):
         load_model.hold(model)
         load_model.fuse_linears(model)
         load_model.group_experts(model)
+        load_model.keep_on_device(model)
         without_values(model, mode)
         return 0.0
 
@@ -80,7 +96,21 @@ def run_step(entry, folder, monkeypatch):
 @pytest.mark.few(8)
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry.name)
 def test_a_step_neither_waits_nor_copies(entry, tmp_path, monkeypatch):
-    run_step(entry, tmp_path, monkeypatch)
+    reads = NOT_RECORDED.get(entry.name)
+    with pytest.raises(reads) if reads else nullcontext():
+        run_step(entry, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["gemma3n_text", "phimoe, longrope"])
+def test_code_that_would_wait_is_replaced_by_some_that_computes_the_same_bits(name, tmp_path):
+    save(next(entry for entry in ENTRIES if entry.name == name), tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=DTYPE)
+    context = fix_rope(model, model.config.max_position_embeddings, None)
+    tokens = torch.arange(context)[None]
+    with torch.inference_mode():
+        expected = model(input_ids=tokens, use_cache=False).logits
+        load_model.keep_on_device(model)
+        assert torch.equal(model(input_ids=tokens, use_cache=False).logits, expected)
 
 
 @pytest.mark.parametrize(

@@ -106,6 +106,18 @@ def test_what_depends_on_numbers_reads_them():
     assert torch.equal(weight.deferred().nonzero(), weight.numbers.nonzero())
     with pytest.raises(NotImplementedError, match="would change a weight"):
         weight.deferred().zero_()
+    with pytest.raises(NotImplementedError, match="would change a weight"):
+        torch.neg(weight.numbers, out=weight.deferred())
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_other_tensors_are_changed_by_one(inference):
+    weight, x = Weight(6, 4), torch.randn(6, 4)
+    with torch.inference_mode(inference):
+        changed = given = x * 1
+        changed *= weight.deferred()
+    assert changed is given
+    assert torch.equal(changed, x * weight.numbers)
 
 
 def test_tied_weights_stay_tied():

@@ -25,7 +25,7 @@ from tests.engine.models.test_self_check import (
     scale_attention,
 )
 
-FAMILIES = ("llama", "gemma3_text", "gpt_oss", "falcon_h1")
+FAMILIES = ("llama", "gemma3_text", "gemma4_text", "gpt_oss", "falcon_h1")
 
 
 @pytest.fixture(autouse=True)
