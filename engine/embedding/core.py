@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from itertools import count
 from queue import Empty, SimpleQueue
 
 import numpy as np
@@ -143,7 +144,12 @@ class EmbeddingCore:
         self._failed = 0
         self._calls: SimpleQueue[Embedding | None] = SimpleQueue()  # None wakes the loop
         self._requests: deque[Embedding] = deque()
-        self._open: set[Embedding] = set()  # changed in one operation, by both threads
+        # Numbers of requests, changed in one operation, by both threads. With the requests
+        # themselves, a result's callback would hold its own request, until the garbage collector
+        # comes. What is left of it would cut the memory of steps into parts too small for the
+        # next ones: an engine grew by 300 KB for each text.
+        self._open: set[int] = set()
+        self._numbers = count()
         self._draining = self._stopped = False
         self._step_seconds = 0.0
         self._published = 0.0  # the time
@@ -162,8 +168,9 @@ class EmbeddingCore:
             raise RefusedError("the engine is draining; try another", draining=True)
         if len(self._open) >= self._max_waiting:
             raise RefusedError(f"{self._max_waiting} requests wait already", draining=False)
-        self._open.add(request)
-        request.result.add_done_callback(lambda _: self._open.discard(request))
+        number = next(self._numbers)
+        self._open.add(number)
+        request.result.add_done_callback(lambda _: self._open.discard(number))
         self._calls.put(request)
 
     def open_session(self, _: int) -> None:

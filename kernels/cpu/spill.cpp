@@ -11,16 +11,11 @@ namespace {
 
 constexpr int64_t kPage = 4096;  // bytes; direct reads of files need its alignment
 
-Memory make_ring(const SpillLayout& layout) {
-  Memory ring(std::aligned_alloc(kPage, layout.ring_units * layout.unit_bytes));
-  if (!ring) throw std::bad_alloc();
-  return ring;
-}
-
 }  // namespace
 
 Spill::Spill(const SpillLayout& layout)
-    : layout_(layout), memory_(make_ring(layout)), ready_(layout.ring_units) {
+    : layout_(layout), memory_(allocate(layout.ring_units * layout.unit_bytes, kPage)),
+      ready_(layout.ring_units) {
   for (int i = 0; i < layout.threads; i++) threads_.emplace_back([this] { read_ahead(); });
 }
 

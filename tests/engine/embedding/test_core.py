@@ -1,5 +1,7 @@
 """The loop that embeds: turns, budgets, cancellation, failures, its end."""
 
+import gc
+import weakref
 from concurrent.futures import CancelledError
 
 import numpy as np
@@ -102,6 +104,19 @@ def test_the_loop_ends_after_too_many_failed_steps():
         run(made, *last)
     with pytest.raises(RefusedError):
         last[2].result.result(0)
+
+
+def test_a_finished_request_needs_no_garbage_collector():
+    made, _ = core(Lengths())
+    only = request(3)
+    gc.disable()
+    try:
+        run(made, only)
+        found = weakref.ref(only)
+        del only
+        assert found() is None
+    finally:
+        gc.enable()
 
 
 def test_a_full_queue_and_a_drain_refuse():
