@@ -28,7 +28,7 @@ attention calls, would leave a few launches per layer to the host.
 
 import gc
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -216,10 +216,13 @@ class StepGraphs:
             size = next((size for size in fitting if size.mixed), size)
         recorded = self._recorded[size]
         if recorded.adapters is not None:
-            assert inputs.adapters is not None
-            if not recorded.adapters.holds(inputs.adapters):
+            adapters = inputs.adapters
+            assert adapters is not None
+            if not recorded.adapters.holds(adapters):
                 return None
-            recorded.adapters.take(inputs.adapters)
+            if not size.mixed:  # beams' rows of logits are last: the graph's are in order
+                adapters = replace(adapters, logits=adapters.tokens)
+            recorded.adapters.take(adapters)
         self._tokens[:rows] = inputs.token_ids[0]
         self._positions[:rows] = inputs.positions[0]
         self._seq_lens[:count] = batch.seq_lens
@@ -237,7 +240,7 @@ class StepGraphs:
             self._wanted[wanted : size.logits] = 0
             self._take_plans(recorded, inputs.groups)
         logits = recorded.replay()[:wanted]
-        if inputs.beams and not size.mixed:  # their rows are last: the graph's are in order
+        if inputs.beams and not size.mixed:
             logits = logits.index_select(0, inputs.logit_rows)
         return logits
 

@@ -121,6 +121,24 @@ def test_recorded_steps_with_adapters_are_measured_too(make_engine):
     assert taken == 500 + 2 * 2 * len(sizes)
 
 
+@pytest.mark.usefixtures("as_on_a_gpu")
+def test_recorded_beams_and_what_is_sampled_beside_them_keep_their_adapters(make_engine, expected):
+    engine, again = make_engine(num_blocks=400, max_num_seqs=6), Again()
+    engine.parts.executor.record_graphs(step_sizes(6), 512, again.record)
+    prompt = prompt_of(3, 9)
+    searched = engine.submit(prompt, 10, adapter=engine.adapter("head"), beam=BeamSearch(1))
+    groups = [
+        (name, engine.submit(prompt, 10, adapter=engine.adapter(name), logprobs=1))
+        for name in (None, "head")
+    ]
+    engine.run()
+    assert len(again.replayed) > 5
+    (hypothesis,) = searched.beam.hypotheses
+    assert list(hypothesis.token_ids) == expected("head", searched.request.prompt, 10)
+    for name, group in groups:
+        assert own_tokens(group) == expected(name, group.request.prompt, 10), name
+
+
 def test_drafts_are_verified_by_each_request_s_adapter(make_engine, expected):
     engine = make_engine(num_blocks=400, speculation="suffix")
     prompt = prompt_of(8, 6) * 5
