@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -13,8 +13,8 @@ from octavo.engine.events import FailureCode
 from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.scheduling.batch import Batch, Samples
-from octavo.engine.scheduling.image_encodes import image_key
+from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
+from octavo.engine.scheduling.image_encodes import ImageKey, image_key
 from octavo.engine.scheduling.in_flight import count_in_flight
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler
@@ -157,9 +157,8 @@ class Steps:
         failed = self._executor.take_failed_images()
         if failed:
             self._scheduler.images.forget(failed)
-        for group in batch.groups if failed else ():
-            if any(image_key(group.request, each) in failed for each in group.request.images):
-                why = "the model's vision encoder failed on an image"
+            why = "the model's vision encoder failed on an image"
+            for group in dict.fromkeys(each.group for each in batch.rest if _reads(each, failed)):
                 self._requests.fail(group, FailureCode.INTERNAL, why)
         spilled = batch.spilled
         if spilled is not None and self._executor.spill_failed():
@@ -220,6 +219,17 @@ class Steps:
             raise EngineFailedError("the device is lost: every later step would fail") from error
         if self._num_failed >= self._max_failed:
             raise EngineFailedError(f"{self._num_failed} steps in a row failed") from error
+
+
+def _reads(scheduled: ScheduledSequence, images: Collection[ImageKey]) -> bool:
+    """Return whether a scheduled sequence computes tokens of one of some images."""
+    request = scheduled.group.request
+    return any(
+        image_key(request, each) in images
+        and scheduled.start < each.span.end
+        and each.span.start < scheduled.end
+        for each in request.images
+    )
 
 
 @contextmanager

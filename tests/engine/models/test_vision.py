@@ -124,8 +124,8 @@ def engine_of(asked, **settings):
     return Stepper(build(EngineSettings(model=str(asked.path), **settings)))
 
 
-def ask(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, **sampling):
-    """Run prompts at once, with tokens of another engine; return their groups by number."""
+def begin(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, **sampling):
+    """Submit prompts, with tokens of another engine; return their groups by number."""
     groups = {}
     for number in numbers:
         images, tokens = asked.images(number), asked.prompts[number][0]
@@ -144,6 +144,12 @@ def ask(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, **samplin
             rotary=vision.rotary_positions(tokens, images) if images else None,
         )
         groups[number] = submit(engine.core, request)
+    return groups
+
+
+def ask(engine, asked, numbers, **options):
+    """Run prompts at once; return their groups by number."""
+    groups = begin(engine, asked, numbers, **options)
     engine.run()
     return groups
 
@@ -161,6 +167,25 @@ def test_a_few_answers_are_transformers(tmp_path):
     again = ask(engine, asked, range(4))
     check(asked, again)
     assert all(group.cached_tokens for number, group in again.items() if number)
+
+
+def test_an_image_that_fails_later_harms_no_answer_that_has_begun(tmp_path, monkeypatch):
+    asked = Asked("llava", tmp_path, 2)  # the second has an image
+    engine = engine_of(asked, num_blocks=64, enable_prefix_caching=False)
+    begun = begin(engine, asked, [1], n=2)
+    for _ in range(4):
+        engine.step()
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine.parts.vision, "encode", fail)
+    engine.scheduler.images.forget()
+    (failed,) = ask(engine, asked, [1]).values()
+    assert failed.state is GroupState.FINISHED
+    assert not any(sequence.num_output for sequence in failed.sequences)
+    assert len(begun[1].sequences) == 2
+    check(asked, begun)
 
 
 @pytest.mark.slow
