@@ -36,8 +36,9 @@ class UrlPattern:
 
     def matches(self, url: SplitResult) -> bool:
         """Return whether a URL is allowed; one that leaves a folder, as /a/../b does, is not."""
+        # Some servers read /..;x/ as /../ (parameters of a segment, RFC 3986, 3.3).
         return (
-            ".." not in re.split(r"[/\\]", unquote(url.path))
+            ".." not in re.split(r"[/\\;]", unquote(url.path))
             and fnmatchcase(url.hostname or "", self.host)
             and (url.port or HTTPS_PORT) == self.port
             and fnmatchcase(url.path or "/", self.path)

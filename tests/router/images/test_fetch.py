@@ -154,6 +154,9 @@ async def test_a_server_with_another_certificate_is_refused(site):
         ("https://a.example.com/x/../y.png", False),
         ("https://a.example.com/x/%2E%2e/y.png", False),
         ("https://a.example.com/x\\..\\y.png", False),
+        ("https://a.example.com/x/..;/y.png", False),
+        ("https://a.example.com/x/%2e%2e%3ba=1/y.png", False),
+        ("https://a.example.com/x;..png", True),
         ("https://a.example.com/x..png", True),
     ],
 )
