@@ -212,8 +212,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     enable_lora: bool = Field(
         False,
         description="Accept LoRA adapters while the engine runs. On a GPU, steps with adapters"
-        " run uncompiled; they are recorded as CUDA graphs for up to 8 adapters of rank 64."
-        " --lora implies it.",
+        " run uncompiled; they are recorded as CUDA graphs for up to 8 adapters of rank 64 or"
+        " less. --lora implies it.",
     )
     lora: list[str] = Field(
         [],

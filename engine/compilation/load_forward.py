@@ -46,7 +46,7 @@ class LoadedForward:
         forward: The function that runs the model.
         targets: The layers that adapters may adapt; None if the model takes no adapters.
         eager: The step as transformers runs it, for prompts with images.
-        vision: The part that encodes images; None if the model has none.
+        vision: The part that encodes images; None if the engine reads text alone.
         kept: The cache file of its checks' outcome, if any.
     """
 

@@ -290,7 +290,7 @@ class Executor:
         """Record steps, to replay them from now on; see `cuda_graphs`.
 
         Args:
-            sizes: The sizes, from `step_sizes`.
+            sizes: The sizes; see `graph_sizes`.
             max_model_len: Maximum number of tokens of a sequence.
             record: The recorder of steps.
 

@@ -79,7 +79,7 @@ class Parts:
         adapters: The adapters that requests may name; None if the engine takes none.
         block_layout: Name of all that blocks' contents depend on; empty if they cannot be shared.
         disk: The KV cache's tier on disk; None if there is none.
-        vision: The part that encodes images; None if the model has none.
+        vision: The part that encodes images; None if the engine reads text alone.
     """
 
     path: Path
