@@ -150,6 +150,7 @@ def main() -> None:
     )
     title = f"# Embeddings: Octavo and its peers, {options.model}"
     page = f"{title}\n\n{about}\n\n{report(results, works)}"
+    options.output.mkdir(parents=True, exist_ok=True)
     (options.output / f"embeddings_{options.model.replace('-', '_')}.md").write_text(page)
     print(page)
 
