@@ -143,11 +143,11 @@ struct Free {
 };
 using Memory = std::unique_ptr<void, Free>;
 
-// Returns uninitialized memory, aligned for vectors. Not by aligned_alloc: before glibc 2.38 that does
-// not take again what it has freed, unless the memory around is free too. An engine that embeds then
-// keeps a tenth more memory.
+// Returns uninitialized memory, aligned for vectors, which may read past its end. Not by
+// aligned_alloc: before glibc 2.38 that does not take again what it has freed, unless the memory
+// around is free too. An engine that embeds then keeps a tenth more memory.
 inline Memory allocate(int64_t bytes, uintptr_t alignment = 64) {
-  void* const all = std::malloc(bytes + alignment);  // aligned to 16 bytes, so a word fits before
+  void* const all = std::malloc(bytes + 2 * alignment);  // aligned to 16, so a word fits before
   if (!all) throw std::bad_alloc();
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(all) / alignment + 1) * alignment;
   void** const memory = reinterpret_cast<void**>(begin);
