@@ -31,6 +31,7 @@
 #pragma pop_macro("__AMX_BF16__")
 #pragma pop_macro("__AMX_INT8__")
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -161,6 +162,46 @@ inline float reduce_add_ps(__m512 x) {  // in halves
   return floats.at[0];
 }
 
+inline __m512 roundscale_ps(__m512 x) {  // to integers
+  auto floats = as<Lanes<float, __m512>>(x);
+  for (auto& value : floats.at) value = std::nearbyint(value);
+  return as<__m512>(floats);
+}
+
+inline __m512 set1_ps(float value) {
+  Lanes<float, __m512> floats;
+  for (auto& each : floats.at) each = value;
+  return as<__m512>(floats);
+}
+
+inline __mmask16 not_less(__m512 x, __m512 y) {
+  const auto left = as<Lanes<float, __m512>>(x), right = as<Lanes<float, __m512>>(y);
+  __mmask16 mask = 0;
+  for (int i = 0; i < left.kCount; i++) mask |= !(left.at[i] < right.at[i]) << i;
+  return mask;
+}
+
+inline __m512 maskz_scalef_ps(__mmask16 mask, __m512 x, __m512 exponents) {
+  auto floats = as<Lanes<float, __m512>>(x);
+  const auto powers = as<Lanes<float, __m512>>(exponents);
+  for (int i = 0; i < floats.kCount; i++)
+    floats.at[i] = mask >> i & 1 ? floats.at[i] * std::exp2(std::floor(powers.at[i])) : 0;
+  return as<__m512>(floats);
+}
+
+inline __m512i slli_epi32(__m512i x, unsigned count) {
+  auto words = as<Lanes<uint32_t, __m512i>>(x);
+  for (auto& word : words.at) word <<= count;
+  return as<__m512i>(words);
+}
+
+inline __m512i cvtepu16_epi32(__m256i x) {
+  const auto halves = as<Lanes<uint16_t, __m256i>>(x);
+  Lanes<uint32_t, __m512i> words;
+  for (int i = 0; i < words.kCount; i++) words.at[i] = halves.at[i];
+  return as<__m512i>(words);
+}
+
 // A thread's matrix unit: eight tiles of at most 16 rows of 64 bytes.
 struct Tile {
   uint8_t rows;
@@ -244,6 +285,14 @@ inline void tile_dpbusd(int c, int a, int b) {
 #define _mm512_load_si512 emulated::load_si512
 #define _mm512_reduce_max_ps emulated::reduce_max_ps
 #define _mm512_reduce_add_ps emulated::reduce_add_ps
+#define _mm512_set1_ps emulated::set1_ps
+#define _mm512_cvtepu16_epi32 emulated::cvtepu16_epi32
+#define _mm512_slli_epi32 emulated::slli_epi32
+#undef _mm512_roundscale_ps
+#define _mm512_roundscale_ps(x, rounding) emulated::roundscale_ps(x)
+#undef _mm512_cmp_ps_mask
+#define _mm512_cmp_ps_mask(x, y, how) emulated::not_less(x, y)
+#define _mm512_maskz_scalef_ps emulated::maskz_scalef_ps
 #undef _mm512_srli_epi16
 #define _mm512_srli_epi16 emulated::srli_epi16
 #undef _mm512_cvtps_ph
