@@ -61,8 +61,8 @@ class LowRankBatch:
         )
         tiles[:, 0] = most
         rows = torch.zeros(num_rows, dtype=torch.int32, device=device)
-        nobody = np.full(num_rows, -1, np.int32)
-        return cls(rows, tiles, records, num_rows, max_rank, (), nobody)
+        no_adapter = np.full(num_rows, -1, np.int32)
+        return cls(rows, tiles, records, num_rows, max_rank, (), no_adapter)
 
     def take(self, batch: "LowRankBatch") -> None:
         """Replace rows and tiles by a batch's; the remaining tiles are the last adapter's."""

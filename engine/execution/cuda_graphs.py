@@ -208,10 +208,10 @@ class StepGraphs:
         rows, batch, wanted = inputs.token_ids.shape[1], inputs.groups[0], len(inputs.logit_rows)
         count = len(batch.seq_lens)
         step = GraphSize(count, batch.max_query_len, rows, inputs.num_chunks, wanted)
-        fitting = [size for size in self._sizes if size.holds(step)]
-        if not fitting or inputs.scored:
+        fitting = (size for size in self._sizes if size.holds(step))
+        size = next(fitting, None)
+        if size is None or inputs.scored:
             return None
-        size = fitting[0]
         if self._is_cut_finer(inputs.groups, size):
             size = next((size for size in fitting if size.mixed), size)
         recorded = self._recorded[size]
@@ -250,14 +250,13 @@ class StepGraphs:
         The fixed plan of a graph without chunks gives all sequences the same number of pieces. That
         is too few for one that is much longer than the others.
         """
-        plans = [
-            (step.plan, graph.plan)
-            for step, graph in zip(groups, self._recorded[size].paged.groups, strict=True)
-        ]
-        return not size.mixed and any(
-            step.most_pieces >= FINER * graph.most_pieces
-            for step, graph in plans
-            if step is not None and graph is not None
+        if size.mixed:
+            return False
+        recorded = self._recorded[size].paged.groups
+        return any(
+            step.plan.most_pieces >= FINER * graph.plan.most_pieces
+            for step, graph in zip(groups, recorded, strict=True)
+            if step.plan is not None and graph.plan is not None
         )
 
     @staticmethod
@@ -339,8 +338,8 @@ def graph_memory(
 
     Args:
         sizes: Sizes of each of these kinds in ascending order of rows.
-        record_sizes: Records some sizes, each as often as all are; the graphs are dropped at the
-            end.
+        record_sizes: Records sizes: each once, or twice if there are steps with adapters. The
+            graphs are dropped at the end.
         record: The argument of `StepGraphs`.
         free: Returns the bytes that are free on the device.
     """
@@ -357,5 +356,5 @@ def graph_memory(
     del recorded
     gc.collect()  # graphs in cycles would otherwise die while later ones are recorded
     whole, per_graph = left[0] - left[-1], left[-2] - left[-1]
-    times = (len(left) - 1) // len(chosen)
-    return max(0, whole) + times * (len(sizes) - len(chosen)) * max(0, per_graph)
+    per_size = (len(left) - 1) // len(chosen)
+    return max(0, whole) + per_size * (len(sizes) - len(chosen)) * max(0, per_graph)

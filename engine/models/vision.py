@@ -176,20 +176,20 @@ def _pack(parts: nn.Module) -> bool:
         for parent in parts.modules()
         for name, child in parent.named_children()
     ]
-    found = False
+    packed = False
     for parent, name, child in children:
         linear = _over_patches(child) if type(child) is nn.Conv3d else child
         if type(linear) is not nn.Linear or not has_kernels(linear):
             continue  # its weights are read by others, or it has another type
-        found = True
+        packed = True
         # PyTorch's products (oneDNN) of many rows take a quarter less time on matrix units.
-        own = cpu.path != "amx" or linear.weight.dtype != torch.bfloat16
-        made = PackedLinear(linear) if own else linear
-        setattr(parent, name, made if linear is child else _Patches(made))
-    for parent, name, child in children if found else ():
+        if cpu.path != "amx" or linear.weight.dtype != torch.bfloat16:
+            linear = PackedLinear(linear)
+        setattr(parent, name, _Patches(linear) if type(child) is nn.Conv3d else linear)
+    for parent, name, child in children if packed else ():
         if type(child) in GELUS:
             setattr(parent, name, _Gelu(tanh=GELUS[type(child)]))
-    return found
+    return packed
 
 
 def _over_patches(layer: nn.Conv3d) -> nn.Linear:

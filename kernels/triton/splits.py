@@ -42,7 +42,7 @@ def choose_splits(
     return np.array(_cheapest(known, num_kv_heads, concurrent, most), np.int32)[places]
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=512)  # entries of up to 30 KB
 def _cheapest(
     known: tuple[tuple[int, int], ...], num_kv_heads: int, concurrent: int, most: int
 ) -> list[int]:
