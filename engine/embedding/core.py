@@ -144,10 +144,10 @@ class EmbeddingCore:
         self._failed = 0
         self._calls: SimpleQueue[Embedding | None] = SimpleQueue()  # None wakes the loop
         self._requests: deque[Embedding] = deque()
-        # Numbers of requests, changed in one operation, by both threads. With the requests
-        # themselves, a result's callback would hold its own request, until the garbage collector
-        # comes. What is left of it would cut the memory of steps into parts too small for the
-        # next ones: an engine grew by 300 KB for each text.
+        # Numbers of open requests; both threads change the set, each time in one operation. It does
+        # not hold the requests: a result's callback would then refer to its own request, a cycle
+        # that only the garbage collector frees. Until then its arrays fragment the heap, and an
+        # engine grew by 300 KB for each long text.
         self._open: set[int] = set()
         self._numbers = count()
         self._draining = self._stopped = False

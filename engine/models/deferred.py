@@ -104,7 +104,7 @@ def _written(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[Any]:
-    """Return the arguments that an operator changes."""
+    """Return the arguments that an operator writes to."""
     named = zip(operator._schema.arguments, args, strict=False)  # noqa: SLF001
     given = kwargs | {argument.name: value for argument, value in named}
     changed = [each.name for each in operator._schema.arguments if each.is_write]  # noqa: SLF001

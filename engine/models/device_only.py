@@ -1,4 +1,4 @@
-"""Replaces code of transformers' models that brings values from host to GPU, or back, on each step.
+"""Replaces transformers' code that copies between host and GPU on each step.
 
 Such a step waits for the GPU, and cannot be recorded as a CUDA graph.
 """
@@ -15,7 +15,7 @@ from octavo.engine.models.rope import FIXED
 
 
 def keep_on_device(model: PreTrainedModel) -> None:
-    """Replace the code that does; the results keep their bits.
+    """Replace such code; results stay the same bit for bit.
 
     Args:
         model: A model on a GPU, in the dtype of its steps; changed in place.
@@ -29,7 +29,7 @@ def keep_on_device(model: PreTrainedModel) -> None:
 
 
 def _fix_sparsity(mlp: Any, dtype: torch.dtype) -> None:  # noqa: ANN401 - Gemma3nTextMLP
-    """Compute the threshold of Gemma 3n's gates once: transformers makes a tensor of it."""
+    """Compute the threshold of Gemma 3n's gates once; transformers copies it on each step."""
     sparsity = torch.tensor(mlp.activation_sparsity, dtype=torch.float32)
     deviations: Tensor = Normal(0, 1).icdf(sparsity)  # type: ignore[no-untyped-call]
     mlp._gaussian_topk = partial(_largest, float(deviations.to(dtype)))  # noqa: SLF001

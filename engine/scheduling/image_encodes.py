@@ -79,7 +79,7 @@ class ImageEncodes:
         return span
 
     def forget(self, failed: Collection[ImageKey] | None = None) -> None:
-        """Forget the images that could not be encoded; all if a step failed."""
+        """Forget the images whose encoding failed; None: all, because a step failed."""
         forgotten = self._held.keys() if failed is None else failed
         self._forgotten += forgotten
         self._held = OrderedDict((k, n) for k, n in self._held.items() if k not in forgotten)

@@ -93,7 +93,7 @@ class Sequence:
         return self.token_ids[self.num_prompt + read : self.num_known]
 
     def known_tokens(self) -> NDArray[np.int64]:
-        """Return the known tokens, `[num_known]` int64, in an array to which calls add new ones."""
+        """Return the known tokens, `[num_known]` int64, from an array that grows with them."""
         if self._copied_from is not self.token_ids:  # a beam search replaces them
             self._copied, self._copied_from = 0, self.token_ids
         known = self.num_known

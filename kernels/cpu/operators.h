@@ -137,15 +137,14 @@ inline int64_t bytes_of(int32_t dtype) {
   return dtype == aoti_torch_dtype_float32() ? 4 : 2;
 }
 
-// Memory has the address to free in the word before it.
+// The word before such memory holds the address to free.
 struct Free {
   void operator()(void* memory) const { std::free(static_cast<void**>(memory)[-1]); }
 };
 using Memory = std::unique_ptr<void, Free>;
 
-// Returns uninitialized memory, aligned for vectors, which may read past its end. Not by
-// aligned_alloc: before glibc 2.38 that does not take again what it has freed, unless the memory
-// around is free too. An engine that embeds then keeps a tenth more memory.
+// Returns uninitialized memory, aligned for vectors, which may read past its end. aligned_alloc is not
+// used: before glibc 2.38 it rarely reuses freed memory, and an embedding engine took a tenth more.
 inline Memory allocate(int64_t bytes, uintptr_t alignment = 64) {
   void* const all = std::malloc(bytes + 2 * alignment);  // aligned to 16, so a word fits before
   if (!all) throw std::bad_alloc();

@@ -1,8 +1,7 @@
-"""Finds what a kernel reads or writes outside its tensors, under Triton's interpreter.
+"""Finds kernels' out-of-bounds accesses under Triton's interpreter.
 
-An address is allowed only if it belongs to an element of a tensor that the launch was given: not to
-a neighbour in memory, nor to the gap between the elements of a strided view. So it finds more than
-pages without access behind each tensor would.
+A kernel may access only elements of its arguments: no memory beside them, and no gap between the
+elements of a strided view. Guard pages would find only accesses behind a tensor.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,11 +18,11 @@ from octavo.kernels.low_rank import LowRankBatch
 
 
 class OutOfBoundsError(AssertionError):
-    """A kernel accesses memory of none of its tensors."""
+    """A kernel accesses memory outside its arguments."""
 
 
 class _Bounds:
-    """The bytes that a launch may access."""
+    """The memory that a launch may access."""
 
     def __init__(self) -> None:
         self._owners: list[torch.Tensor] = []
@@ -79,7 +78,7 @@ class _Bounds:
 
 
 def guard() -> None:
-    """Check all launches of this process from now on."""
+    """Check all further launches in this process."""
     bounds = _Bounds()
     launcher, builder = interpreter.GridExecutor, interpreter.InterpreterBuilder
     begin = launcher._init_args_hst

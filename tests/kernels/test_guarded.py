@@ -1,4 +1,4 @@
-"""Accesses outside a kernel's tensors are found: see `guarded`."""
+"""Out-of-bounds accesses of kernels are found; see `guarded`."""
 
 # Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

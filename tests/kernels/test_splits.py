@@ -64,7 +64,7 @@ def test_a_long_sequence_beside_short_ones_has_its_own_number_of_pieces():
     lengths[17] = 100_000
     pieces = choose_splits(lengths, 8, H100)
     assert set(np.delete(pieces, 17)) == {1}
-    # No program takes longer than the mean of all that the GPU runs concurrently.
+    # Each piece is shorter than the mean number of keys of a concurrent program.
     assert lengths.max() / pieces[17] < lengths.sum() * 8 / H100
 
 

@@ -1,8 +1,8 @@
-"""A stand-in for CUDA graphs on the CPU, which refuses what a graph would get wrong.
+"""Simulated CUDA graphs on the CPU, which refuse steps that a graph would compute wrongly.
 
-A graph replays the kernels that its recording launched, with the same numbers and addresses, and
-runs no Python. The stand-in's replays run the work again, and compare: each operation and launch
-must be as recorded, but for what lies in the memory that it reads.
+A graph replays the recorded kernels with the same numbers and addresses, and runs no Python. A
+simulated replay runs the step again: each operator and kernel must have the recorded arguments.
+Only the contents of memory may differ.
 """
 
 import gc
@@ -26,15 +26,15 @@ class HostCopyError(AssertionError):
 
 
 class NewVariantError(AssertionError):
-    """Triton would compile a kernel while it is recorded or replayed."""
+    """Triton would compile a kernel during recording or replay."""
 
 
 class OtherWorkError(AssertionError):
-    """A step needs other work than was recorded."""
+    """A step launches other kernels than the recorded ones, or with other arguments."""
 
 
 class KeptMemoryError(AssertionError):
-    """Python keeps memory of the graph, which other graphs overwrite."""
+    """Python keeps a tensor in the graphs' memory pool, which other graphs overwrite."""
 
 
 octavo = torch.ops.octavo
@@ -49,7 +49,7 @@ INSIDE: dict[Any, Callable[..., torch.Tensor]] = {
 
 
 def reads_values(called: Any, args: Any) -> bool:
-    """Return whether PyTorch's operator makes the host read values of tensors."""
+    """Return whether an operator synchronizes: the host reads a tensor's values."""
     aten = torch.ops.aten
     if called is aten.index.Tensor:
         return any(each is not None and each.dtype == torch.bool for each in args[1])
@@ -59,7 +59,7 @@ def reads_values(called: Any, args: Any) -> bool:
 
 
 class NoHostCopies(TorchFunctionMode):
-    """Refuses what copies between host and GPU; all is on the CPU here, where it would not."""
+    """Refuses functions that copy between host and GPU; on the CPU, where tests run, none does."""
 
     REFUSED = frozenset(
         {
@@ -75,11 +75,11 @@ class NoHostCopies(TorchFunctionMode):
 
 
 class Trace(TorchDispatchMode):
-    """Notes operations and launches.
+    """Lists operators and kernel launches.
 
     Attributes:
-        work: What is done: names and arguments. A tensor that is made on the way counts by its
-            shape, any other by its address.
+        work: Names and arguments, in order. An intermediate tensor is listed by its shape, any
+            other by its address.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class Trace(TorchDispatchMode):
 
     def __torch_dispatch__(self, called, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if called in INSIDE:  # notes what it does
+        if called in INSIDE:  # its own operators and launches are listed
             with self, NoHostCopies():
                 return INSIDE[called](*args, **kwargs)
         if reads_values(called, args):
@@ -104,11 +104,11 @@ class Trace(TorchDispatchMode):
         return out
 
     def note(self, name: str, *arguments: Any) -> None:
-        """Note a piece of work."""
+        """List an operator or launch."""
         self.work.append((name, tree_map(self._described, arguments)))
 
     def kept(self, output: torch.Tensor) -> list[int]:
-        """Return the addresses of memory made here that is still alive, except the output's."""
+        """Return the addresses of intermediate tensors that are still alive."""
         gc.collect()
         alive = [address for address, made in self._made.items() if made() is not None]
         return [address for address in alive if address != self._storage(output)]
@@ -151,11 +151,13 @@ class Frozen:
         def replay() -> torch.Tensor:
             self.replayed += 1
             found, output = self._trace(work)
-            for was, now in zip(recorded, found, strict=False):
-                if was != now:
-                    raise OtherWorkError(f"recorded {was}, replayed {now}")
+            for expected, actual in zip(recorded, found, strict=False):
+                if expected != actual:
+                    raise OtherWorkError(f"the recording has {expected}, the replay {actual}")
             if len(found) != len(recorded):
-                raise OtherWorkError(f"recorded {len(recorded)} launches, replayed {len(found)}")
+                raise OtherWorkError(
+                    f"the recording has {len(recorded)} launches, the replay {len(found)}"
+                )
             return output
 
         return replay
@@ -169,7 +171,7 @@ class Frozen:
         finally:
             self._watch(None)
         if len(self._variants) != known:
-            raise NewVariantError(f"{len(self._variants) - known} more than before")
+            raise NewVariantError(f"{len(self._variants) - known} new variants")
         if kept := trace.kept(output):
             raise KeptMemoryError(f"{len(kept)} tensors")
         return trace.work, output

@@ -1,12 +1,12 @@
-"""A stand-in for a GPU on the CPU, whose streams are as late as their events allow.
+"""A simulated GPU on the CPU, whose streams run as late as their events allow.
 
-What PyTorch or Triton is told to do with the stand-in's memory is queued in the current stream. It
-runs when the host waits for an event behind it, or another stream's work that the host waits for
-does; with `eagerness`, also at random before. New and freed memory is poisoned: a GPU's when its
-stream gets there, the host's pinned memory once the copies that PyTorch knows of are done. So a
-missing wait shows in what is computed, and what makes the host wait raises.
+The current stream queues each operator and kernel that uses the simulated GPU's memory. It runs
+them when the host synchronizes with a later event, or when a stream that the host synchronizes with
+waits for them. With `eagerness`, it also runs some of them earlier, at random. Uninitialized and
+freed memory is poisoned: GPU memory in the stream's order, pinned memory after the copies that
+PyTorch knows of. So a missing wait changes the results, and a synchronization of the host raises.
 
-The memory is the host's; only its address tells it from other tensors.
+The memory lies in the host's; only its address distinguishes it from other tensors'.
 """
 
 import random
@@ -29,13 +29,13 @@ from octavo.engine.memory import cache_tensors
 from tests.engine.execution.frozen import reads_values
 
 POISON = 0xFF
-"""Every byte of memory without contents: NaN, or -1."""
+"""Every byte of uninitialized memory: NaN, or -1."""
 GPU = torch.device("cuda")
 aten = torch.ops.aten
 
 
 class HostWaitsError(AssertionError):
-    """The host would wait for the GPU, other than for an event."""
+    """The host would synchronize with the GPU without an event."""
 
 
 class Event:
@@ -90,10 +90,10 @@ class Stream:
         self.add(_Wait(event.mark))
 
     def step(self, *, forced: bool) -> bool:
-        """Do one thing; return whether that was possible.
+        """Run the first queued item; return whether there was one that could run.
 
         Args:
-            forced: Whether to run what another stream must do before.
+            forced: Whether to run first what it waits for in another stream.
         """
         if not self._work:
             return False
@@ -115,13 +115,13 @@ class Stream:
 
 
 class Memory:
-    """Bytes that the stand-in has given to a tensor.
+    """The memory of a tensor on the simulated GPU, or of a pinned tensor.
 
     Attributes:
-        on_gpu: Whether they are the GPU's; else they are pinned.
-        contents: The bytes, in another storage than the tensor's, which queued work may hold.
+        on_gpu: Whether it is GPU memory; else it is pinned.
+        contents: The same bytes in another storage, so that queued items keep no tensor alive.
         pending: Number of queued copies.
-        freed: Whether the tensor is gone.
+        freed: Whether the tensor was freed.
     """
 
     def __init__(self, nbytes: int, *, on_gpu: bool, stream: Stream) -> None:
@@ -132,7 +132,7 @@ class Memory:
         self.pending, self.freed = 0, False
 
     def tensor(self, shape: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor with a storage of its own over these bytes."""
+        """Return a tensor over these bytes, in a new storage."""
         whole = torch.from_numpy(self._array).view(dtype)
         return whole.as_strided(tuple(shape), tuple(stride))
 
@@ -141,21 +141,21 @@ class Memory:
         self._array.fill(POISON)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the same view as a tensor's, which does not keep the tensor's storage."""
+        """Return a view like a tensor's, which does not keep the tensor alive."""
         whole = self.contents.view(tensor.dtype)
         return whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
 class LazyGpu:
-    """The stand-in; at most one is in use.
+    """The simulated GPU; at most one is in use.
 
     Attributes:
-        may_wait: Whether the host may wait for copies, as at the start.
+        may_wait: Whether copies may synchronize the host, as they may at startup.
 
     Args:
         seed: Seed of the random progress of streams.
-        eagerness: Probability that another piece of work runs each time when work is queued; 0: all
-            is as late as possible; 1: all is done at once.
+        eagerness: Probability that an item runs whenever one is queued; 0: each runs as late as
+            possible; 1: each runs at once.
     """
 
     def __init__(self, seed: int = 0, eagerness: float = 0.0) -> None:
@@ -168,7 +168,7 @@ class LazyGpu:
         self._eagerness = eagerness
 
     def advance(self) -> None:
-        """Let streams do some work, at random."""
+        """Run some queued items, at random."""
         while self._draw.random() < self._eagerness:
             streams = list(self.streams)
             self._draw.shuffle(streams)
@@ -176,30 +176,30 @@ class LazyGpu:
                 return
 
     def run_to(self, mark: _Mark) -> None:
-        """Run what must be done before a mark."""
+        """Run all items before a mark."""
         while not mark.done:
             assert mark.stream is not None
             assert mark.stream.step(forced=True)
 
     def finish(self) -> None:
-        """Run all that is queued."""
+        """Run all queued items."""
         for stream in list(self.streams):
             while stream.step(forced=True):
                 pass
 
     def launch(self, work: Callable[[], object]) -> None:
-        """Queue work on aliases of memory in the current stream."""
+        """Queue a function, which uses aliases of tensors, in the current stream."""
         self.current.add(work)
         self.advance()
 
     def memory_of(self, tensor: object) -> Memory | None:
-        """Return the memory of a tensor; None if it is neither the GPU's nor pinned."""
+        """Return a tensor's memory; None if it is neither GPU memory nor pinned."""
         if not isinstance(tensor, torch.Tensor) or tensor.device.type == "meta":
             return None
         return self._memories.get(tensor.untyped_storage().data_ptr())
 
     def on_gpu(self, tensor: object) -> bool:
-        """Return whether a tensor is the GPU's."""
+        """Return whether a tensor is in GPU memory."""
         memory = self.memory_of(tensor)
         return memory is not None and memory.on_gpu
 
@@ -215,7 +215,7 @@ class LazyGpu:
         return tensor
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Take a host's tensor for pinned memory of which PyTorch does not know."""
+        """Register a host tensor as pinned memory that PyTorch does not know."""
         memory = Memory(0, on_gpu=False, stream=self.current)
         memory.contents = tensor.detach().view(-1).view(torch.uint8)
         memory.pending = 1  # never poisoned
@@ -230,7 +230,7 @@ class LazyGpu:
             memory.poison()
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor for queued work: an alias of memory, or a copy of a host's tensor."""
+        """Return a tensor for a queued item: an alias of GPU or pinned memory, else a copy."""
         memory = self.memory_of(tensor)
         return tensor.clone() if memory is None else memory.alias(tensor)
 
@@ -257,7 +257,7 @@ class LazyGpu:
 
     @contextmanager
     def in_use(self) -> Iterator["LazyGpu"]:
-        """Let PyTorch and Triton use the stand-in in this context."""
+        """Let PyTorch and Triton use the simulated GPU in this context."""
         global _used  # noqa: PLW0603
         with pytest.MonkeyPatch.context() as patch, ExitStack() as stack:
             _used = self
@@ -308,7 +308,7 @@ def _gpu() -> LazyGpu:
 
 
 class _Operators(TorchDispatchMode):
-    """Queues operators on the GPU's tensors."""
+    """Queues operators on GPU tensors."""
 
     def __init__(self, gpu: LazyGpu) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ FACTORIES = {torch.empty, torch.zeros, torch.ones, torch.full, torch.arange}
 
 
 class _Functions(TorchFunctionMode):
-    """Makes tensors the GPU's, and lets them say so."""
+    """Allocates tensors in GPU memory, and reports their device as CUDA."""
 
     def __init__(self, gpu: LazyGpu) -> None:
         super().__init__()

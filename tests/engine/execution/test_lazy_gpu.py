@@ -93,7 +93,7 @@ def parts(tiny_model):
 
 
 def outputs(parts, *, seed=0, eagerness=0.0, graphs=False):
-    """Return the tokens and log-probabilities from an engine on the stand-in, and its swap-ins."""
+    """Return an engine's tokens, log-probabilities and number of swap-ins on a simulated GPU."""
     gpu, made = LazyGpu(seed, eagerness), parts()
     loaded, cache = made.executor._loaded, made.executor.cache
     with gpu.in_use():
