@@ -297,6 +297,39 @@ FAMILIES = {
         processor={},
         **QWEN,
     ),
+    "llama4": Family(
+        config={
+            "text_config": {
+                **TEXT,
+                "num_hidden_layers": 4,
+                "head_dim": 16,
+                "intermediate_size_mlp": 96,
+                "num_local_experts": 4,
+                "num_experts_per_tok": 1,
+                "interleave_moe_layer_step": 2,
+                "no_rope_layers": [1, 1, 1, 0],
+                "attention_chunk_size": 48,
+                "floor_scale": 32,
+            },
+            "vision_config": {
+                **VISION,
+                "vision_output_dim": 48,
+                "projector_input_dim": 48,
+                "projector_output_dim": 48,
+                "intermediate_size": VISION["hidden_size"] * 4,
+                "pixel_shuffle_ratio": 0.5,
+            },
+            "image_token_index": IMAGE_TOKEN,
+        },
+        images={"size": {"height": 32, "width": 32}, "max_patches": 4},
+        processor={"patch_size": 8},
+        shown="<|image|>",
+        image_token="<|patch|>",
+        tokens=(
+            *("<|image|>", "<|image_start|>", "<|image_end|>"),
+            *("<|tile_x_separator|>", "<|tile_y_separator|>"),
+        ),
+    ),
     "internvl": Family(
         config={
             "text_config": {"model_type": "qwen2", **TEXT},

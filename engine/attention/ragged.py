@@ -112,7 +112,8 @@ def _attend_in_tiles(  # noqa: PLR0917 - transformers calls it by position
     """
     tiles, _, tokens, size = query.shape
     fits = key.shape[2] == tokens and size % 8 == 0 and value.shape[3] % 8 == 0
-    causal = getattr(module, "is_causal", True) or keywords.get("is_causal")
+    causal = keywords.get("is_causal")
+    causal = getattr(module, "is_causal", True) if causal is None else causal
     unknown = any(given for name, given in keywords.items() if name not in HARMLESS)
     if attention_mask is not None or causal or unknown or not fits:
         output: tuple[torch.Tensor, None] = sdpa_attention_forward(

@@ -53,7 +53,8 @@ def adapt_loaded(loaded: "LoadedModel", path: str, world: World | None = None) -
     Returns:
         The layers that adapters may adapt.
     """
-    config = read_config(path, quantized=find_format(Path(path)) is not None)
+    quantized = find_format(Path(path)) is not None
+    config = read_config(path, quantized=quantized, text_alone=world is not None)
     return adapt(loaded.model, config, loaded.dtype, world)
 
 

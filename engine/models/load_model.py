@@ -9,7 +9,7 @@ from typing import Required, TypedDict, Unpack
 
 import torch
 from torch import nn
-from transformers import AutoModelForImageTextToText, PreTrainedModel
+from transformers import PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.attention.latent import absorb_expansions, absorbed_linears
@@ -36,7 +36,7 @@ from octavo.engine.models.forward import EagerForward, Forward
 from octavo.engine.models.kv_scales import measure_kv_scales
 from octavo.engine.models.linear.fuse_linears import fuse_linears
 from octavo.engine.models.linear.plain_linears import replace_conv1d
-from octavo.engine.models.model_classes import auto_class
+from octavo.engine.models.model_classes import writes_text
 from octavo.engine.models.model_source import ModelSource
 from octavo.engine.models.quantization import find_scheme
 from octavo.engine.models.quantization.base import Scheme
@@ -195,6 +195,7 @@ def load_unchecked(
             *(path, options["dtype"], target, max_model_len),
             quantized=scheme is not None,
             whole_experts=options.get("whole_experts", False),
+            text_alone=world is not None,
         )
         own = _own_layers(source, world, options.get("stage_layers", ()))
         model = source.read(None if world is None or world.size == 1 else world)
@@ -276,7 +277,7 @@ def _own_layers(source: ModelSource, world: World | None, asked: Sequence[int]) 
     Raises:
         UnsupportedModelError: Several processes cannot serve the model.
     """
-    if world is not None and auto_class(source.config) is AutoModelForImageTextToText:
+    if world is not None and not writes_text(source.config):
         why = f"{source.path} reads images, and {IMAGES.tensor}: serve it in one process"
         raise UnsupportedModelError(why)
     if world is None or world.stages == 1:

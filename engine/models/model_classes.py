@@ -10,6 +10,18 @@ from octavo.common.models.image_families import IMAGE_FAMILIES
 
 def auto_class(config: PreTrainedConfig) -> Any:  # noqa: ANN401 - transformers has no type for it
     """Return the automatic class that makes a config's model."""
-    in_text = config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     reads_images = config.model_type in IMAGE_FAMILIES
-    return AutoModelForCausalLM if in_text or not reads_images else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def writes_text(config: PreTrainedConfig) -> bool:
+    """Return whether transformers lists a config's model among those of text."""
+    return config.model_type in auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+def without_vision(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Return the config of a model's text part, if transformers has a class for it alone."""
+    kind = config.model_type
+    whole = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
+    alone = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
+    return config if whole is None or alone in {None, whole} else config.get_text_config()

@@ -61,6 +61,7 @@ class ModelSource:
         *,
         quantized: bool,
         whole_experts: bool = False,
+        text_alone: bool = False,
     ) -> "ModelSource":
         """Read everything except the weights.
 
@@ -71,9 +72,10 @@ class ModelSource:
             max_model_len: See the attributes.
             quantized: Whether the weights will be quantized.
             whole_experts: See the attributes.
+            text_alone: See `read_config`.
         """
         checkpoint = open_checkpoint(path)
-        config = read_config(path, quantized=checkpoint is not None)
+        config = read_config(path, quantized=checkpoint is not None, text_alone=text_alone)
         kind = choose_dtype(dtype, config.get_text_config(), device)
         deferred = device.type == "cpu" or quantized
         return cls(path, config, checkpoint, kind, device, max_model_len, deferred, whole_experts)

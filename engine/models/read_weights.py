@@ -21,7 +21,7 @@ from octavo.common.models.gguf.tensor_locations import TensorLocations
 from octavo.common.models.quantized import KEYS
 from octavo.engine.models.deferred import SMALL, DeferredTensor
 from octavo.engine.models.mapped_tensors import StoredTensor, open_tensors
-from octavo.engine.models.model_classes import auto_class
+from octavo.engine.models.model_classes import auto_class, without_vision
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.quantization.formats.base import (
     Format,
@@ -218,15 +218,18 @@ def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
     return QuantizedCheckpoint(directory, stored_format)
 
 
-def read_config(path: str, *, quantized: bool) -> PreTrainedConfig:
+def read_config(path: str, *, quantized: bool, text_alone: bool = False) -> PreTrainedConfig:
     """Return a model's config.
 
     Args:
         path: A directory or a hub name.
         quantized: Whether Octavo reads the weights. Then the config must not state that they are
             quantized, or transformers would create layers for that.
+        text_alone: Whether to leave a vision part out, if transformers has a class for that.
     """
     config: PreTrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    if text_alone:
+        config = without_vision(config)
     if quantized:
         for part in {id(each): each for each in (config, config.get_text_config())}.values():
             for key in KEYS:

@@ -21,9 +21,9 @@ BIDIRECTIONAL = frozenset({"gemma3"})
 """Types of models in which the tokens of an image attend to each other."""
 ROTATED = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Types of models with rotary positions in three dimensions (M-RoPE)."""
-TILES = {"idefics3": 1, "internvl": 0, "smolvlm": 1}
+TILES = {"idefics3": 1, "internvl": 0, "llama4": 0, "smolvlm": 1}
 """Dimension of tiles in the tensors of models that encode each tile by itself, by their type."""
-GELUS: dict[type[nn.Module], bool] = {GELUActivation: False, GELUTanh: True}
+GELUS: dict[type[nn.Module], bool] = {GELUActivation: False, GELUTanh: True, nn.GELU: False}
 """transformers' modules of GELU, and whether they approximate it by tanh."""
 TEXT_PARTS = ("language_model", "text_model")
 """transformers' names of the text part."""
@@ -132,12 +132,12 @@ class Vision:
         Raises:
             ValueError: It has more or fewer embeddings.
         """
-        device = next(self._parts.parameters()).device
-        takes = inspect.signature(self._parts.get_image_features).parameters
-        inputs = {
-            name: torch.from_numpy(array).to(device)
-            for name, array in tensors.items()
-            if name in takes
+        weight = next(self._parts.parameters())
+        device, takes = weight.device, inspect.signature(self._parts.get_image_features).parameters
+        given = {name: torch.from_numpy(tensors[name]) for name in tensors if name in takes}
+        inputs = {  # not all models convert the pixels
+            name: each.to(device, weight.dtype if each.is_floating_point() else None)
+            for name, each in given.items()
         }
         tiles, along = [inputs], self._tiles
         if along is not None and device.type == "cpu":  # a tile fits into a core's cache
@@ -145,18 +145,28 @@ class Vision:
                 {name: each.narrow(along, tile, 1) for name, each in inputs.items()}
                 for tile in range(inputs["pixel_values"].shape[along])
             ]
-        encoded = torch.cat([self._encode(tile) for tile in tiles], 1)
+        encoded = torch.cat([encode_image(self._parts, tile) for tile in tiles], 1)
         if encoded.shape[1] != count:
             raise ValueError(f"the image has {encoded.shape[1]} embeddings, for {count} tokens")
         return encoded
 
-    def _encode(self, inputs: Mapping[str, Tensor]) -> Tensor:
-        output: Any = self._parts.get_image_features(**inputs, return_dict=True)
-        features = [output.pooler_output, *getattr(output, "deepstack_features", ())]
-        return torch.stack([feature_rows(each) for each in features])
+
+def encode_image(model: Any, inputs: Mapping[str, Tensor]) -> Tensor:  # noqa: ANN401
+    """Return an image's embeddings; see `Vision.encode`.
+
+    Args:
+        model: A model of transformers, or its vision part.
+        inputs: What its vision encoder takes.
+    """
+    output: Any = model.get_image_features(**inputs, return_dict=True)
+    projected = output.pooler_output
+    if projected is None:  # Llama 4's forward pass projects them
+        projected = model.multi_modal_projector(output.last_hidden_state)
+    features = [projected, *getattr(output, "deepstack_features", ())]
+    return torch.stack([_rows(each) for each in features])
 
 
-def feature_rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
+def _rows(features: Any) -> Tensor:  # noqa: ANN401 - a tensor or several
     """Return features as `[tokens, hidden_size]`."""
     whole: Tensor = features if isinstance(features, Tensor) else torch.cat(list(features))
     return whole.reshape(-1, whole.shape[-1])
@@ -187,7 +197,7 @@ def _pack(parts: nn.Module) -> bool:
             linear = PackedLinear(linear)
         setattr(parent, name, _Patches(linear) if type(child) is nn.Conv3d else linear)
     for parent, name, child in children if packed else ():
-        if type(child) in GELUS:
+        if type(child) in GELUS and getattr(child, "approximate", "none") == "none":
             setattr(parent, name, _Gelu(tanh=GELUS[type(child)]))
     return packed
 

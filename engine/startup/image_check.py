@@ -32,7 +32,7 @@ from octavo.engine.models.checks.trial_image import trial_image
 from octavo.engine.models.checks.twin import make_twin
 from octavo.engine.models.dimensions import find_dimensions
 from octavo.engine.models.forward import EagerForward
-from octavo.engine.models.vision import Vision, feature_rows, split_vision
+from octavo.engine.models.vision import Vision, encode_image, split_vision
 from octavo.engine.scheduling.image_encodes import ImageEncodes
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.request import PromptImage, Request
@@ -105,8 +105,7 @@ class _Trial:
         self._twin = twin
         self._image = trial_image(twin.config)
         self._pixels = {name: torch.from_numpy(array) for name, array in self._image.items()}
-        features = twin.base_model.get_image_features(**self._pixels, return_dict=True)
-        count = len(feature_rows(features.pooler_output))
+        count = encode_image(twin.base_model, self._pixels).shape[1]
         self._places = np.arange(BEFORE, BEFORE + count)
         vocabulary = twin.config.get_text_config().vocab_size
         text = np.random.default_rng(1).integers(vocabulary - 1, size=BEFORE + AFTER).tolist()

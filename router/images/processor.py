@@ -20,6 +20,7 @@ from octavo.common import rpc
 from octavo.common.models.errors import first_line
 from octavo.common.models.image_families import PROCESSOR_FILES
 from octavo.common.models.json_files import read_json
+from octavo.router.images.llama4 import Llama4ImageProcessor
 from octavo.router.images.pixtral import PixtralProcessor
 
 log = structlog.get_logger(__name__)
@@ -142,6 +143,9 @@ def _load(kind: str, directory: Path, tokenizer: PreTrainedTokenizerBase) -> Any
     }
     if "video_processor" in arguments:
         options["video_processor"] = None
-    automatic: Any = AutoImageProcessor
-    images = automatic.from_pretrained(directory, backend="pil")
+    if kind == "llama4":
+        images = Llama4ImageProcessor.from_pretrained(directory)
+    else:
+        automatic: Any = AutoImageProcessor
+        images = automatic.from_pretrained(directory, backend="pil")
     return made(image_processor=images, tokenizer=tokenizer, **options)

@@ -55,7 +55,7 @@ def trial_reference(
     adaptable = {
         name: layer
         for name, layer in model.named_modules()
-        if isinstance(layer, nn.Linear | Conv1D) and name not in left_out
+        if type(layer) in {nn.Linear, Conv1D} and name not in left_out
     }
     scales: dict[str, float] = {}
     partly: set[str] = set()

@@ -47,6 +47,10 @@ def _idefics(side: int) -> dict[str, np.ndarray]:
     return {"pixel_values": _pixels(1, 1, 3, side, side)}
 
 
+def _tiles(side: int) -> dict[str, np.ndarray]:
+    return {"pixel_values": _pixels(2, 3, side, side)}
+
+
 def _llava(side: int) -> dict[str, np.ndarray]:
     """Return an image of two tiles and a whole view."""
     return {
@@ -57,11 +61,12 @@ def _llava(side: int) -> dict[str, np.ndarray]:
 
 IN_TILES: dict[str, Callable[[int], dict[str, np.ndarray]]] = {
     "idefics3": _idefics,
+    "llama4": _tiles,
     "llava_next": _llava,
     "llava_onevision": _llava,
     "smolvlm": _idefics,
 }
-"""Functions of a tile's side, by the model's type, if its tensors have one more dimension."""
+"""Functions of a tile's side, by the model's type, if an image has tiles."""
 
 
 def _pixels(*shape: int) -> np.ndarray:

@@ -9,6 +9,7 @@ IMAGE_FAMILIES = frozenset(
         "gemma3",
         "idefics3",
         "internvl",
+        "llama4",
         "llava",
         "llava_next",
         "llava_onevision",
