@@ -24,6 +24,7 @@ class StateRows:
             without tokens is not touched.
         seq_lens: `[num_seqs]` int32, from `AttentionMetadata`. A sequence of 0 tokens is padding:
             its results are zeros, and its state is not touched.
+        max_query_len: Maximum tokens of a sequence, from `AttentionMetadata`.
     """
 
     state: torch.Tensor
@@ -31,6 +32,7 @@ class StateRows:
     tables: torch.Tensor
     query_starts: torch.Tensor
     seq_lens: torch.Tensor
+    max_query_len: int
 
     def check(self, rows: int, row_shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Raise ValueError if the tensors do not fit states of this many rows.

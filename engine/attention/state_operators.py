@@ -39,7 +39,8 @@ def _rows(number: int) -> StateRows | None:
     state, first_row, group = step.states[number]
     metadata = step.groups[group]
     return StateRows(
-        state, first_row, metadata.block_tables, metadata.query_starts, metadata.seq_lens
+        *(state, first_row, metadata.block_tables, metadata.query_starts, metadata.seq_lens),
+        max_query_len=metadata.max_query_len,
     )
 
 

@@ -15,6 +15,7 @@ from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.execution.cuda_graphs import Record, StepGraphs, graph_memory
 from octavo.engine.execution.graph_sizes import GraphSize
 from octavo.engine.execution.inputs import (
+    LONGER_CHUNK,
     StepInputs,
     idle_arrays,
     make_inputs,
@@ -249,7 +250,7 @@ class Executor:
     def warm_up(self, max_model_len: int, max_num_batched_tokens: int) -> None:
         """Launch each kernel that a step may need, so that Triton compiles it now, for seconds.
 
-        It runs a decode alone, a decode beside a prompt's chunk, and more and more decodes, all
+        It runs a decode alone, one beside a chunk of a prompt, and more and more decodes, all
         also with an adapter of all layers if there are no other ranks; sampling of their tokens,
         with masks; and a block copy.
         Call it while the cache is empty.
@@ -259,7 +260,8 @@ class Executor:
             max_num_batched_tokens: Maximum number of tokens of a step.
         """
         decodes = ([1] * count for count in warm_up_sizes(max_num_batched_tokens))
-        for query_lens in ([1], [1, 2], *decodes):
+        longer = max(2, min(LONGER_CHUNK, max_num_batched_tokens - 1))
+        for query_lens in ([1], [1, 2], [1, longer], *decodes):
             arrays = idle_arrays(query_lens, self.cache.layout)
             arrays = replace(arrays, rows=arrays.rows[:2])  # few logits, which need much memory
             if self._leader is not None:

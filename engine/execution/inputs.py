@@ -17,6 +17,8 @@ from octavo.kernels.ops import plan_attention
 
 FIRST_SIZE = 24
 """Number of rows in the middle of those that take the second of a kernel's tiles."""
+LONGER_CHUNK = 32
+"""Number of tokens of a chunk that kernels of stateful layers do not take one by one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -338,5 +340,9 @@ def idle_arrays(query_lens: Sequence[int], layout: CacheLayout) -> StepArrays:
     laid = np.full((2 + len(layout.groups), int(starts[-1])), -1)
     laid[:2] = 0
     count = len(query_lens)
-    tables = [np.zeros((count, max(1, g.state_blocks)), np.int32) for g in layout.groups]
+    longest = max(query_lens)
+    tables = [
+        np.zeros((count, group.state_blocks or -(-longest // group.block_size)), np.int32)
+        for group in layout.groups
+    ]
     return StepArrays(laid, starts, lengths, lengths, np.zeros(count, np.int64), tables)

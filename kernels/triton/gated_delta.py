@@ -2,7 +2,8 @@
 
 A program keeps its part of the state in registers and takes one token after the other, so a state
 is read once and written once, however long the chunk. Columns of the state, one per value, do not
-depend on each other.
+depend on each other. Sequences of more tokens than `chunks.FEW` are computed in chunks instead
+(`delta_chunks`), if their decays are the same for all elements of a key.
 """
 
 # Triton compiles the kernels' source, whose types mypy does not know.
@@ -13,8 +14,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.reference_states import EPSILON
 from octavo.kernels.state_rows import StateRows
+from octavo.kernels.triton.chunks import ANY, FEW, fits_chunks
+from octavo.kernels.triton.delta_chunks import compute_delta_chunks
 from octavo.kernels.triton.ssd import dense_tokens
 from octavo.kernels.triton.state_rows import place_of, row_arguments, tokens_of
 
@@ -53,13 +57,14 @@ def gated_delta_kernel(  # noqa: PLR0917
     DECAYS: tl.constexpr,  # elements of g per head
     ELEMENTWISE: tl.constexpr,  # whether g has one element per key element
     NORMALIZE: tl.constexpr,
+    MOST: tl.constexpr,  # maximum tokens of a sequence that this kernel computes
 ):
     """Grid: value heads, tiles of values, sequences."""
     head = tl.program_id(0)
     heads = tl.num_programs(0)
     seq = tl.program_id(2)
     first, end, has_state = tokens_of(seq, query_starts, seq_lens)
-    if first < end:
+    if (first < end) & (end - first <= MOST):
         element = tl.arange(0, PADDED_KEY)
         column = tl.program_id(1) * VALUES + tl.arange(0, VALUES)
         real_key = element < KEY_DIM
@@ -124,13 +129,24 @@ def gated_delta(  # noqa: PLR0917
     heads, value_dim = value.shape[1:]
     padded = triton.next_power_of_2(key_dim)
     values = min(max(ELEMENTS // padded, MIN_VALUES), triton.next_power_of_2(value_dim))
+    g, beta = g.contiguous(), beta.contiguous()
     out = torch.zeros_like(value, memory_format=torch.contiguous_format)
+    elementwise = g.dim() == 3
+    in_chunks = not elementwise and fits_chunks(
+        describe_gpu(value.device), value.dtype, key_dim, delta=True
+    )
+    if in_chunks and rows.max_query_len > FEW:
+        compute_delta_chunks(
+            query, key, value, g, beta, rows, out, scale=scale, normalize=normalize
+        )
+        if len(rows.seq_lens) == 1:
+            return out
     gated_delta_kernel[heads, triton.cdiv(value_dim, values), len(rows.seq_lens)](
         query,
         key,
         value,
-        g.contiguous(),
-        beta.contiguous(),
+        g,
+        beta,
         out,
         query_stride=query.stride(0),
         key_stride=key.stride(0),
@@ -143,9 +159,10 @@ def gated_delta(  # noqa: PLR0917
         PADDED_KEY=padded,
         VALUES=values,
         EPSILON=EPSILON,
-        DECAYS=g.shape[2] if g.dim() == 3 else 1,
-        ELEMENTWISE=g.dim() == 3,
+        DECAYS=key_dim if elementwise else 1,
+        ELEMENTWISE=elementwise,
         NORMALIZE=normalize,
+        MOST=FEW if in_chunks else ANY,
         num_warps=WARPS,
     )
     return out

@@ -1,7 +1,8 @@
 """Mamba-2's state space model: one program per sequence, head and tile of the head's rows.
 
 A program keeps its part of the state in registers and takes one token after the other, so a state
-is read once and written once, however long the chunk.
+is read once and written once, however long the chunk. Sequences of more tokens than `chunks.FEW`
+are computed in chunks instead (`ssd_chunks`).
 """
 
 # Triton compiles the kernels' source, whose types mypy does not know.
@@ -14,7 +15,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.state_rows import StateRows
+from octavo.kernels.triton.chunks import ANY, FEW, fits_chunks
+from octavo.kernels.triton.ssd_chunks import compute_ssd_chunks
 from octavo.kernels.triton.state_rows import place_of, row_arguments, step_of, tokens_of
 
 ELEMENTS = 2048  # elements of a state per program
@@ -54,13 +58,14 @@ def ssd_kernel(  # noqa: PLR0917
     HAS_D: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     SOFTPLUS: tl.constexpr,
+    MOST: tl.constexpr,  # maximum tokens of a sequence that this kernel computes
 ):
     """Grid: heads, tiles of rows, sequences."""
     head = tl.program_id(0)
     heads = tl.num_programs(0)
     seq = tl.program_id(2)
     first, end, has_state = tokens_of(seq, query_starts, seq_lens)
-    if first < end:
+    if (first < end) & (end - first <= MOST):
         dim = tl.program_id(1) * DIMS + tl.arange(0, DIMS)
         element = tl.arange(0, PADDED_SIZE)
         real_dim = dim < HEAD_DIM
@@ -119,15 +124,29 @@ def ssd(  # noqa: PLR0917
     groups, state_size = b.shape[1:]
     padded = triton.next_power_of_2(state_size)
     dims = min(max(ELEMENTS // padded, 1), triton.next_power_of_2(head_dim))
+    a = a.contiguous()
+    d = None if d is None else d.contiguous()
+    dt_bias = None if dt_bias is None else dt_bias.contiguous()
     out = torch.zeros_like(x, memory_format=torch.contiguous_format)
+    in_chunks = fits_chunks(describe_gpu(x.device), x.dtype, state_size, delta=False)
+    if in_chunks and rows.max_query_len > FEW:
+        compute_ssd_chunks(
+            *(x, dt, a, b, c, rows, out),
+            d=d,
+            dt_bias=dt_bias,
+            dt_softplus=dt_softplus,
+            dt_limits=dt_limits,
+        )
+        if len(rows.seq_lens) == 1:
+            return out
     ssd_kernel[heads, triton.cdiv(head_dim, dims), len(rows.seq_lens)](
         x,
         dt,
-        a.contiguous(),
+        a,
         b,
         c,
-        None if d is None else d.contiguous(),
-        None if dt_bias is None else dt_bias.contiguous(),
+        d,
+        dt_bias,
         out,
         x_stride=x.stride(0),
         b_stride=b.stride(0),
@@ -144,6 +163,7 @@ def ssd(  # noqa: PLR0917
         HAS_D=d is not None,
         HAS_BIAS=dt_bias is not None,
         SOFTPLUS=dt_softplus,
+        MOST=FEW if in_chunks else ANY,
         num_warps=WARPS,
     )
     return out

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
-from octavo.kernels import logits, ops
+from octavo.kernels import logits, ops, states
 from tests.engine.random_model import TINY
 from tests.engine.stepper import Stepper
 
@@ -57,8 +57,8 @@ def decided_model(tmp_path_factory, tiny_model):
 
 @pytest.fixture
 def on_triton(monkeypatch):
-    """Uses the CPU as a GPU: attention, writes, copies and draws are the Triton kernels."""
+    """Uses the CPU as a GPU: attention, states, writes, copies and draws are the Triton kernels."""
     triton = pytest.importorskip("octavo.kernels.triton")
-    for module in (ops, logits):
+    for module in (ops, logits, states):
         monkeypatch.setattr(module, "find_backend", lambda _: triton)
     monkeypatch.setattr(triton, "check_device", lambda *_: None)

@@ -226,7 +226,7 @@ class _Numbers:
         tensors = (tables, starts, seq_lens)
         tables, starts, seq_lens = (tensor.to(self.device) for tensor in tensors)
         moved = _copy(state).to(self.device) if self.device != "cpu" else state
-        return StateRows(moved, case.first_row, tables, starts, seq_lens)
+        return StateRows(moved, case.first_row, tables, starts, seq_lens, max(queries))
 
 
 @dataclass
@@ -262,7 +262,7 @@ class Steps:
         for tokens in cuts:
             lengths = torch.tensor([0, tokens], dtype=torch.int32)
             total = torch.tensor([done + tokens], dtype=torch.int32)
-            rows = StateRows(state, 0, table, lengths, total)
+            rows = StateRows(state, 0, table, lengths, total, tokens)
             given = [
                 argument[done : done + tokens] if index in per_token else argument
                 for index, argument in enumerate(arguments)

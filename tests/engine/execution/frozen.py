@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from octavo.engine.attention import operator
+from octavo.engine.attention import operator, state_operators
 from octavo.engine.execution.cuda_graphs import WARM_UPS
 from octavo.engine.models.experts import grouped_experts, quantized_experts
 from octavo.engine.models.linear import quantized_linear
@@ -44,6 +44,10 @@ INSIDE: dict[Any, Callable[..., torch.Tensor]] = {
     octavo.fp8_linear.default: quantized_linear._fp8_linear,
     octavo.quantized_experts.default: quantized_experts._quantized_experts,
     octavo.grouped_experts.default: grouped_experts._on_gpu,
+    octavo.causal_conv.default: state_operators._causal_conv,
+    octavo.ssd.default: state_operators._ssd,
+    octavo.gated_delta.default: state_operators._gated_delta,
+    octavo.selective_scan.default: state_operators._selective_scan,
 }
 """Operators that launch kernels, and their functions on a GPU."""
 

@@ -12,7 +12,13 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, MixtralConfig
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    BambaConfig,
+    MixtralConfig,
+    Qwen3NextConfig,
+)
 
 from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.graph_sizes import draft_model_sizes, step_sizes
@@ -226,6 +232,35 @@ def test_nor_one_of_quantized_weights_or_experts(launched, request, model, quant
     assert ("_linear_kernel" in kernels) == (quantization != "none")
     assert ("_down_kernel" in kernels) == (model == "mixture")
     serve(engine, launched)
+
+
+STATES = {
+    "deltas": Qwen3NextConfig(
+        **TINY | {"max_position_embeddings": 2048, "layer_types": ["linear_attention"] * 2},
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=16,
+        linear_value_head_dim=16,
+        num_experts=0,
+    ),
+    "ssd": BambaConfig(
+        **TINY | {"max_position_embeddings": 2048, "attn_layer_indices": [1]},
+        mamba_n_heads=8,
+        mamba_d_head=16,
+        mamba_d_state=16,
+    ),
+}
+
+
+@pytest.mark.usefixtures("on_triton", "packs_as_on_a_gpu")
+@pytest.mark.parametrize("kind", STATES)
+def test_nor_one_of_states(launched, tmp_path, kind):
+    save_random_model(STATES[kind], tmp_path, std=0.1)
+    parts = build(EngineSettings(model=str(tmp_path), compile="off", dtype="bfloat16"))
+    parts.executor.warm_up(2048, TOKENS)
+    assert "scan_kernel" in {kernel for kernel, _ in launched}, "as in a follower, without more"
+    launched.clear()
+    serve(start(tmp_path), launched)
 
 
 @pytest.mark.usefixtures("on_triton", "packs_as_on_a_gpu")
