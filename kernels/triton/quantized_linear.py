@@ -23,24 +23,37 @@ from octavo.kernels.triton.unpack import (
     choose_unpacked_tiles,
     constants_of,
     depth_of,
+    has_wide_tiles,
     multiply_unpacked,
     scales_at,
     tensors_of,
     unpack,
 )
 
-MANY_ROWS = 256
-"""Minimum rows for which weights are dequantized to memory: writing and reading them then costs
-less than unpacking them again for every 64 rows."""
 DEQUANTIZED_BYTES = 64 << 20
 """Bytes of dequantized weights at a time."""
 MIN_DEPTH = 4
 """Minimum iterations over a slice of the inputs."""
 MAX_SPLITS = 16
 PROGRAMS_EACH = 4
-"""Target programs per multiprocessor, so that some read while others compute."""
+"""Target programs per multiprocessor, so that some read while others compute. Programs of more than
+64 rows compute all the time, and their slices are large: they get one."""
 MERGED_COLUMNS, DEQUANTIZED_COLUMNS = 512, 64
 """Outputs per program, where programs add slices up or dequantize."""
+
+
+def many_rows(gpu: Gpu, dtype: torch.dtype) -> int:
+    """Return the minimum rows for which weights are dequantized to memory.
+
+    Of each weight of 4 bits that moves 4.5 bytes, and PyTorch's product then gets 75% to 80% of the
+    matrix units' rate. Unpacking moves 0.5 bytes, but its instructions leave less of that rate. On
+    an H100 (3.35 TB/s, 989 TFLOP/s) 4.5 bytes take as long as 1,300 rows at 55% of the rate instead
+    of 75%; on an A100 (2.04 TB/s, 312 TFLOP/s), whose schedulers unpack all the time, as 460 rows
+    at 50% instead of 80%. Tiles of 64 rows unpack for two of three cycles.
+    """
+    if not has_wide_tiles(gpu, dtype):
+        return 256
+    return 1024 if gpu.multiplies_in_place else 512
 
 
 def choose_splits(gpu: Gpu, rows: int, weight: QuantizedWeight, tiles: UnpackedTiles) -> int:
@@ -54,6 +67,8 @@ def choose_splits(gpu: Gpu, rows: int, weight: QuantizedWeight, tiles: UnpackedT
     """
     programs: int = triton.cdiv(weight.outputs, tiles.columns) * triton.cdiv(rows, tiles.rows)
     wanted: int = triton.cdiv(PROGRAMS_EACH * gpu.multiprocessors, programs)
+    if tiles.rows > 64:
+        wanted = gpu.multiprocessors // programs
     return max(1, min(wanted, depth_of(weight) // MIN_DEPTH, MAX_SPLITS))
 
 
@@ -88,8 +103,9 @@ def _linear_kernel(  # noqa: PLR0917
     UPCAST: tl.constexpr,  # last constant of the weights: see `multiply_unpacked`
     HAS_BIAS: tl.constexpr,  # none if inputs are split: the sum adds it
 ):
-    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    row = (tl.program_id(1) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    # Programs of the same weights are neighbours, so memory is read for the first one only.
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     split = tl.program_id(2)
     begin = split * per_split
     end = tl.minimum(begin + per_split, depth)
@@ -176,7 +192,7 @@ def quantized_linear(
     x = x if x.stride(-1) == 1 else x.contiguous()
     rows = len(x)
     out = torch.empty((rows, weight.outputs), dtype=dtype, device=x.device)
-    if rows >= MANY_ROWS:
+    if rows >= many_rows(describe_gpu(x.device), x.dtype):
         _multiply_dequantized(x, weight, bias, out)
     elif rows:
         _multiply_unpacked(x, weight, bias, out)
@@ -195,7 +211,7 @@ def _multiply_unpacked(
     to = out
     if splits > 1:
         to = torch.empty((splits, rows, outputs), dtype=torch.float32, device=x.device)
-    grid = (triton.cdiv(outputs, tiles.columns), triton.cdiv(rows, tiles.rows), splits)
+    grid = (triton.cdiv(rows, tiles.rows), triton.cdiv(outputs, tiles.columns), splits)
     _linear_kernel[grid](
         *(x, *tensors_of(weight), bias, to, rows, weight.inputs, outputs, depth, per_split),
         x.stride(0),

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from octavo.kernels.gpu import Gpu
 from octavo.kernels.quantized import SCALE_TYPES, WORDS, Numbers, QuantizedWeight, Second
+from octavo.kernels.triton.tiles import WIDE_WARP
 
 MAX_STAGES = 4
 WORD_BYTES = 4
@@ -66,15 +67,38 @@ def choose_unpacked_tiles(
         dtype: Dtype of the rows.
     """
     program_rows = 16 if rows <= 16 else 32 if rows <= 32 else 64
-    columns = 128 if program_rows < 64 else 64  # more of both need more registers than there are
-    # Two programs side by side. Operands that meet registers are needed a stage longer.
+    columns, warps, beside = 128 if program_rows < 64 else 64, 4, 2
+    if rows > 64 and has_wide_tiles(gpu, dtype):
+        program_rows = 256 if rows > 128 and gpu.multiplies_in_place else 128
+        columns, warps = 128, 8
+        beside = 2 if gpu.multiplies_in_place and program_rows == 128 else 1
+    elif gpu.is_amd and gpu.warp_size < WIDE_WARP:
+        warps = 8
+    # Two programs side by side, where registers allow. Operands that meet registers are needed a
+    # stage longer.
     each = weight.numbers.tile * program_rows * dtype.itemsize + columns * WORDS * WORD_BYTES
-    room = gpu.shared_bytes // 2 - gpu.reserved_bytes - SCALES_BYTES
+    room = gpu.shared_bytes // beside - gpu.reserved_bytes - SCALES_BYTES
     stages = room // each + (not gpu.multiplies_in_place)
     most = MAX_STAGES if dtype.itemsize < WORD_BYTES else MAX_STAGES - 1
     stages = 2 if gpu.is_amd else max(2, min(stages, most))
-    warps = 8 if gpu.is_amd and gpu.warp_size == 32 else 4
     return UnpackedTiles(program_rows, columns, warps, stages)
+
+
+def has_wide_tiles(gpu: Gpu, dtype: torch.dtype) -> bool:
+    """Return whether programs may take 128 or 256 rows, to unpack weights less often.
+
+    Unpacking a weight takes 6 to 10 instructions of a thread. While a multiprocessor of an H100
+    multiplies a tile of int4, 64 rows x 64 outputs x 128 inputs, in 256 cycles, its four schedulers
+    need 445 to unpack the weights. With 128 outputs they need 876 of 1,024 cycles for 128 rows, and
+    946 of 2,048 for 256.
+
+    The arithmetic is float32, rounded to the rows' type in pairs. In pairs of bfloat16 it would
+    take 4 instead of 7 instructions for two weights, but round scales of float16 first.
+
+    AMD's GPUs have too few registers for it. For data-centre Blackwell (10 and 11), Triton 3.7
+    compiles such programs to a trap. Numbers of float32 have no matrix units.
+    """
+    return dtype.itemsize == 2 and not gpu.is_amd and gpu.capability[0] not in {10, 11}
 
 
 def depth_of(weight: QuantizedWeight) -> int:

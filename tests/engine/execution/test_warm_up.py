@@ -56,7 +56,7 @@ from triton.compiler import make_backend  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
 from octavo.kernels.triton.experts import choose_expert_tiles  # noqa: E402
-from octavo.kernels.triton.quantized_linear import MANY_ROWS, _merge_kernel  # noqa: E402
+from octavo.kernels.triton.quantized_linear import _merge_kernel, many_rows  # noqa: E402
 from octavo.kernels.triton.unpack import choose_unpacked_tiles  # noqa: E402
 
 if triton.knobs.runtime.interpret:
@@ -151,7 +151,7 @@ def test_no_request_is_the_first_to_need_a_kernel(launched, long_model, kv_cache
     assert launched == ready
 
 
-TOKENS = 300
+TOKENS = 600
 """Most tokens of a step below: enough for every tile of rows, and for dequantized weights."""
 
 
@@ -200,7 +200,7 @@ def serve(engine, launched, adapters=()):
         drafting.record_graphs(draft_model_sizes(8, TOKENS), 512, frozen.record)
     drafted = 3 if engine.scheduler.speculation else 0
     executor.record_graphs(step_sizes(8, drafted, TOKENS), 2048, frozen.record)
-    engine.submit([5] * 1500, 3, adapter=engine.adapter(next(iter(adapters), None)))
+    engine.submit([5] * 1500, 5, adapter=engine.adapter(next(iter(adapters), None)))
     engine.run()
     chosen = itertools.cycle([*map(engine.adapter, adapters), None])
     for length, count in ((1, 1), (2, 3), (25, 1), (25, 3), (100, 1), (200, 8)):
@@ -370,7 +370,7 @@ def test_every_tile_of_rows_is_needed_by_a_step_of_the_warm_up(most):
 
     def linear(rows):
         tiles = choose_unpacked_tiles(gpu, rows, weight, torch.bfloat16)
-        return rows >= MANY_ROWS or tiles
+        return rows >= many_rows(gpu, torch.bfloat16) or tiles
 
     assert {linear(rows) for rows in sizes} == {linear(rows) for rows in range(1, most + 1)}
     for share in (1, 1 / 2, 1 / 4, 3 / 16, 1 / 16, 4 / 128, 8 / 512):
