@@ -317,8 +317,12 @@ class _Operators(TorchDispatchMode):
     def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
         kwargs, gpu = kwargs or {}, self._gpu
         tensors = [each for each in tree_flatten((args, kwargs))[0] if torch.is_tensor(each)]
-        if not any(map(gpu.on_gpu, tensors)) or operator.is_view:
+        if not any(map(gpu.on_gpu, tensors)):
             return operator(*args, **kwargs)
+        if operator.is_view:
+            view = operator(*args, **kwargs)
+            if all(map(gpu.on_gpu, tree_flatten(view)[0])):
+                return view  # others copy here, such as `to` with another dtype
         if operator is aten.copy_.default:
             target, source = args[:2]
             if not gpu.on_gpu(target) or not gpu.on_gpu(source):

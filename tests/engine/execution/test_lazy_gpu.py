@@ -9,9 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch.utils._pytree import tree_map_only
 
-from octavo.engine.attention.operator import attending, current_step
 from octavo.engine.core.step import StepError
 from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.graph_sizes import step_sizes
@@ -30,6 +28,7 @@ if not INTERPRETED:
     pytest.skip("it launches kernels in the interpreter", allow_module_level=True)
 
 from tests.engine.execution.lazy_gpu import GPU, HostWaitsError, LazyGpu
+from tests.engine.execution.queued_forward import QueuedForward
 
 WAYS = (
     {},
@@ -46,38 +45,6 @@ WAYS = (
     {"beam": BeamSearch(2)},
     {"prompt_logprobs": 1},
 )
-
-
-class QueuedForward:
-    """A model's step as one piece of the GPU's work."""
-
-    def __init__(self, gpu, forward, vocab_size):
-        self._gpu, self._forward, self._vocab_size = gpu, forward, vocab_size
-
-    def __call__(self, token_ids, positions, logit_rows):
-        gpu, step = self._gpu, current_step()
-        logits = torch.empty((len(logit_rows), self._vocab_size), device=GPU)
-        given = [gpu.alias(each) for each in (token_ids, positions, logit_rows)]
-        groups = [
-            replace(
-                group,
-                plan=None,
-                **{
-                    name: gpu.alias(getattr(group, name))
-                    for name in ("query_starts", "seq_lens", "block_tables", "slot_mapping")
-                },
-            )
-            for group in step.groups
-        ]
-        layers = [tree_map_only(torch.Tensor, gpu.alias, layer) for layer in step.layers]
-        into, on_host = gpu.alias(logits), replace(step, groups=groups, layers=layers)
-
-        def work():
-            with torch.inference_mode(), attending(on_host):
-                into.copy_(self._forward(*given))
-
-        gpu.launch(work)
-        return logits
 
 
 @pytest.fixture(scope="module")
@@ -237,3 +204,14 @@ def test_what_makes_the_host_wait_raises(fault):
     gpu.may_wait = False
     with gpu.in_use(), pytest.raises(HostWaitsError):
         fault(torch.ones(3, device=GPU))
+
+
+def test_conversions_are_late_too():
+    gpu = LazyGpu()
+    with gpu.in_use(), torch.inference_mode():
+        ones = torch.ones(3, device=GPU)
+        converted = ones.double()
+        assert converted.device == GPU
+        copy = host_copies.AsyncCopy(converted)
+        assert copy._copy.isnan().all()
+        assert copy.tolist() == [1.0, 1.0, 1.0]
