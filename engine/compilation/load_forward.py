@@ -1,9 +1,10 @@
 """Loads a model, and builds the step that runs it."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,7 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.forward import EagerForward, Forward
 from octavo.engine.models.sharding.rank_forward import RankForward
-from octavo.engine.parallel.collectives import add_up
+from octavo.engine.parallel.collectives import add_up, ranks_alone
 from octavo.engine.parallel.world import World
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.ops import device_warning
@@ -162,9 +163,12 @@ class _Forwards:
             if some_traced and self._passes(forward):
                 return self._of_all_ranks(forward)
         self._check(self.eager)
-        if not eager and loaded.device.type == "cuda" and self._world is None:
-            return compiled_for_gpu(self.eager, loaded.device, loaded.check)
-        return self._of_all_ranks(self.eager)
+        if eager or loaded.device.type != "cuda":
+            return self._of_all_ranks(self.eager)
+        whole = partial(self._of_all_ranks, everywhere=True)
+        return self._of_all_ranks(
+            compiled_for_gpu(self.eager, loaded.device, loaded.check, whole=whole, on_all=self._all)
+        )
 
     def _traced(self) -> Forward | None:
         """Return the traced step; None after a warning if it fails."""
@@ -262,22 +266,48 @@ class _Forwards:
         )
 
 
-def compiled_for_gpu(forward: EagerForward, device: torch.device, check: "SelfCheck") -> Forward:
-    """Compile the step; if that fails, log a warning and return it uncompiled.
+def compiled_for_gpu(
+    forward: EagerForward,
+    device: torch.device,
+    check: "SelfCheck",
+    *,
+    whole: Callable[[Forward], Forward] = lambda forward: forward,
+    on_all: Callable[[bool], bool] = bool,
+) -> Forward:
+    """Compile the step; if that fails on any rank, log a warning and return it uncompiled.
+
+    A rank's sums are operators that the compiled code calls. While a rank compiles, it sums
+    nothing: ranks take their own time, and one may fail.
 
     Args:
         forward: The step to compile.
         device: The model's device.
         check: The self-check that `forward` has passed.
+        whole: Returns a step that gives the logits of all ranks, of this rank's step.
+        on_all: Returns whether something holds on all ranks.
     """
     from octavo.engine.compilation.jit import JitForward  # noqa: PLC0415 - for a GPU only
 
-    try:
-        compiled = JitForward(forward, device)
-        check.follow(forward)(compiled)
-    except Exception as error:  # noqa: BLE001 - the compiler raises many types
-        log.warning("the model cannot be compiled: it runs uncompiled", error=first_line(error))
-        return forward
+    compiled: Forward = forward
+
+    def compile_alone() -> None:
+        nonlocal compiled
+        with ranks_alone():
+            compiled = JitForward(forward, device)
+
+    def compare() -> None:
+        check.follow(whole(forward))(whole(compiled))
+
+    for step in (compile_alone, compare):
+        why = None
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001 - the compiler raises many types
+            why = first_line(error)
+        if not on_all(why is None):
+            why = why or "another rank could not compile it"
+            log.warning("the model cannot be compiled: it runs uncompiled", error=why)
+            return forward
     return compiled
 
 

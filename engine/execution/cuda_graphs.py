@@ -55,6 +55,11 @@ Replay = Callable[[], torch.Tensor]
 Record = Callable[[Replay], Replay]
 """Records work on inputs at fixed addresses; returns its replay function."""
 
+
+class RecordingError(RuntimeError):
+    """A device cannot record a step, which it can still launch kernel by kernel."""
+
+
 WARM_UPS = 2
 FINER = 2
 """Factor of pieces from which a step of decodes takes a graph of a mixed step, whose plan is an
@@ -199,11 +204,11 @@ class StepGraphs:
             self._logits = logits.new_empty((self._num_logits, logits.shape[1]))
         return self._logits[: len(logits)].copy_(logits)
 
-    def run(self, inputs: StepInputs) -> torch.Tensor | None:
-        """Return a step's logits, one row per needed token; None if no graph fits.
+    def choose(self, inputs: StepInputs) -> GraphSize | None:
+        """Return the size of the graph for a step; None if no graph fits.
 
         No graph fits if there are prompt log-probabilities, or the batch or its adapters are too
-        large. The next step overwrites the logits.
+        large.
         """
         rows, batch, wanted = inputs.token_ids.shape[1], inputs.groups[0], len(inputs.logit_rows)
         count = len(batch.seq_lens)
@@ -214,12 +219,24 @@ class StepGraphs:
             return None
         if self._is_cut_finer(inputs.groups, size):
             size = next((size for size in fitting if size.mixed), size)
+        room = self._recorded[size].adapters
+        if room is not None and (inputs.adapters is None or not room.holds(inputs.adapters)):
+            return None
+        return size
+
+    def replay(self, size: GraphSize, inputs: StepInputs) -> torch.Tensor:
+        """Return a step's logits, one row per needed token. The next step overwrites them.
+
+        Args:
+            size: The size of the graph, from `choose`.
+            inputs: The step's inputs.
+        """
+        rows, batch, wanted = inputs.token_ids.shape[1], inputs.groups[0], len(inputs.logit_rows)
+        count = len(batch.seq_lens)
         recorded = self._recorded[size]
         if recorded.adapters is not None:
             adapters = inputs.adapters
             assert adapters is not None
-            if not recorded.adapters.holds(adapters):
-                return None
             if not size.mixed:  # beams' rows of logits are last: the graph's are in order
                 adapters = replace(adapters, logits=adapters.tokens)
             recorded.adapters.take(adapters)
@@ -240,7 +257,7 @@ class StepGraphs:
             self._wanted[wanted : size.logits] = 0
             self._take_plans(recorded, inputs.groups)
         logits = recorded.replay()[:wanted]
-        if inputs.beams and not size.mixed:
+        if not inputs.in_order and not size.mixed:
             logits = logits.index_select(0, inputs.logit_rows)
         return logits
 
@@ -290,7 +307,7 @@ def _query_starts(size: GraphSize) -> torch.Tensor:
     return starts
 
 
-def cuda_recorder(*, check_inputs: bool = False) -> Record:
+def cuda_recorder(*, check_inputs: bool = False, ranks: bool = False) -> Record:
     """Return a recorder of CUDA graphs that share their memory and their stream.
 
     The end of a graph frees cuBLAS's workspace for its stream. In PyTorch's own capture stream,
@@ -301,20 +318,26 @@ def cuda_recorder(*, check_inputs: bool = False) -> Record:
             tests of uncompiled models: PyTorch finds the tensors in a mode in which compiled steps
             run uncompiled, and checks each before each replay. It has no effect before PyTorch
             2.13.
+        ranks: Whether steps sum over ranks: then a thread of NCCL may call CUDA meanwhile.
     """
     pool = torch.cuda.graph_pool_handle()
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     options: dict[str, Any] = {}
     if check_inputs and "check_input_liveness" in signature(torch.cuda.graph).parameters:
         options["check_input_liveness"] = True
+    if ranks:
+        options["capture_error_mode"] = "thread_local"
 
     def record(work: Replay) -> Replay:
         for _ in range(WARM_UPS):  # so that recording compiles and allocates nothing
             work()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream, **options):
-            output = work()
+        try:
+            with torch.cuda.graph(graph, pool=pool, stream=stream, **options):
+                output = work()
+        except RuntimeError as error:
+            raise RecordingError(f"a step cannot be recorded: {error}") from error
 
         def replay() -> torch.Tensor:
             graph.replay()

@@ -12,7 +12,7 @@ import torch
 from octavo.engine.attention.operator import PagedStep, attending
 from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.compilation.traced_forward import TracedForward
-from octavo.engine.execution.cuda_graphs import Record, StepGraphs, graph_memory
+from octavo.engine.execution.cuda_graphs import Record
 from octavo.engine.execution.graph_sizes import GraphSize
 from octavo.engine.execution.inputs import (
     LONGER_CHUNK,
@@ -24,6 +24,8 @@ from octavo.engine.execution.inputs import (
 )
 from octavo.engine.execution.leader import Leader
 from octavo.engine.execution.pending_step import PendingStep
+from octavo.engine.execution.rank_messages import Kind
+from octavo.engine.execution.recorded_steps import NO_GRAPH, RecordedSteps
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.lora.adapter import Adapter
 from octavo.engine.lora.device_adapters import DeviceAdapters
@@ -77,13 +79,14 @@ class Executor:
         self._adapters = adapters
         self._loaded = loaded
         self._device = loaded.device
-        self._graphs: StepGraphs | None = None
-        self._adapted_graphs: StepGraphs | None = None
         self._eager_before = 0
         self._images: dict[ImageKey, torch.Tensor] = {}
         self._failed_images: set[ImageKey] = set()
         self._shapes = cache.layout.attention_shapes(
             loaded.dtype, loaded.cache_dtype, loaded.device
+        )
+        self._recorded = RecordedSteps(
+            loaded, cache, self._shapes, takes_adapters=adapters is not None
         )
 
     @property
@@ -93,11 +96,8 @@ class Executor:
 
     @property
     def asynchronous(self) -> bool:
-        """Whether `launch` returns before the step is computed.
-
-        It does not with several ranks: the others would lack the previous step's tokens.
-        """
-        return self._device.type == "cuda" and self._leader is None
+        """Whether `launch` returns before the step is computed."""
+        return self._device.type == "cuda"
 
     @torch.inference_mode()
     def prepare(self, batch: Batch, previous: PendingStep | None = None) -> StepInputs | None:
@@ -129,13 +129,22 @@ class Executor:
             adapters = [group.request.adapter for group in batch.groups]
             spans = list(zip(adapters, arrays.query_lens.tolist(), strict=True))
             inputs = replace(inputs, adapters=self._adapters.lay_out(spans, arrays.rows))
+        inputs = replace(inputs, graph=self._recorded.choose(inputs))
+        filled = previous is not None and any(s.num_placeholders for s in batch.sequences)
         if self._leader is not None:
-            wants_tokens = inputs.take_greatest and not inputs.samples.constrained
-            used = () if inputs.adapters is None else adapters
-            self._leader.run(batch.transfers, arrays, most_likely=wants_tokens, adapters=used)
+            self._leader.run(
+                batch.transfers,
+                arrays,
+                most_likely=inputs.take_greatest and not inputs.samples.constrained,
+                adapters=() if inputs.adapters is None else adapters,
+                graph=inputs.graph,
+                filled=filled,
+            )
         self.cache.apply(batch.transfers)
-        if previous is not None:
+        if previous is not None and filled:
             previous.fill_placeholders(batch, inputs.token_ids)
+            if self._leader is not None:
+                self._leader.world.broadcast(inputs.token_ids)
         return inputs
 
     @torch.inference_mode()
@@ -155,11 +164,8 @@ class Executor:
         """
         if inputs is None:
             return PendingStep(batch)
-        forward = self._loaded.forward
-        if isinstance(forward, RankForward):
-            arguments = inputs.token_ids, inputs.positions, inputs.logit_rows
-            with self._attending(inputs):
-                return PendingStep(batch, inputs, columns=forward.begin(*arguments))
+        if isinstance(self._loaded.forward, RankForward):
+            return PendingStep(batch, inputs, columns=self._columns(self._loaded.forward, inputs))
         if inputs.take_greatest and (late is not None or not batch.constrained):
             greatest = self._most_likely(inputs, late or ())
             if greatest is not None:
@@ -177,12 +183,15 @@ class Executor:
         inputs, forward = step.inputs, self._loaded.forward
         if inputs is None:
             return
+        greatest: torch.Tensor | None = None
         if step.columns is not None:
             assert isinstance(forward, RankForward)
             if inputs.take_greatest and not inputs.samples.constrained:
-                step.greatest = forward.most_likely(step.columns)
+                greatest = forward.most_likely(step.columns)
             else:
                 step.logits = forward.logits(step.columns)
+        elif step.greatest is not None:
+            greatest = torch.tensor(step.greatest, dtype=torch.int64)
         logits = step.logits
         samples, rows = inputs.samples, inputs.sample_rows
         if left_out:
@@ -190,9 +199,9 @@ class Executor:
             samples.keep(kept)
             rows = [rows[i] for i in kept]
         if logits is None:
-            assert step.greatest is not None
-            chosen = np.array([step.greatest[row] for row in rows], np.int64)
-            step.set_tokens(samples, torch.from_numpy(chosen))
+            assert greatest is not None
+            chosen = to_device(np.array(rows, np.int64), greatest.device)
+            step.set_tokens(samples, greatest.index_select(0, chosen))
             return
         scores = [(each.group, self._score(logits, row, each)) for each, row in inputs.scored]
         continued = None
@@ -289,61 +298,22 @@ class Executor:
 
     @torch.inference_mode()
     def record_graphs(self, sizes: list[GraphSize], max_model_len: int, record: Record) -> None:
-        """Record steps, to replay them from now on; see `cuda_graphs`.
-
-        Args:
-            sizes: The sizes; see `graph_sizes`.
-            max_model_len: Maximum number of tokens of a sequence.
-            record: The recorder of steps.
-
-        Raises:
-            RuntimeError: The device cannot record the model.
-        """
-        self._graphs, *adapted = self._record(sizes, max_model_len, record)
-        self._adapted_graphs = adapted[0] if adapted else None
+        """Record steps on all ranks, to replay them from now on; see `RecordedSteps.record`."""
+        if self._leader is not None:
+            record = self._leader.record(Kind.RECORD, sizes, max_model_len, record)
+        self._recorded.record(sizes, max_model_len, record)
 
     @torch.inference_mode()
     def measure_graphs(
         self, sizes: list[GraphSize], max_model_len: int, record: Record, free: Callable[[], int]
     ) -> int:
-        """Return the bytes that `record_graphs` will take on the device; keep no graphs.
+        """Return the bytes that `record_graphs` takes here; see `RecordedSteps.measure`.
 
-        Args:
-            sizes: See `record_graphs`.
-            max_model_len: See `record_graphs`.
-            record: See `record_graphs`.
-            free: Returns the device's free bytes.
-
-        Raises:
-            RuntimeError: The device cannot record the model.
+        Other ranks keep theirs until they count the blocks that fit.
         """
-        return graph_memory(
-            sizes, lambda some, record: self._record(some, max_model_len, record), record, free
-        )
-
-    def _record(
-        self, sizes: list[GraphSize], max_model_len: int, record: Record
-    ) -> list[StepGraphs]:
-        """Record steps without adapters and, if the model takes any, with adapters."""
-        adapted_layers: list[int | None] = [None]
-        if self._adapters is not None and self._loaded.targets is not None:
-            adapted_layers.append(len(self._loaded.targets.make_records()))
-        return [
-            StepGraphs(
-                self._loaded.forward,
-                self.cache.layers,
-                self._loaded.kv_scales,
-                self.cache.states,
-                sizes=sizes,
-                widths=self.cache.layout.sequence_blocks(max_model_len),
-                max_model_len=max_model_len,
-                device=self._device,
-                shapes=self._shapes,
-                record=record,
-                adapted_layers=layers,
-            )
-            for layers in adapted_layers
-        ]
+        if self._leader is not None:
+            record = self._leader.record(Kind.MEASURE, sizes, max_model_len, record)
+        return self._recorded.measure(sizes, max_model_len, record, free)
 
     def _encode_images(self, batch: Batch) -> None:
         """Encode a step's images; drop others. An image that fails harms no other request."""
@@ -377,11 +347,17 @@ class Executor:
                 return eager.with_images(
                     inputs.token_ids, positions, inputs.logit_rows, images.rows, embeddings
                 )
-        graphs = self._graphs if inputs.adapters is None else self._adapted_graphs
-        if graphs is not None and (logits := graphs.run(inputs)) is not None:
-            return logits
+        if inputs.graph != NO_GRAPH:
+            return self._recorded.replay(inputs.graph, inputs)
         with self._attending(inputs):
             return self._loaded.forward(inputs.token_ids, inputs.positions, inputs.logit_rows)
+
+    def _columns(self, forward: RankForward, inputs: StepInputs) -> torch.Tensor:
+        """Return this rank's columns of logits of the needed tokens."""
+        if inputs.graph != NO_GRAPH:
+            return self._recorded.replay(inputs.graph, inputs)
+        with self._attending(inputs):
+            return forward.begin(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
     def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
         """Return the most likely next token of each needed row; None if the step gives logits."""

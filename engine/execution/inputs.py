@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
+from octavo.engine.execution.step_arrays import StepArrays
 from octavo.engine.kv_cache.block_table import RELEASED
 from octavo.engine.memory.cache_layout import CacheLayout
 from octavo.engine.scheduling.batch import NO_SAMPLES, Batch, Samples, ScheduledSequence
@@ -19,27 +20,6 @@ FIRST_SIZE = 24
 """Number of rows in the middle of those that take the second of a kernel's tiles."""
 LONGER_CHUNK = 32
 """Number of tokens of a chunk that kernels of stateful layers do not take one by one."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepArrays:
-    """A step's work as plain arrays: all that other ranks need of a batch.
-
-    Attributes:
-        laid: `[2 + groups, num_tokens]` int64: token ids, positions, and the slots of each group.
-        query_starts: `[num_seqs + 1]` int32, each sequence's first token in the batch.
-        query_lens: `[num_seqs]` int32, each sequence's number of tokens in the batch.
-        seq_lens: `[num_seqs]` int32, the same plus all earlier tokens.
-        rows: `[num_rows]` int64, the tokens whose logits are needed; the first if none are.
-        tables: `[num_seqs, width]` int32, each group's block tables.
-    """
-
-    laid: np.ndarray
-    query_starts: np.ndarray
-    query_lens: np.ndarray
-    seq_lens: np.ndarray
-    rows: np.ndarray
-    tables: Sequence[np.ndarray]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +57,8 @@ class StepInputs:
             prompt's logits.
         adapters: The sequences' adapters; None if no sequence has one.
         num_chunks: Number of sequences with several tokens: chunks of prompts and drafts.
+        graph: Number of the recorded graph that runs the step; 0 if none does.
+        in_order: Whether `logit_rows` ascend: not if beams' are behind others'.
         spilled: Index of the sequence whose first tokens are in a file, and their number of units.
         images: The tokens that stand for images; None if there are none.
     """
@@ -92,6 +74,8 @@ class StepInputs:
     scored: list[tuple[ScheduledSequence, int]] = field(default_factory=list)
     adapters: StepAdapters | None = None
     num_chunks: int = 0
+    in_order: bool = True
+    graph: int = 0
     spilled: tuple[int, int] | None = None
     images: StepImages | None = None
 
@@ -180,6 +164,8 @@ def make_inputs(
         )
         groups = to_inputs(split, device=device, shapes=shapes).groups
         images = replace(images, groups=groups)
+    if device.type == "cuda":
+        arrays = arrays.pack()
     inputs = replace(
         to_inputs(arrays, device=device, shapes=shapes),
         samples=samples,
@@ -296,26 +282,29 @@ def to_inputs(
         shapes: Shape of each layer group's attention; None for states.
         longest: Tokens per sequence that attention is planned for; default: the actual ones.
     """
-    laid = to_device(arrays.laid, device)
-    query_starts = to_device(arrays.query_starts, device)
-    lengths = to_device(arrays.seq_lens, device)
+    tensors = arrays.to(device)
     query_lens, seq_lens = arrays.query_lens, arrays.seq_lens
     planned = seq_lens if longest is None else np.full_like(seq_lens, longest)
     groups = [
         AttentionMetadata(
-            query_starts=query_starts,
-            seq_lens=lengths,
-            block_tables=to_device(table, device),
-            slot_mapping=laid[2 + group],
+            query_starts=tensors.query_starts,
+            seq_lens=tensors.seq_lens,
+            block_tables=table,
+            slot_mapping=tensors.laid[2 + group],
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             plan=plan_attention(query_lens, planned, shapes[group]),
         )
-        for group, table in enumerate(arrays.tables)
+        for group, table in enumerate(tensors.tables)
     ]
-    several = int(np.count_nonzero(query_lens > 1))
-    wanted = to_device(arrays.rows, device)
-    return StepInputs(laid[0:1], laid[1:2], wanted, groups, num_chunks=several)
+    return StepInputs(
+        tensors.laid[0:1],
+        tensors.laid[1:2],
+        tensors.rows,
+        groups,
+        num_chunks=int(np.count_nonzero(query_lens > 1)),
+        in_order=bool((np.diff(arrays.rows) > 0).all()),
+    )
 
 
 def warm_up_sizes(max_num_batched_tokens: int) -> list[int]:

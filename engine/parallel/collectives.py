@@ -22,7 +22,7 @@ def sum_over_ranks(x: Tensor) -> Tensor:
 
 def add_up(x: Tensor, residual: Tensor | None = None) -> Tensor:
     """Sum over the ranks of this process' world, which must be set; add a residual."""
-    total = _world().sum(x)
+    total = x.clone() if _alone.get() else _world().sum(x)
     return total if residual is None else total + residual
 
 
@@ -33,6 +33,19 @@ def _world() -> World:
 
 
 _apart: ContextVar[bool] = ContextVar("octavo_stages_apart", default=False)
+
+
+_alone: ContextVar[bool] = ContextVar("octavo_ranks_alone", default=False)
+
+
+@contextmanager
+def ranks_alone() -> Iterator[None]:
+    """Let sums return this rank's part: for runs that not all ranks make."""
+    reset = _alone.set(True)
+    try:
+        yield
+    finally:
+        _alone.reset(reset)
 
 
 @contextmanager

@@ -25,6 +25,8 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.common.models.errors import first_line
 from octavo.common.shutdown import exit_at_once
+from octavo.engine.parallel.messages import MessageRoom, message_of
+from octavo.engine.parallel.one_shot import OneShotSums
 from octavo.engine.parallel.place import RankLeftError, RankPlace
 from octavo.engine.parallel.times import Times
 from octavo.kernels.cpu.sums import DTYPES as SHARED_DTYPES
@@ -33,8 +35,6 @@ from octavo.kernels.cpu.sums import RankSums
 STORE = "OCTAVO_RANK_STORE"
 """Environment variable: the file through which ranks on one machine find each other. Without it,
 they use a launcher's MASTER_ADDR and MASTER_PORT."""
-FIRST_NUMBERS = 2048
-"""Length of a message's first part; longer messages have a second part."""
 FOREVER = timedelta(days=365)
 """Timeout of waiting for rank 0's next message: an idle rank 0 sends none."""
 POLLED_SECONDS = 0.002
@@ -69,6 +69,7 @@ class World:
         watch: The group in which ranks check that the others are alive.
         store: The store through which they found each other.
         shared: Sums in memory that all ranks share; None if they share none.
+        one_shot: Sums of small tensors in memory that all GPUs share; None if they share none.
         serving: Whether the engine serves: then a collective that fails ends it, since all later
             ones would fail too, and its requests are better computed by another engine.
     """
@@ -80,8 +81,10 @@ class World:
     watch: dist.ProcessGroup
     store: Any
     shared: RankSums | None = None
+    one_shot: OneShotSums | None = None
     _times: Times = field(default_factory=Times)
     _sent: deque[tuple[dist.Work, Tensor]] = field(default_factory=deque)
+    _room: MessageRoom = field(default_factory=MessageRoom)
     serving: bool = False
 
     @property
@@ -110,29 +113,21 @@ class World:
         shared = 0.0 if self.shared is None else self.shared.seconds
         return replace(self._times, reduce=self._times.reduce + shared)
 
-    def send(self, numbers: np.ndarray) -> None:
-        """Send int64 numbers, `[n]`, from rank 0 to all others."""
+    def send(self, message: np.ndarray) -> None:
+        """Send bytes, `[n]` uint8, from rank 0 to all others."""
         with self._timed("broadcast"):
-            first = np.zeros(FIRST_NUMBERS, np.int64)
-            kept = min(len(numbers), FIRST_NUMBERS - 1)
-            first[0] = len(numbers)
-            first[1 : 1 + kept] = numbers[:kept]
-            self._broadcast(torch.from_numpy(first))
-            if kept < len(numbers):
-                self._broadcast(torch.from_numpy(np.ascontiguousarray(numbers[kept:])))
+            for part in self._room.split(message):
+                self._broadcast(torch.from_numpy(part))
 
     def receive(self) -> np.ndarray:
-        """Wait for numbers that rank 0 sends."""
-        first = torch.empty(FIRST_NUMBERS, dtype=torch.int64)
+        """Wait for a message of rank 0, and return its bytes."""
+        first = torch.empty(self._room.size, dtype=torch.uint8)
         with self._ending():
             self._broadcast(first)
-            count = int(first[0])
-            kept = min(count, FIRST_NUMBERS - 1)
-            if kept == count:
-                return first[1 : 1 + count].numpy()
-            rest = torch.empty(count - kept, dtype=torch.int64)
-            self._broadcast(rest)
-        return torch.cat([first[1:], rest]).numpy()
+            rest = torch.empty(self._room.rest_of(first.numpy()), dtype=torch.uint8)
+            if len(rest):
+                self._broadcast(rest)
+        return message_of(first.numpy(), rest.numpy())
 
     def least(self, *numbers: int) -> list[int]:
         """Return the minimum over all ranks, for each argument."""
@@ -158,10 +153,11 @@ class World:
         """
         if tensors is not None:
             shapes = [(DTYPES.index(each.dtype), each.dim(), *each.shape) for each in tensors]
-            self.send(np.array([number for shape in shapes for number in shape], np.int64))
+            numbers = np.array([number for shape in shapes for number in shape], np.int64)
+            self.send(numbers.view(np.uint8))
             shared = [each.cpu().contiguous() for each in tensors]
         else:
-            shared = list(_empty_tensors(self.receive().tolist()))
+            shared = list(_empty_tensors(self.receive().view(np.int64).tolist()))
         with self._ending():
             for each in shared:
                 self._broadcast(each)
@@ -170,26 +166,57 @@ class World:
     def sum(self, x: Tensor) -> Tensor:
         """Return the sum of a contiguous tensor over all ranks, the same on all.
 
-        On CPUs each rank adds the parts in rank order, in float32 if there are more than two.
+        On CPUs each rank adds the parts in rank order, in float32 if there are more than two. On
+        GPUs the host does not wait, and CUDA graphs can record the sum.
         """
+        if x.is_cuda:
+            return self._sum_on_gpus(x)
         if self.shared is not None and x.is_cpu and x.dtype in SHARED_DTYPES:
             with self._ending():
                 return self.shared.add(x)
         with self._timed("reduce"):
-            if x.is_cuda or (self.size > 2 and x.nbytes > GATHERED_BYTES):
+            if self.size > 2 and x.nbytes > GATHERED_BYTES:
                 total = x.clone()
-                _finish(dist.all_reduce(total, group=self.tensors, async_op=True), total)
+                _finish(dist.all_reduce(total, group=self.tensors, async_op=True))
                 return total
             copies = x.expand(self.size, *x.shape).contiguous()
             parts = torch.empty_like(copies)
             # It takes half the time of an all-gather.
-            _finish(dist.all_to_all_single(parts, copies, group=self.tensors, async_op=True), x)
+            _finish(dist.all_to_all_single(parts, copies, group=self.tensors, async_op=True))
             if len(parts) == 2:
                 return parts[0] + parts[1]
             total = parts[0].float()
             for part in parts[1:]:
                 total += part
             return total.to(x.dtype)
+
+    def _sum_on_gpus(self, x: Tensor) -> Tensor:
+        with self._timed("reduce"):
+            if self.one_shot is not None and self.one_shot.takes(x):
+                return self.one_shot.add(x)
+            total = x.clone()
+            dist.all_reduce(total, group=self.tensors)
+            return total
+
+    @property
+    def unrecordable(self) -> str | None:
+        """Why CUDA graphs cannot record this rank's communication; None if they can."""
+        if self.stages > 1:
+            return "stages send hidden states through the host"
+        if self.shared is not None:
+            return "ranks sum through shared memory, which runs on the host"
+        group: Any = self.tensors  # the public function names the backends of all devices
+        backend: str = group._get_backend(torch.device("cuda")).name()  # noqa: SLF001
+        return None if backend == "nccl" else f"ranks sum through {backend}, which runs on the host"
+
+    def broadcast(self, x: Tensor) -> None:
+        """Replace a tensor of this stage's ranks by that of its first rank, in stream order."""
+        with self._timed("broadcast"):
+            first = self.stage * self.size
+            if x.is_cuda:
+                dist.broadcast(x, first, group=self.tensors)
+            else:
+                _finish(dist.broadcast(x, first, group=self.tensors, async_op=True))
 
     def receive_hidden(self, x: Tensor) -> Tensor:
         """Return the previous stage's hidden states, which are like `x`."""
@@ -251,7 +278,10 @@ class World:
         padded = self._padded(columns, width)
         parts = [torch.empty_like(padded) for _ in range(self.size)] if not self.rank else None
         first = self.stage * self.size
-        _finish(dist.gather(padded, parts, first, group=self.tensors, async_op=True), padded)
+        if padded.is_cuda:
+            dist.gather(padded, parts, first, group=self.tensors)
+        else:
+            _finish(dist.gather(padded, parts, first, group=self.tensors, async_op=True))
         return None if parts is None else torch.cat(parts, 1)[:, :width]
 
     def _broadcast(self, x: Tensor) -> None:
@@ -259,7 +289,7 @@ class World:
         if self.stages > 1 and not self.place.rank:
             self._keep(work, x)
         else:
-            _finish(work, x)
+            _finish(work)
 
     def _send(self, x: Tensor, rank: int) -> None:
         self._keep(dist.isend(x, rank), x)
@@ -353,18 +383,12 @@ class World:
             raise RankLeftError(why) from error
 
 
-def _finish(work: dist.Work | None, tensor: Tensor) -> None:
-    """Wait until a collective has ended.
-
-    Args:
-        work: The collective.
-        tensor: One of its tensors; a GPU waits for its own.
-    """
+def _finish(work: dist.Work | None) -> None:
+    """Wait until a collective of CPUs has ended."""
     assert work is not None
-    if not tensor.is_cuda:
-        end = time.perf_counter() + POLLED_SECONDS
-        while not work.is_completed() and time.perf_counter() < end:
-            _yield_core()
+    end = time.perf_counter() + POLLED_SECONDS
+    while not work.is_completed() and time.perf_counter() < end:
+        _yield_core()
     work.wait()
 
 

@@ -190,8 +190,8 @@ def warm_up(settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: Cac
     if not loaded.on_gpu:  # the self-check has run all of a CPU's kernels
         return executor
     executor.warm_up(size.max_model_len, plan.max_num_batched_tokens)
-    if settings.cuda_graphs and loaded.leader is None:
-        record(executor, plan.graph_sizes, size.max_model_len)
+    if settings.cuda_graphs:
+        record(executor, plan.graph_sizes, size.max_model_len, loaded.world)
     return executor
 
 

@@ -235,12 +235,12 @@ def _memory_taken(
     if is_set or device.type != "cuda":
         return 0
     taken = peak_memory(device) - probe.cache.device.nbytes
-    if not settings.cuda_graphs or settings.ranks > 1:
+    if not settings.cuda_graphs:
         return taken
     most = settings.max_model_len or loaded.model.shape.max_position
     blocks = memory_of(device).total // plan.block_bytes
     capacity = BlockBudget(blocks, probe.cache.layout.groups, most).capacity(most)
-    taken += measure_recorded(probe, plan.graph_sizes, capacity)
+    taken += measure_recorded(probe, plan.graph_sizes, capacity, loaded.world)
     if loaded.draft_model is not None:
         taken += loaded.draft_model.measure_graphs(plan.max_num_seqs, plan.max_num_batched_tokens)
     return taken

@@ -3,6 +3,7 @@
 import ctypes
 import signal
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -13,7 +14,7 @@ from octavo.common.models.checkpoint import check_checkpoint
 from octavo.common.models.errors import ModelError
 from octavo.common.shutdown import exit_at_once
 from octavo.engine.compilation.load_forward import load_forward
-from octavo.engine.execution.leader import Follower
+from octavo.engine.execution.follower import Follower
 from octavo.engine.execution.rank_adapters import FollowerAdapters
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors, peak_memory
@@ -27,6 +28,7 @@ from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.cache_plan import count_pool
 from octavo.engine.startup.capacity import StartupError, keeps_blocks, naming_uncompiled
 from octavo.engine.startup.load import adapter_registry, device_adapters, join_ranks
+from octavo.engine.startup.record import recorder
 from octavo.engine.startup.threads import set_threads
 from octavo.kernels import cpu
 
@@ -84,10 +86,10 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize
 
-    def count(probe: CacheTensors) -> tuple[int, int]:
+    def count(probe: CacheTensors, graph_bytes: int) -> tuple[int, int]:
         taken = 0
         if loaded.device.type == "cuda":
-            taken = peak_memory(loaded.device) - probe.device.nbytes
+            taken = peak_memory(loaded.device) - probe.device.nbytes + graph_bytes
         return count_pool(settings, loaded, block_bytes, taken, place)
 
     registry, adapters = adapter_registry(settings, loaded), None
@@ -101,6 +103,7 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
         loaded,
         lambda blocks, swap: allocate(layout, loaded, blocks, swap),
         count,
+        recorder=partial(recorder, world),
         adapters=adapters,
         told_to_stop=signals.came,
     ).run()

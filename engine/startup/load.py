@@ -13,6 +13,7 @@ from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.errors import AdapterError
 from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.models.device import choose_device
+from octavo.engine.parallel.gpu_sums import share_gpus
 from octavo.engine.parallel.place import RankPlace
 from octavo.engine.parallel.served import GPUS
 from octavo.engine.parallel.shared_sums import share_memory
@@ -45,6 +46,11 @@ class Loaded:
     adapters: AdapterRegistry | None
     device_adapters: DeviceAdapters | None
     adapter_limit: int | None
+
+    @property
+    def world(self) -> World | None:
+        """The ranks; None without other ranks."""
+        return None if self.leader is None else self.leader.world
 
     @property
     def on_gpu(self) -> bool:
@@ -115,6 +121,8 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
         raise StartupError(f"the ranks do not find each other: {error}") from error
     if device.type == "cpu" and world.shared is None:
         share_memory(world)
+    if device.type == "cuda" and world.one_shot is None:
+        share_gpus(world, device)
     log.info("ranks joined", rank=place.rank, ranks=place.size)
     return world
 

@@ -16,19 +16,25 @@ class RankForward:
         world: The ranks.
         vocab_size: Size of the vocabulary.
         everywhere: Whether to return the logits on all ranks, as the self-check needs.
-
-    Attributes:
-        compiled: Whether it is traced, not run operator by operator in Python.
     """
 
     def __init__(
         self, forward: Forward, world: World, vocab_size: int, *, everywhere: bool = False
     ) -> None:
-        self.compiled = not isinstance(forward, EagerForward)
         self._forward = forward
         self._world = world
         self._vocab_size = vocab_size
         self._everywhere = everywhere
+
+    @property
+    def compiled(self) -> bool:
+        """Whether it is traced or compiled, not run operator by operator in Python."""
+        return not isinstance(self._forward, EagerForward)
+
+    @property
+    def eager_steps(self) -> int:
+        """Number of steps that ran uncompiled although it is compiled."""
+        return getattr(self._forward, "eager_steps", 0)
 
     def __call__(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         """Return logits `[num_rows, vocab_size]`; without columns on ranks other than 0."""
@@ -46,16 +52,19 @@ class RankForward:
         whole = self._world.gather_columns(columns, self._vocab_size)
         return columns.new_empty((len(columns), 0)) if whole is None else whole
 
-    def most_likely(self, columns: Tensor) -> list[int]:
-        """Return each row's most likely token, the first on a tie; on rank 0 only."""
+    def most_likely(self, columns: Tensor) -> Tensor:
+        """Return each row's most likely token, the first on a tie.
+
+        Returns:
+            `[num_rows]` int64 on rank 0, where the device may still compute them; else empty.
+        """
         best = argmax(columns)
         values = columns.gather(1, best[:, None]).double()
         pairs = torch.cat([values, best[:, None].double()], 1)
         gathered = self._world.gather_columns(pairs, 2 * self._world.size)
         if gathered is None:
-            return []
+            return best[:0]
         by_rank = gathered.view(len(columns), self._world.size, 2)
         winner = by_rank[:, :, 0].argmax(1, keepdim=True)  # the first on a tie
         tokens = by_rank[:, :, 1].gather(1, winner) + winner * self._world.part(self._vocab_size)
-        chosen: list[int] = tokens[:, 0].long().tolist()
-        return chosen
+        return tokens[:, 0].long()

@@ -138,12 +138,14 @@ class Frozen:
 
     Attributes:
         replayed: Number of replays.
+        recordings: The work of each recording, as in `Trace`.
     """
 
     def __init__(
         self, variants: set[Any], watch: Callable[[Callable[..., None] | None], None]
     ) -> None:
         self.replayed = 0
+        self.recordings: list[list[Any]] = []
         self._variants, self._watch = variants, watch
 
     def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
@@ -151,6 +153,7 @@ class Frozen:
         for _ in range(WARM_UPS):
             work()
         recorded, _ = self._trace(work)
+        self.recordings.append(recorded)
 
         def replay() -> torch.Tensor:
             self.replayed += 1

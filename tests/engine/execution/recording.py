@@ -61,6 +61,14 @@ class AsOnAGpu:
         return lambda: output
 
 
+class Graphs(StepGraphs):
+    """Graphs that choose and replay at once."""
+
+    def run(self, inputs):
+        size = self.choose(inputs)
+        return None if size is None else self.replay(size, inputs)
+
+
 def graphs_of(step, record, *, sizes, plan, room=None):
     """Record steps whose attention is planned by `plan` and `room`, as on a GPU."""
     with patch.multiple(
@@ -68,7 +76,7 @@ def graphs_of(step, record, *, sizes, plan, room=None):
         plan_attention=lambda query_lens, seq_lens, _shape: plan(query_lens, seq_lens),
         plan_room=lambda sequences, chunks, rows, _shape: room(sequences, chunks, rows),
     ):
-        return StepGraphs(
+        return Graphs(
             step,
             [],
             None,

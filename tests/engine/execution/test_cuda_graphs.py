@@ -337,7 +337,7 @@ def gpu(monkeypatch):
 def blocks(settings, draft_model=None):
     block_bytes = 2 * MIB
     plan = cache_plan.CachePlan(None, block_bytes, 256, 8192, SimpleNamespace(num_tokens=8))
-    loaded = SimpleNamespace(model=Loaded, draft_model=draft_model)
+    loaded = SimpleNamespace(model=Loaded, draft_model=draft_model, world=None)
     taken = cache_plan._memory_taken(Probe(gpu), loaded, settings, plan)
     return capacity.count_blocks(settings, Loaded.device, block_bytes, 0, taken=taken)
 

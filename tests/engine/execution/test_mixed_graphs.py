@@ -21,6 +21,7 @@ from octavo.engine.execution.graph_sizes import (
     mixed_sizes,
     step_sizes,
 )
+from octavo.engine.execution.recorded_steps import NO_GRAPH
 from octavo.engine.settings import EngineSettings
 from octavo.engine.speculation.speculation import Speculation
 from octavo.engine.startup.build import build
@@ -248,15 +249,13 @@ def count_launches(path):
     parts = build(EngineSettings(model=str(path), dtype="float32", compile="off", **settings))
     executor, engine, gpu = parts.executor, Stepper(parts), AsOnAGpu()
     executor.record_graphs(step_sizes(4, 0, 16), 64, gpu.record)
-    graphs, forward, counts = executor._graphs, executor._forward, []
+    forward, counts = executor._forward, []
 
     def count(inputs):
         with Launches() as replay:
             forward(inputs)
-        executor._graphs = None
         with Launches() as eager:
-            logits = forward(inputs)
-        executor._graphs = graphs
+            logits = forward(replace(inputs, graph=NO_GRAPH))
         if inputs.num_chunks and len(inputs.groups[0].seq_lens) > 1:
             counts.append((eager.found.total(), replay.found.total()))
         return logits

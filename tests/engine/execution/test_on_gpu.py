@@ -150,7 +150,7 @@ def test_so_they_are_when_it_is_compiled(engine, expected, async_scheduling):
 def test_recorded_decodes_read_nothing_that_was_freed(engine, expected, monkeypatch):
     monkeypatch.setattr(f"{RECORD}.cuda_recorder", partial(cuda_recorder, check_inputs=True))
     recorded = engine()
-    assert recorded.parts.executor._graphs is not None
+    assert recorded.parts.executor._recorded._graphs
     gc.collect()
     torch.full((1 << 28,), -1, dtype=torch.int32, device="cuda")  # in freed memory
     assert run(recorded) == expected
@@ -170,14 +170,15 @@ def test_drafts_are_verified_by_replays(engine, expected, monkeypatch):
         executor.record_graphs(step_sizes(4, 3), 512, again)
     known = [prompt + output for prompt, output in zip(prompts(), expected, strict=True)]
     recorded.scheduler.speculation = Speculation(Oracle(known), 3)
-    replayed, forward = [], executor._graphs.run
+    (graphs,), replayed = executor._recorded._graphs, []
+    choose = graphs.choose
 
-    def replay(inputs):
-        logits = forward(inputs)
-        replayed.append((inputs.groups[0].max_query_len, logits is not None))
-        return logits
+    def note(inputs):
+        size = choose(inputs)
+        replayed.append((inputs.groups[0].max_query_len, size is not None))
+        return size
 
-    monkeypatch.setattr(executor._graphs, "run", replay)
+    monkeypatch.setattr(graphs, "choose", note)
     assert run(recorded) == expected
     assert {(2, True), (3, True), (4, True)} & set(replayed), "no draft was replayed"
 
@@ -190,14 +191,15 @@ def test_chunks_beside_decodes_are_replayed(engine, expected, monkeypatch):
         # One program per item takes long.
         monkeypatch.setattr("octavo.kernels.triton.splits.MAX_WAVES", {"decode": 1, "chunk": 1})
         executor.record_graphs(step_sizes(4, 0, 24), 512, again)
-    replayed, forward = [], executor._graphs.run
+    (graphs,), replayed = executor._recorded._graphs, []
+    choose = graphs.choose
 
-    def replay(inputs):
-        logits = forward(inputs)
-        replayed.append((len(inputs.groups[0].seq_lens), inputs.num_chunks, logits is not None))
-        return logits
+    def note(inputs):
+        size = choose(inputs)
+        replayed.append((len(inputs.groups[0].seq_lens), inputs.num_chunks, size is not None))
+        return size
 
-    monkeypatch.setattr(executor._graphs, "run", replay)
+    monkeypatch.setattr(graphs, "choose", note)
     assert run(recorded) == expected
     assert all(was for *_, was in replayed)
     assert any(count > chunks > 0 for count, chunks, _ in replayed)

@@ -21,9 +21,10 @@ from transformers import (
 )
 
 from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.follower import Follower
 from octavo.engine.execution.graph_sizes import draft_model_sizes, step_sizes
 from octavo.engine.execution.inputs import idle_arrays, warm_up_sizes
-from octavo.engine.execution.leader import Follower, Leader
+from octavo.engine.execution.leader import Leader
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.models import load_model
 from octavo.engine.models.checks.self_check import SelfCheck
@@ -340,7 +341,8 @@ def test_nor_one_of_another_rank(launched, long_model):
         wire,
         dataclasses.replace(loaded, forward=Rank(loaded.forward)),
         lambda blocks, _: allocate(layout, loaded, blocks, 0),
-        lambda _: (256, 0),
+        lambda *_: (256, 0),
+        recorder=None,
     )
     executor = Executor(loaded, parts.executor.cache, Leader(wire))
     executor._leader.allocate(256, 0)

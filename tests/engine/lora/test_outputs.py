@@ -84,15 +84,15 @@ def as_on_a_gpu(monkeypatch):
 
 @pytest.mark.usefixtures("as_on_a_gpu")
 def test_recorded_steps_take_any_adapters_of_low_rank(make_engine, expected, monkeypatch):
-    again, replayed, run = Again(), [], StepGraphs.run
+    again, replayed, choose = Again(), [], StepGraphs.choose
 
     def note(graphs, inputs):
-        logits = run(graphs, inputs)
+        size = choose(graphs, inputs)
         if inputs.adapters is not None:
-            replayed.append((inputs.adapters.tokens.max_rank, logits is not None))
-        return logits
+            replayed.append((inputs.adapters.tokens.max_rank, size is not None))
+        return size
 
-    monkeypatch.setattr(StepGraphs, "run", note)
+    monkeypatch.setattr(StepGraphs, "choose", note)
     options = {"num_blocks": 400, "max_num_seqs": 12, "max_num_batched_tokens": 48}
     engine = make_engine(**options)
     engine.parts.executor.record_graphs(step_sizes(12, 0, 48), 512, again.record)

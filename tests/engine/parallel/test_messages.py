@@ -1,5 +1,6 @@
 """Ranks' positions, and messages from rank 0."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,14 +11,19 @@ from octavo.common.settings import SettingsError
 from octavo.common.topology import Core, Node
 from octavo.engine.attention.operator import current_step
 from octavo.engine.execution import inputs
-from octavo.engine.execution.inputs import StepArrays, idle_arrays
-from octavo.engine.execution.leader import Follower, Leader, pack, unpack
+from octavo.engine.execution.follower import Follower
+from octavo.engine.execution.inputs import idle_arrays
+from octavo.engine.execution.leader import Leader
+from octavo.engine.execution.rank_messages import Kind, RankStep, read_message
+from octavo.engine.execution.step_arrays import StepArrays
 from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.sharding.rank_forward import RankForward
+from octavo.engine.parallel.messages import MessageRoom, message_of
 from octavo.engine.parallel.place import Machines, RankError, RankPlace, place_from_launcher
 from octavo.engine.settings import EngineSettings
+from tests.engine.execution.recording import Again
 from tests.plain import shape
 
 
@@ -34,7 +40,13 @@ def test_a_step_arrives_as_it_was_sent():
             np.zeros((2, 1), np.int32),
         ],
     )
-    found = unpack(pack(arrays))
+    transfers = Transfers([(1, 2)], [], [(3, 4), (5, 6)])
+    step = RankStep(transfers, arrays, True, 3, True, 64, [7, -1])
+    kind, numbers, packed = read_message(step.message())
+    assert kind is Kind.STEP
+    read = RankStep.read(numbers, packed)
+    assert replace(read, arrays=arrays) == step
+    found = read.arrays
     for name in ("laid", "query_starts", "query_lens", "seq_lens", "rows"):
         sent, got = getattr(arrays, name), getattr(found, name)
         np.testing.assert_array_equal(got, sent)
@@ -42,6 +54,24 @@ def test_a_step_arrives_as_it_was_sent():
     for sent, got in zip(arrays.tables, found.tables, strict=True):
         np.testing.assert_array_equal(got, sent)
         assert got.dtype == sent.dtype
+
+
+def test_messages_of_any_length_arrive_mostly_by_one_broadcast():
+    numbers = np.random.default_rng(0)
+    sender, receiver = MessageRoom(), MessageRoom()
+    lengths = [0, 1, 4080, 4081, 100_000, 3, *numbers.integers(0, 20_000, 40), *[30_000] * 20]
+    counts = []
+    for length in lengths:
+        message = numbers.integers(0, 256, length, np.uint8)
+        parts = sender.split(message)
+        assert len(parts[0]) == receiver.size
+        rest = receiver.rest_of(parts[0])
+        assert [rest] == [len(part) for part in parts[1:]] or rest == 0 == len(parts) - 1
+        found = message_of(parts[0], np.concatenate([*parts[1:], np.empty(0, np.uint8)]))
+        np.testing.assert_array_equal(found, message)
+        counts.append(len(parts))
+    assert counts[-19:] == [1] * 19
+    assert receiver.size == sender.size == 32_768  # long messages are forgotten
 
 
 class Wire:
@@ -89,11 +119,12 @@ def follower_on(device, wire, events=None):
     def allocate(blocks, _):
         return CacheTensors(layout, num_blocks=blocks, **given)
 
-    def count(cache):
+    def count(cache, _):
         events.append("count")
         return len(cache.device), 0
 
-    return Follower(wire, loaded, allocate, count), forward, layout
+    follower = Follower(wire, loaded, allocate, count, recorder=Again)
+    return follower, forward, layout
 
 
 def test_other_ranks_warm_up_for_the_same_longest_sequence(monkeypatch):

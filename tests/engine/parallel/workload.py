@@ -3,25 +3,36 @@
 python -m tests.engine.parallel.workload SIZE CASES
 
 CASES is JSON: each case has the functions that submit requests, a model, more settings, the ranks
-whose step cannot be traced or whose kernels are refused; and the number of stages, if the ranks are
-not one.
+whose step cannot be traced or whose kernels are refused; the number of stages, if the ranks are
+not one; whether to schedule ahead, as on GPUs; how steps are recorded, see `Recording`; and the
+ranks that cannot compile their step, if all compile it as on GPUs.
 """
 
 import json
 import os
 import random
 import sys
+from contextlib import suppress
+from functools import partial
+
+import torch
 
 from octavo.common import logging
 from octavo.common.models.errors import ModelError
-from octavo.engine.compilation import traced_forward
+from octavo.engine.compilation import jit, load_forward, traced_forward
+from octavo.engine.compilation.load_forward import compiled_for_gpu
 from octavo.engine.compilation.trace import UntraceableError
+from octavo.engine.execution.cuda_graphs import RecordingError
+from octavo.engine.execution.graph_sizes import step_sizes
+from octavo.engine.execution.recorded_steps import RecordedSteps
 from octavo.engine.models import load_model
+from octavo.engine.models.linear import packed_linear
 from octavo.engine.parallel.place import RankError, place_from_launcher
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import follower
 from octavo.engine.startup.build import build
+from tests.engine.parallel.frozen_ranks import FrozenRanks, OtherSumsError
 from tests.engine.stepper import Stepper, allow_even_tokens
 
 VOCABULARY = 500
@@ -104,7 +115,14 @@ WORKS = {work.__name__: work for work in (mixed, scored, masked, repetitive, aga
 
 def run(case, place):
     settings = settings_of(case, place)
-    engine = Stepper(build(settings, place))
+    engine = Stepper(build(settings, place), async_scheduling=case.get("ahead", False))
+    recording = None
+    if "recorded" in case and place is not None:
+        recording = Recording(case, place.rank)
+        record = recording.recorder(engine.parts.leader.world)
+        sizes = step_sizes(6, case["settings"].get("num_speculative_tokens", 0), 48)
+        with suppress(RecordingError):
+            engine.parts.executor.record_graphs(sizes, 128, record)
     groups = []
     for work in case.get("work", "mixed").split():
         groups += WORKS[work](engine)
@@ -127,7 +145,36 @@ def run(case, place):
         "cached": sum(group.cached_tokens for group in groups),
         "block_bytes": engine.parts.block_bytes,
         "weight_bytes": weight_bytes(engine.parts.executor._loaded),
-    }
+    } | (recording.found() if recording else {})
+
+
+class Recording:
+    """How one rank records and replays steps.
+
+    Args:
+        case: Its `recorded` may have `fails`, the number of the graph that each rank cannot record,
+            by rank; and `wrong`, the rank that replays other graphs than rank 0 says.
+        rank: The rank.
+    """
+
+    def __init__(self, case, rank):
+        self._fails_at = case["recorded"].get("fails", {}).get(str(rank))
+        self._wrong = case["recorded"].get("wrong") == rank
+        self.frozen = None
+
+    def recorder(self, world):
+        self.frozen = FrozenRanks(world, self._fails_at)
+        if self._wrong:
+            usual = RecordedSteps.replay
+
+            def replay_the_last(self, _, inputs):
+                return usual(self, len(self._sizes), inputs)
+
+            RecordedSteps.replay = replay_the_last
+        return self.frozen.record
+
+    def found(self):
+        return {"sums": self.frozen.sums, "order": self.frozen.order}
 
 
 def weight_bytes(loaded):
@@ -138,9 +185,12 @@ def weight_bytes(loaded):
     return sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
 
 
-def follow_and_weigh(settings, place):
+def follow_and_weigh(case, place):
     """Compute what rank 0 sends; return the bytes of this rank's weights."""
     sizes, usual = [], follower.load_forward
+    recording = Recording(case, place.rank) if "recorded" in case else None
+    if recording is not None:
+        follower.recorder = recording.recorder
 
     def load(*arguments):
         loaded = usual(*arguments)
@@ -148,9 +198,9 @@ def follow_and_weigh(settings, place):
         return loaded
 
     follower.load_forward = load
-    follower.follow(settings, place)
+    follower.follow(settings_of(case, place), place)
     follower.load_forward = usual
-    return {"weight_bytes": sizes[0]}
+    return {"weight_bytes": sizes[0]} | (recording.found() if recording else {})
 
 
 def settings_of(case, place):
@@ -163,6 +213,27 @@ def settings_of(case, place):
 def refuse(*_):
     """Replace `trace`: report a failure."""
     raise UntraceableError("it is refused")
+
+
+def compile_as_on_gpus(*, refused):
+    """Make ranks compile their steps as on GPUs, but without machine code.
+
+    Args:
+        refused: Whether this rank cannot.
+    """
+
+    def make(self, *, eager):
+        del eager
+        loaded, whole = self._loaded, partial(self._of_all_ranks, everywhere=True)
+        given = self.eager, loaded.device, loaded.check
+        return self._of_all_ranks(compiled_for_gpu(*given, whole=whole, on_all=self._all))
+
+    compiler = torch.compile
+    torch.compile = lambda step, **options: compiler(step, **options, backend="eager")
+    load_forward._Forwards.make = make
+    packed_linear.pack_linears = lambda _: None
+    if refused:
+        jit.capture = refuse
 
 
 def refuse_kernels(*_):
@@ -179,13 +250,13 @@ def main():
     usual = traced_forward.trace
     for name, case in cases.items():
         traced_forward.trace = refuse if rank in case.get("eager", ()) else usual
+        if "uncompilable" in case:
+            compile_as_on_gpus(refused=rank in case["uncompilable"])
         if rank in case.get("refused", ()):
             load_model.check_kernels = refuse_kernels
         try:
-            found[name] = (
-                follow_and_weigh(settings_of(case, place), place) if rank else run(case, place)
-            )
-        except (ModelError, RankError) as error:
+            found[name] = follow_and_weigh(case, place) if rank else run(case, place)
+        except (ModelError, RankError, OtherSumsError) as error:
             print(json.dumps(str(error)), flush=True)
             os._exit(1)
     print(json.dumps(found))

@@ -100,14 +100,14 @@ def test_the_model_itself_is_always_right(run, asked, expected, decided_model):
 def test_every_step_of_a_recorded_draft_model_is_replayed(
     run, asked, expected, nearly, monkeypatch
 ):
-    again, steps, compute = Again(), [], StepGraphs.run
+    again, steps, choose = Again(), [], StepGraphs.choose
 
-    def replay(self, inputs):
-        logits = compute(self, inputs)
-        steps.append(logits is not None)
-        return logits
+    def note(self, inputs):
+        size = choose(self, inputs)
+        steps.append(size is not None)
+        return size
 
-    monkeypatch.setattr(StepGraphs, "run", replay)
+    monkeypatch.setattr(StepGraphs, "choose", note)
     plain, _ = run(asked, nearly)
     engine, outputs = run(asked, nearly, record=again.record)
     assert outputs == expected
