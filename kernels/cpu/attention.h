@@ -27,7 +27,6 @@ struct Layer {
   explicit Layer(int64_t number)
       : cache(step.layers[number]), batch(step.batches[step.groups[number]]),
         is_written(step.written[number]) {}
-  Layer(const Cache& cache, const Batch& batch) : cache(cache), batch(batch), is_written(true) {}
 
   // Checks that a kernel can read keys, values or queries.
   void check(const View& tokens) const {

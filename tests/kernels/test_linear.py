@@ -42,7 +42,10 @@ X86 = {
 }
 """Instructions that the compiler may use, and those that are emulated."""
 ARM = {isa.name: isa for isa in INSTRUCTION_SETS["aarch64"]}
-NAMES = "linear", "linear_blocks", "stored_blocks", "round_weights", "low_rank", "step", "isa"
+NAMES = (
+    *("linear", "linear_blocks", "stored_blocks", "round_weights", "low_rank", "step", "isa"),
+    "ragged_attention",
+)
 KERNELS = [*(SOURCES / f"{name}.cpp" for name in NAMES), EMULATION / "torch.cpp"]
 PANEL = 32
 """Maximum outputs of a panel."""

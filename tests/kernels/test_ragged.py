@@ -1,4 +1,7 @@
-"""Attention of whole texts: the C++ kernel computes what its definition says."""
+"""Attention of whole texts: the C++ kernel computes what its definition says.
+
+Instructions that this CPU lacks are emulated, as in test_linear.py.
+"""
 
 import math
 
@@ -10,6 +13,17 @@ from hypothesis import strategies as st
 from octavo.engine.attention import ragged  # noqa: F401 - defines the operator
 from octavo.kernels import reference
 from tests.kernels.conftest import TOLERANCES
+from tests.kernels.test_linear import CPUS, emulated
+
+
+@pytest.fixture(scope="module", params=CPUS)
+def attend(request, tmp_path_factory):
+    """Yield the kernel for a kind of CPU."""
+    if request.param == "native":
+        yield torch.ops.octavo.ragged_attention
+        return
+    with emulated(request.param, tmp_path_factory) as (operators, _):
+        yield lambda *call: operators.ragged_attention(*call[:-1], int(call[-1]))
 
 
 @given(
@@ -21,7 +35,9 @@ from tests.kernels.conftest import TOLERANCES
     causal=st.booleans(),
     seed=st.integers(0, 1 << 31),
 )
-def test_the_kernel_computes_its_definition(lengths, heads, widths, dtype, reach, causal, seed):
+def test_the_kernel_computes_its_definition(
+    attend, lengths, heads, widths, dtype, reach, causal, seed
+):
     generator = torch.Generator().manual_seed(seed)
     kv_heads, group = heads
     rows = sum(lengths)
@@ -35,7 +51,7 @@ def test_the_kernel_computes_its_definition(lengths, heads, widths, dtype, reach
     value = draw(kv_heads, widths[1])
     starts = torch.tensor([0, *lengths]).cumsum(0).int()
     arguments = (query, key, value, starts, widths[0] ** -0.5, reach, causal)
-    computed = torch.ops.octavo.ragged_attention(*arguments)
+    computed = attend(*arguments)
     expected = reference.ragged_attention(*arguments)
     assert computed.dtype == dtype
     torch.testing.assert_close(
@@ -44,32 +60,28 @@ def test_the_kernel_computes_its_definition(lengths, heads, widths, dtype, reach
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_text_has_the_same_bits_alone_and_among_others(dtype):
+def test_a_text_has_the_same_bits_alone_and_among_others(attend, dtype):
     query = torch.randn((900, 2, 32)).to(dtype)
     starts = torch.tensor([0, 100, 840, 900], dtype=torch.int32)
-    together = torch.ops.octavo.ragged_attention(query, query, query, starts, 0.2, -1, False)
+    together = attend(query, query, query, starts, 0.2, -1, False)
     own = query[100:840]
-    alone = torch.ops.octavo.ragged_attention(
-        own, own, own, torch.tensor([0, 740], dtype=torch.int32), 0.2, -1, False
-    )
+    alone = attend(own, own, own, torch.tensor([0, 740], dtype=torch.int32), 0.2, -1, False)
     assert torch.equal(together[100:840], alone)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_memory_of_a_larger_batch_is_not_read(dtype):
+def test_the_memory_of_a_larger_batch_is_not_read(attend, dtype):
     nan = torch.full((128, 1, 32), math.nan, dtype=dtype)
     starts = torch.tensor([0, 128], dtype=torch.int32)
-    torch.ops.octavo.ragged_attention(nan, nan, nan, starts, 0.2, -1, False)
+    attend(nan, nan, nan, starts, 0.2, -1, False)
     query = torch.randn((7, 1, 32)).to(dtype)
     starts = torch.tensor([0, 7], dtype=torch.int32)
-    computed = torch.ops.octavo.ragged_attention(query, query, query, starts, 0.2, -1, False)
+    computed = attend(query, query, query, starts, 0.2, -1, False)
     assert not computed.isnan().any()
 
 
 @pytest.mark.parametrize("starts", [[0, 3], [1, 4], [0, 5, 4], [0]])
-def test_texts_that_do_not_hold_each_token_once_are_refused(starts):
+def test_texts_that_do_not_hold_each_token_once_are_refused(attend, starts):
     query = torch.randn((4, 1, 32))
     with pytest.raises(ValueError, match="texts must"):
-        torch.ops.octavo.ragged_attention(
-            query, query, query, torch.tensor(starts, dtype=torch.int32), 0.2, -1, False
-        )
+        attend(query, query, query, torch.tensor(starts, dtype=torch.int32), 0.2, -1, False)
