@@ -12,6 +12,7 @@ from octavo.common.topology import Core, Node
 from octavo.engine.attention.operator import current_step
 from octavo.engine.execution import inputs
 from octavo.engine.execution.follower import Follower
+from octavo.engine.execution.graph_sizes import graph_sizes
 from octavo.engine.execution.inputs import idle_arrays
 from octavo.engine.execution.leader import Leader
 from octavo.engine.execution.rank_messages import Kind, RankStep, read_message
@@ -99,8 +100,9 @@ class Forward(RankForward):
     def __init__(self):
         self.plans = []
 
-    def begin(self, *_):
+    def begin(self, *inputs):
         self.plans += [group.plan for group in current_step().groups]
+        return torch.zeros((len(inputs[-1]), 4))
 
     def logits(self, _):
         pass
@@ -119,11 +121,11 @@ def follower_on(device, wire, events=None):
     def allocate(blocks, _):
         return CacheTensors(layout, num_blocks=blocks, **given)
 
-    def count(cache, _):
-        events.append("count")
+    def count(cache, graph_bytes):
+        events.append(("count", graph_bytes))
         return len(cache.device), 0
 
-    follower = Follower(wire, loaded, allocate, count, recorder=Again)
+    follower = Follower(wire, loaded, allocate, count, recorder=lambda: Again().record)
     return follower, forward, layout
 
 
@@ -151,7 +153,27 @@ def test_other_ranks_count_without_the_peak_of_loading(monkeypatch):
     leader.count(5, 0)
     leader.stop()
     follower.run()
-    assert events == ["empty", "reset", "count"]
+    assert events == ["empty", "reset", ("count", 0)]
+
+
+def test_other_ranks_count_without_what_graphs_take(monkeypatch):
+    events, left = [], [900]
+
+    def free(_):
+        left[0] -= 10
+        return left[0]
+
+    monkeypatch.setattr("octavo.engine.execution.follower.free_memory", free)
+    wire = Wire()
+    follower, *_ = follower_on("cpu", wire, events)
+    leader, sizes = Leader(wire), graph_sizes(4)
+    leader.record(Kind.MEASURE, sizes, 64, None)
+    leader.count(5, 0)
+    leader.record(Kind.RECORD, sizes, 64, None)
+    leader.stop()
+    follower.run()
+    assert events == [("count", 20)]  # two graphs
+    assert follower._recorded._sizes == sizes
 
 
 def test_ranks_of_a_machine_divide_its_cores():

@@ -2,7 +2,9 @@
 
 import pytest
 
+from tests.engine.lora.conftest import CONFIGS
 from tests.engine.parallel.harness import run_ranks, save_models, start_ranks
+from tests.engine.parallel.test_adapters import save_adapters
 
 SMALL = {"max_num_seqs": 6, "max_num_batched_tokens": 48}
 NGRAM = SMALL | {"speculation": "ngram", "num_speculative_tokens": 3}
@@ -49,6 +51,20 @@ def test_so_do_beams_and_swapped_requests(model, tmp_path, ahead):
         "swap": case(model, "mixed again", swap, ahead=ahead),
     }
     assert assert_together(cases, tmp_path)["swap"]["swapped"] > 0
+
+
+@pytest.mark.slow
+def test_so_do_steps_with_adapters(model, tmp_path):
+    lora = {"lora": save_adapters(model, tmp_path, CONFIGS)}
+    unchecked = {"unchecked": True}
+    cases = {"it": case(model, "adapted", SMALL | lora, ahead=True, recorded=unchecked)}
+    alone = run_ranks(1, cases, tmp_path)
+    codes, printed = start_ranks(2, cases, tmp_path)
+    assert codes == [0, 0], printed
+    leader, follower = (each["it"] for each in printed)
+    assert leader["tokens"] == alone["it"]["tokens"]
+    assert leader["replayed"] == follower["replayed"]
+    assert len(leader["replayed"]) > 20
 
 
 @pytest.mark.slow
