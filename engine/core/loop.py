@@ -165,6 +165,7 @@ class EngineCore:
                 if self._scheduler.idle or self.steps.stalled:
                     self._publish()  # or the next step, while the model runs
         finally:
+            self._executor.close()
             self.requests.close()
             self._publish()
 

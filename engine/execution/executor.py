@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import structlog
 import torch
 
 from octavo.engine.attention.operator import PagedStep, attending
@@ -14,6 +13,7 @@ from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.execution.cuda_graphs import Record
 from octavo.engine.execution.graph_sizes import GraphSize
+from octavo.engine.execution.image_encoder import NO_IMAGES, EncodedImages, ImageEncoder
 from octavo.engine.execution.inputs import (
     LONGER_CHUNK,
     StepInputs,
@@ -41,12 +41,9 @@ from octavo.engine.sampling.sampler import (
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
-from octavo.engine.scheduling.image_encodes import ImageKey
 from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
-
-log = structlog.get_logger(__name__)
 
 SCORED_ROWS = 256
 """Rows of prompt logits that are converted to log-probabilities at a time."""
@@ -80,8 +77,7 @@ class Executor:
         self._loaded = loaded
         self._device = loaded.device
         self._eager_before = 0
-        self._images: dict[ImageKey, torch.Tensor] = {}
-        self._failed_images: set[ImageKey] = set()
+        self._encoder = None if loaded.vision is None else ImageEncoder(loaded.vision)
         self._shapes = cache.layout.attention_shapes(
             loaded.dtype, loaded.cache_dtype, loaded.device
         )
@@ -111,7 +107,6 @@ class Executor:
         Returns:
             The step's inputs; None for a batch that only copies blocks.
         """
-        self._encode_images(batch)
         if not batch.num_sequences:
             if self._leader is not None:
                 self._leader.copy(batch.transfers)
@@ -151,7 +146,7 @@ class Executor:
     def launch(
         self, batch: Batch, inputs: StepInputs | None, late: Collection[int] | None = ()
     ) -> PendingStep:
-        """Run the model; `sample` must follow before the next launch.
+        """Encode images, and run the model; `sample` must follow before the next launch.
 
         On a GPU it returns at once, while the step continues. On a CPU it returns when the model
         has run; other threads get the interpreter meanwhile.
@@ -162,6 +157,8 @@ class Executor:
             late: Ids of sequences whose masks are not ready; None: `sample` reads all masks. If the
                 model itself samples, a mask that becomes ready while it runs is also late.
         """
+        if self._encoder is not None:
+            self._encoder.encode(batch.images, batch.dropped_images)
         if inputs is None:
             return PendingStep(batch)
         if isinstance(self._loaded.forward, RankForward):
@@ -315,34 +312,24 @@ class Executor:
             record = self._leader.record(Kind.MEASURE, sizes, max_model_len, record)
         return self._recorded.measure(sizes, max_model_len, record, free)
 
-    def _encode_images(self, batch: Batch) -> None:
-        """Encode a step's images; drop others. An image that fails harms no other request."""
-        for key in batch.dropped_images:
-            self._images.pop(key, None)
-        for key, image in batch.images.items():
-            assert self._loaded.vision is not None, "validation refuses them"
-            try:
-                encoded = self._loaded.vision.encode(image.tensors, len(image.places))
-            except Exception:
-                log.exception("image not encoded", image=image.span.digest.hex()[:16])
-                self._failed_images.add(key)
-                vision = self._loaded.vision
-                sizes = vision.num_layers, len(image.places), vision.hidden_size
-                encoded = torch.zeros(sizes, device=self._device)
-            self._images[key] = encoded
+    def close(self) -> None:
+        """End the thread of an image that is being encoded."""
+        if self._encoder is not None:
+            self._encoder.end()
 
-    def take_failed_images(self) -> set[ImageKey]:
-        """Return the images that could not be encoded since the last call."""
-        failed, self._failed_images = self._failed_images, set()
-        return failed
+    def take_images(self) -> EncodedImages:
+        """Return the images that need no more encoding since the last call."""
+        return NO_IMAGES if self._encoder is None else self._encoder.take_ended()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the needed tokens."""
         if (images := inputs.images) is not None:
             eager = self._loaded.eager
             assert eager is not None
+            assert self._encoder is not None
+            encoded = self._encoder.embeddings
             positions = inputs.positions if images.positions is None else images.positions
-            embeddings = torch.cat([self._images[key][:, part] for key, part in images.parts], 1)
+            embeddings = torch.cat([encoded[key][:, part] for key, part in images.parts], 1)
             with self._attending(inputs):
                 return eager.with_images(
                     inputs.token_ids, positions, inputs.logit_rows, images.rows, embeddings

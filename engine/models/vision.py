@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh
 
 from octavo.common.models.image_families import IMAGE_FAMILIES
+from octavo.common.pausable import pause_point
 from octavo.engine.attention.ragged import TILED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.deferred import hold, present
@@ -90,6 +91,9 @@ class Vision:
         for part in self._parts.modules() if packed else ():
             if isinstance(part, nn.Conv2d):  # so that the elements of a patch are adjacent
                 part.weight.data = part.weight.data.contiguous(memory_format=torch.channels_last)
+        for part in self._parts.modules() if device.type == "cpu" else ():
+            if not part._modules:  # noqa: SLF001 - other modules do nothing but call these
+                part.register_forward_pre_hook(pause_point)
         for part in self._parts.children():
             if isinstance(part, PreTrainedModel):  # `set_attention` changed the text part's config
                 part.set_attn_implementation(TILED_ATTENTION if packed else "sdpa")
@@ -121,6 +125,8 @@ class Vision:
     @torch.inference_mode()
     def encode(self, tensors: Mapping[str, np.ndarray], count: int) -> Tensor:
         """Return an image's embeddings, `[1 + deep, count, hidden_size]`.
+
+        On a CPU it has pause points, before every layer without layers of its own.
 
         The first replace the embeddings of the image's tokens; the others are added to their hidden
         states behind each of the first layers (DeepStack).

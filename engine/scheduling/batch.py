@@ -144,8 +144,8 @@ class Batch:
             padded with 0 to the width of the longest one.
         rest: The other sequences.
         transfers: Block copies to do before computing.
-        images: Images to encode before computing.
-        dropped_images: Encoded images to drop before.
+        images: Images to encode, as far as the time allows, for later steps.
+        dropped_images: Encoded or begun images to drop before.
         created: Time at which scheduling began, in `time.perf_counter()` seconds.
     """
 

@@ -1,7 +1,7 @@
 """Which images each step encodes, and which encoded ones are kept."""
 
 from collections import OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
 from octavo.engine.kv_cache import Span
 from octavo.engine.scheduling.request import PromptImage, Request
@@ -19,13 +19,17 @@ def image_key(request: Request, image: PromptImage) -> ImageKey:
 class ImageEncodes:
     """Chooses the images that a step encodes, and those that stay encoded: the last ones used.
 
+    A step encodes for a bounded time, so an image may take several steps. Meanwhile the prompts
+    that need it wait, and other requests go on.
+
     Args:
         max_tokens: Maximum tokens of images that a step encodes, but at least one image.
         kept_tokens: Tokens of encoded images that are kept.
         longest_whole: Maximum tokens of an image that a chunk must not end within; 0: it may.
 
     Attributes:
-        chosen: The images that the step encodes.
+        chosen: The images that the step encodes, in order, as far as it comes.
+        begun: The image that the last step may have begun to encode; None if it finished all.
         longest_whole: See above.
     """
 
@@ -36,14 +40,22 @@ class ImageEncodes:
         self._held: OrderedDict[ImageKey, int] = OrderedDict()
         self._used: set[ImageKey] = set()
         self._forgotten: list[ImageKey] = []
+        self.begun: tuple[ImageKey, PromptImage] | None = None
         self.chosen: dict[ImageKey, PromptImage] = {}
 
-    def begin_step(self) -> None:
-        """Forget what the step before encodes."""
+    def begin_step(self, requests: Iterable[Request]) -> None:
+        """Choose the image that the step before began; drop it if no request needs it."""
         self.chosen, self._used = {}, set()
+        if self.begun is not None:
+            key, image = self.begun
+            if any(key == image_key(each, one) for each in requests for one in each.images):
+                self.chosen[key] = image
+            else:
+                self._forgotten.append(key)
+            self.begun = None
 
     def fit(self, request: Request, spans: list[Span], used: int) -> tuple[list[Span], int]:
-        """Choose the images of chunks of a prompt; shorten chunks before one that must wait.
+        """Choose the images of chunks of a prompt, and shorten chunks that need them.
 
         Args:
             request: The prompt's request.
@@ -60,29 +72,37 @@ class ImageEncodes:
         return [span for span in fitting if span.end > span.start], used
 
     def _fit(self, request: Request, span: Span) -> Span:
-        end = span.end
-        for image in request.images:
-            start = image.span.start
-            if image.span.end <= span.start or start >= end:
-                continue
-            key, tokens = image_key(request, image), len(image.places)
-            if self.longest_whole and image.span.end > end:
-                return span._replace(end=max(start, span.start))
-            if key not in self._held:
-                planned = sum(len(other.places) for other in self.chosen.values())
-                if self.chosen and planned + tokens > self._max_tokens:
-                    return span._replace(end=max(start, span.start))
-                self.chosen[key] = image
-            self._held[key] = tokens
-            self._held.move_to_end(key)
-            self._used.add(key)
-        return span
+        """Return the part of a chunk that needs only encoded images.
 
-    def forget(self, failed: Collection[ImageKey] | None = None) -> None:
-        """Forget the images whose encoding failed; None: all, because a step failed."""
-        forgotten = self._held.keys() if failed is None else failed
-        self._forgotten += forgotten
-        self._held = OrderedDict((k, n) for k, n in self._held.items() if k not in forgotten)
+        Text before an image waits with it, and so do encoded images while there is room for all, so
+        that one step computes them.
+        """
+        end, ready, missing = span.end, 0, list[PromptImage]()
+        for image in request.images:
+            if image.span.end <= span.start or image.span.start >= end:
+                continue
+            if self.longest_whole and image.span.end > end:
+                end = max(image.span.start, span.start)
+                break
+            key = image_key(request, image)
+            if key in self._held:
+                self._held.move_to_end(key)
+                self._used.add(key)
+                ready += not missing
+            else:
+                self._choose(key, image)
+                missing.append(image)
+        if missing:
+            tokens = sum(len(image.places) for image in missing)
+            whole = sum(self._held.values()) + tokens <= self._kept_tokens
+            waits = whole or not ready
+            end = span.start if waits else max(missing[0].span.start, span.start)
+        return span._replace(end=end)
+
+    def _choose(self, key: ImageKey, image: PromptImage) -> None:
+        planned = sum(len(other.places) for other in self.chosen.values())
+        if not self.chosen or planned + len(image.places) <= self._max_tokens:
+            self.chosen.setdefault(key, image)
 
     def end_step(self) -> list[ImageKey]:
         """Return the images to drop before the step: those used least recently."""
@@ -96,3 +116,20 @@ class ImageEncodes:
             dropped.append(key)
             total -= tokens
         return dropped
+
+    def finish(self, done: Collection[ImageKey], failed: Collection[ImageKey]) -> None:
+        """Record which of the chosen images have been encoded, and which cannot be."""
+        left = dict(self.chosen)
+        for key in [*done, *failed]:
+            image = left.pop(key, None)
+            if image is not None and key in done:
+                self._held[key] = len(image.places)
+            else:
+                self._forgotten.append(key)  # an earlier step failed after it was encoded
+        self.begun = next(iter(left.items()), None)
+
+    def forget(self) -> None:
+        """Forget all images, because a step failed."""
+        self._forgotten += self._held
+        self._held.clear()
+        self.begun = None

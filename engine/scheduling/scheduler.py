@@ -109,8 +109,8 @@ class Scheduler:
 
     @property
     def idle(self) -> bool:
-        """Whether no group is left."""
-        return not (self.running or self.swapped or self.waiting)
+        """Whether no group is left, and no image that one began to encode."""
+        return not (self.running or self.swapped or self.waiting or self.images.begun)
 
     @property
     def can_recompute(self) -> bool:
@@ -171,7 +171,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Choose what the next step computes, and allocate the blocks for it."""
         batch = Batch()
-        self.images.begin_step()
+        self.images.begin_step(group.request for group in self.groups())
         self._scored_left = self.max_scored_tokens
         # Running groups come first, then swapped ones, then new ones, so each group keeps its place
         # (the paper's section 4.5 admits none until all preempted sequences have completed). A
@@ -199,8 +199,8 @@ class Scheduler:
         """
         for blocks, copy_seconds in copies:
             self.policy.observe_transfer(blocks, copy_seconds)
-        moved = batch.transfers.swap_out or batch.transfers.swap_in  # swaps slow the step
-        if moved:
+        slowed = batch.transfers.swap_out or batch.transfers.swap_in or batch.images
+        if slowed:
             return
         prefill = batch.num_tokens - batch.num_drafted - batch.num_sequences
         if prefill > PREFILL_SHARE * batch.num_tokens:

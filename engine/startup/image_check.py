@@ -186,11 +186,13 @@ def _run(request: Request, scheduler: Scheduler, executor: Executor) -> Tensor:
     while not scheduler.idle:
         batch = scheduler.schedule()
         step = executor.launch(batch, executor.prepare(batch))
+        done, failed = executor.take_images()
+        if failed:
+            raise SelfCheckError("self-check failed: the image cannot be encoded")
+        scheduler.images.finish(done, failed)
         executor.sample(step)
         advance(scheduler, batch)
         samples = step.collect()
         update(scheduler, batch, samples)
         decoded += [each.logprob for each in samples.logprobs.values()]
-    if executor.take_failed_images():
-        raise SelfCheckError("self-check failed: the image cannot be encoded")
     return torch.tensor([*(each.logprob for each in group.prompt_logprobs), *decoded])

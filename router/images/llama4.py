@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+from transformers import BatchFeature
 from transformers.image_processing_backends import PilBackend
-from transformers.image_processing_utils import BatchFeature
 from transformers.image_utils import PILImageResampling, SizeDict
 from transformers.processing_utils import ImagesKwargs
 
@@ -37,7 +37,7 @@ class Llama4ImageProcessor(PilBackend):
     resize_to_max_canvas = False
     valid_kwargs = Llama4Options
 
-    def _preprocess(
+    def _preprocess(  # type: ignore[override]  # as transformers' do
         self,
         images: Sequence[np.ndarray],
         *,
@@ -106,9 +106,9 @@ def _fit(shape: Sequence[int], canvas: Sequence[int], least: float) -> tuple[int
         least: A side up to which it is enlarged.
     """
     # In float32, as transformers computes it, where the tiles are the limit.
-    limits = (
+    limits: list[Any] = [
         min(max(own, least), np.float32(all_)) for own, all_ in zip(shape, canvas, strict=True)
-    )
+    ]
     height, width = limits
     across, down = width / shape[1], height / shape[0]
     if across < down:
@@ -132,5 +132,5 @@ def _values(factor: float, mean: Sequence[float], deviation: Sequence[float]) ->
 def _to_bfloat16(values: np.ndarray) -> np.ndarray:
     """Return float32 values rounded to bfloat16, ties to even."""
     bits = values.view(np.uint32)
-    bits = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
-    return bits.astype(np.uint32).view(np.float32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1) & 0xFFFF0000
+    return rounded.astype(np.uint32).view(np.float32)

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.core import EngineCore
+from octavo.engine.execution.image_encoder import NO_IMAGES
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import ScheduledSequence
 from octavo.engine.scheduling.request import Request
@@ -54,8 +55,11 @@ class StandIn:
     def take_copy_times(self):
         return []
 
-    def take_failed_images(self):
-        return set()
+    def close(self):
+        pass
+
+    def take_images(self):
+        return NO_IMAGES
 
 
 def make_core(scheduler, executor, *, async_scheduling=False):

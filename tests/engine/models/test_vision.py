@@ -130,7 +130,7 @@ def engine_of(asked, **settings):
     return Stepper(build(EngineSettings(model=str(asked.path), **settings)))
 
 
-def begin(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, **sampling):
+def begin(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, deadline=None, **sampling):
     """Submit prompts, with tokens of another engine; return their groups by number."""
     groups = {}
     for number in numbers:
@@ -146,6 +146,7 @@ def begin(engine, asked, numbers, *, resumed=0, beam=None, adapter=None, **sampl
             resume={0: Resumption(tuple(asked.expected[number][len(tokens) :][:resumed]))},
             beam=beam,
             adapter=adapter,
+            deadline=deadline,
             images=images,
             rotary=vision.rotary_positions(tokens, images) if images else None,
         )
@@ -202,11 +203,13 @@ def test_answers_are_transformers_in_chunks_of_64_with_few_blocks(asked, preempt
         num_blocks=48,
         max_num_batched_tokens=64,
         max_num_seqs=16,
-        max_encoder_tokens=40,
+        max_encoder_tokens=200,
         encoder_cache_tokens=100,
         preemption=preemption,
         enable_prefix_caching=False,
     )
+    for _ in range(6):  # texts that need ever more blocks
+        engine.submit(range(10, 20), max_tokens=100)
     check(asked, ask(engine, asked, range(20)))
     assert engine.scheduler.counters[f"preemptions_{preemption}"]
     assert any(batch.dropped_images for batch in engine.batches)

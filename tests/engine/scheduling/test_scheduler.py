@@ -511,6 +511,7 @@ def test_an_image_that_must_not_be_split_is_computed_beside_decodes(background):
     engine.submit(described)
     for _ in range(4):
         step(engine)
+        engine.images.finish(engine.images.chosen, ())
     assert described.state is GroupState.FINISHED
 
 
