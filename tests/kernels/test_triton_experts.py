@@ -1,10 +1,11 @@
 """Mixtures of experts in Triton against their definition: see `triton_device`."""
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from octavo.kernels import quantized, reference
+from octavo.kernels.activation import Activation
 from tests.kernels.conftest import activations
 from tests.kernels.quantized_weights import KINDS, moved, random_weight
 from tests.kernels.triton_device import DEVICE, INTERPRETED, MARKS
@@ -24,6 +25,18 @@ TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
     transposed=st.booleans(),
     dtype=st.sampled_from([torch.bfloat16, torch.float16]),
     seed=st.integers(0, 999),
+)
+@example(  # more rows of an expert than a tile has
+    rows=150,
+    hidden=70,
+    inner=90,
+    num_experts=2,
+    chosen=3,
+    activation=Activation(),
+    biased=True,
+    transposed=True,
+    dtype=torch.bfloat16,
+    seed=0,
 )
 @settings(deadline=None, max_examples=3 if INTERPRETED else 50)
 def test_experts(
@@ -80,6 +93,19 @@ def test_experts(
     group=st.sampled_from([16, 32, 128, 1 << 20]),
     dtype=st.sampled_from(list(TOLERANCES)),
     seed=st.integers(0, 999),
+)
+@example(
+    rows=150,
+    hidden=70,
+    inner=90,
+    num_experts=2,
+    chosen=3,
+    activation=Activation(),
+    biased=True,
+    kinds=("points", "nested"),
+    group=32,
+    dtype=torch.bfloat16,
+    seed=0,
 )
 @settings(deadline=None, max_examples=3 if INTERPRETED else 100)
 def test_quantized_experts(
