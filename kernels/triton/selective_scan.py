@@ -1,6 +1,12 @@
 """Mamba's selective state space model: one program per sequence and tile of channels.
 
 A program keeps its channels' states in registers and takes one token after the other.
+
+Each element of a channel's state has its own decay. So the tokens of a chunk have no matrix in
+common, as Mamba-2's have (`chunks`), and there is nothing for matrix units. For 8,192 tokens and
+5,120 channels of 16 elements (Mamba-2.8B) there are 671 million exponentials, which take an H100
+0.19 ms, but 80 programs of 8,192 dependent steps. Programs for parts of a prompt would compute all
+exponentials twice, as each needs the state before its part.
 """
 
 # Triton compiles the kernels' source, whose types mypy does not know.
