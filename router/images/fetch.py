@@ -2,6 +2,7 @@
 
 import asyncio
 import ipaddress
+import mmap
 import socket
 import ssl
 from collections.abc import Callable, Sequence
@@ -137,9 +138,10 @@ async def _read(field: str, response: httpx2.Response) -> bytes:
     Raises:
         rpc.RpcError: INVALID_ARGUMENT if it is longer.
     """
-    data = bytearray()
-    async for piece in response.aiter_bytes(1 << 16):
-        data += piece
-        if len(data) > MAX_BYTES:
-            raise rpc.invalid(field, f"{field} may have at most {MAX_BYTES} bytes; it has more")
-    return bytes(data)
+    # A mapping of its own, as the heap would keep the memory of files that never end.
+    with mmap.mmap(-1, MAX_BYTES) as data:
+        async for piece in response.aiter_bytes(1 << 16):
+            if data.tell() + len(piece) > MAX_BYTES:
+                raise rpc.invalid(field, f"{field} may have at most {MAX_BYTES} bytes; it has more")
+            data.write(piece)
+        return data[: data.tell()]

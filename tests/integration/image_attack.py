@@ -3,6 +3,7 @@
 import base64
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
 from tests.router.images.test_decode import BAD
@@ -61,3 +62,23 @@ def attack(http, rounds, pause):
         time.sleep(pause)
     connection.close()
     return answers
+
+
+def ask(http, url):
+    """Ask about the image at a URL; return the status and the error."""
+    body = {
+        "model": "tiny",
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+        ],
+    }
+    connection = HTTPConnection(http, timeout=60)
+    connection.request("POST", "/v1/chat/completions", json.dumps(body), JSON)
+    answer = connection.getresponse()
+    return answer.status, json.load(answer)["error"]
+
+
+def ask_all(http, urls):
+    """Ask about the images at URLs, many at a time; return the answers by URL."""
+    with ThreadPoolExecutor(len(urls)) as pool:
+        return dict(zip(urls, pool.map(lambda url: ask(http, url), urls), strict=True))
