@@ -24,8 +24,13 @@ class Workshop:
 
     async def ask(self, tenant: Tenant, *sizes: int) -> None:
         for size in sizes:
-            self.tasks.append(asyncio.create_task(self._work(tenant, size)))
+            self.start(tenant, size)
         await self.settle()
+
+    def start(self, tenant: Tenant, size: int) -> None:
+        task = asyncio.create_task(self._work(tenant, size))
+        task.add_done_callback(retrieve)
+        self.tasks.append(task)
 
     async def _work(self, tenant: Tenant, size: int) -> None:
         ended = asyncio.Event()
@@ -50,6 +55,12 @@ class Workshop:
     @property
     def names(self) -> str:
         return "".join(tenant.name[0] for tenant, _, _ in self.begun)
+
+
+def retrieve(task: asyncio.Task[None]) -> None:
+    """Look at a refusal that no test awaits; else it is logged whenever the task is freed."""
+    if not task.cancelled():
+        task.exception()
 
 
 async def order(shop: Workshop, count: int) -> str:
@@ -173,11 +184,7 @@ async def test_whoever_leaves_whenever_no_slot_is_lost(seed):
     shop = Workshop(places=3)
     for _ in range(300):
         if random.random() < 0.5:
-            shop.tasks.append(
-                asyncio.create_task(
-                    shop._work(random.choice([ALICE, BOB]), random.choice([1, LONG + 1]))
-                )
-            )
+            shop.start(random.choice([ALICE, BOB]), random.choice([1, LONG + 1]))
         if shop.tasks and random.random() < 0.5:
             random.choice(shop.tasks).cancel()
         if shop.begun and random.random() < 0.4:
