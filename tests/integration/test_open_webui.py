@@ -4,16 +4,22 @@ It need not be in the project's environment: `pip install open-webui` anywhere, 
 PATH.
 """
 
+import base64
+import json
 import os
 import shutil
 import subprocess
 import urllib.error
 import urllib.request
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from octavo.common.ports import free_port
 from tests.integration.harness import Server, wait_until
+from tests.vision_models import FAMILIES, save_family
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 SECONDS = 120.0
@@ -26,16 +32,33 @@ OFFLINE = {
     "WEBUI_SECRET_KEY": "secret",
     # Otherwise the small model goes on for up to 8,192 tokens.
     "DEFAULT_MODEL_PARAMS": '{"max_tokens": 64, "temperature": 0}',
+    "ENABLE_TITLE_GENERATION": "False",
+    "ENABLE_TAGS_GENERATION": "False",
+    "ENABLE_FOLLOW_UP_GENERATION": "False",
 }
 
 
-@pytest.fixture(scope="module")
-def both(demo_model, launch_shared) -> Server:
-    """A server of both APIs, with room for Open WebUI's prompts."""
-    port = free_port()
-    roomy = ("--num-blocks", "1024", "--max-model-len", "8192", "--swap-space", "0")
-    server = launch_shared("serve", "demo", *roomy, "--ollama", "--http-port", str(port))
-    server.http = f"http://127.0.0.1:{port}"
+QUESTION = "What is shown here?"
+LONGEST = 32_768
+"""Maximum tokens of the tiny model, to which each byte of Open WebUI's instructions is a token."""
+
+
+@pytest.fixture(scope="module", params=["demo", "tiny"])
+def both(request, demo_model, launch_shared, tmp_path_factory) -> Server:
+    """A server of both APIs, with room for Open WebUI's prompts; `tiny` reads images."""
+    port, model = free_port(), "demo"
+    if request.param == "tiny":
+        path = tmp_path_factory.mktemp("models") / "tiny"
+        family = FAMILIES["smolvlm"]
+        text = family.config["text_config"] | {"max_position_embeddings": LONGEST}
+        save_family("smolvlm", replace(family, config=family.config | {"text_config": text}), path)
+        model = str(path)
+    longest = LONGEST if request.param == "tiny" else 8192
+    roomy = ("--num-blocks", str(longest // 8), "--max-model-len", str(longest))
+    roomy = (*roomy, "--swap-space", "0")
+    flags = ("--served-model-name", request.param, "--ollama", "--http-port", str(port))
+    server = launch_shared("serve", model, *roomy, *flags)
+    server.http, server.model = f"http://127.0.0.1:{port}", request.param
     return server.wait_ready()
 
 
@@ -74,17 +97,55 @@ def _answers(url: str) -> bool:
         return False
 
 
-def test_a_chat(browser, open_webui, both):
+def test_a_chat(browser, open_webui, both, tmp_path):
     page = browser.new_page(viewport={"width": 1280, "height": 800})
     page.set_default_timeout(SECONDS * 1000)
-    page.goto(open_webui)
-    page.click("text=Okay, Let's Go!")
-    page.wait_for_selector("[aria-label='Selected model: demo']")
+    refused = both.metric("octavo_router_requests_total", code="INVALID_ARGUMENT")
+    text_tokens = _chat(page, open_webui, both)
+    assert both.metric("octavo_router_requests_total", code="OK")
+    assert both.metric("octavo_router_requests_total", code="INVALID_ARGUMENT") == refused
+    png = tmp_path / "image.png"
+    Image.effect_noise((400, 400), 50).convert("RGB").save(png)
+    used = _chat(page, open_webui, both, png)
+    if both.model == "tiny":
+        image_tokens = _ask_directly(both, png.read_bytes()) - _ask_directly(both)
+        assert used - text_tokens >= image_tokens > 30
+        assert both.metric("octavo_router_requests_total", code="INVALID_ARGUMENT") == refused
+    else:
+        assert "reads no images" in page.inner_text("#response-content-container")
+    page.close()
+
+
+def _chat(page, url: str, server: Server, image: Path | None = None) -> float:
+    """Ask the question in a new chat, about an image if given; return the prompt's tokens."""
+    before = server.metric("octavo_router_prompt_tokens_total")
+    page.goto(url)
+    if image is None:
+        page.click("text=Okay, Let's Go!")
+    page.wait_for_selector(f"[aria-label='Selected model: {server.model}']")
+    if image is not None:
+        page.set_input_files("input[type=file] >> nth=0", image)
+        page.wait_for_selector("[data-cy=image]")
     page.click("#chat-input")
-    page.keyboard.type("What is the capital of France?")
+    page.keyboard.type(QUESTION)
     page.keyboard.press("Enter")
     page.wait_for_selector("text=Response complete", state="attached")
-    assert page.inner_text("#response-content-container .markdown-prose")
-    page.close()
-    assert both.metric("octavo_router_requests_total", code="OK")
-    assert not both.metric("octavo_router_requests_total", code="INVALID_ARGUMENT")
+    if server.model == "demo" and image is None:  # the other model's tokens may be no text
+        assert page.inner_text("#response-content-container .markdown-prose")
+    return server.metric("octavo_router_prompt_tokens_total") - before
+
+
+def _ask_directly(server: Server, png: bytes = b"") -> int:
+    """Return the number of tokens of the question, about an image if given."""
+    parts = [{"type": "text", "text": QUESTION}]
+    if png:
+        url = f"data:image/png;base64,{base64.b64encode(png).decode()}"
+        parts.append({"type": "image_url", "image_url": {"url": url}})
+    body = {"model": "tiny", "max_tokens": 1, "messages": [{"role": "user", "content": parts}]}
+    request = urllib.request.Request(
+        f"{server.http}/v1/chat/completions",
+        json.dumps(body).encode(),
+        {"content-type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)["usage"]["prompt_tokens"]
