@@ -119,7 +119,7 @@ class TextWorker {
     return x.as<const Stored>() + token * x.strides[0] + head * x.strides[1];
   }
 
-  // Loads the words of up to kLanes words of a row; those after `count` elements are zeros.
+  // Loads up to kLanes words of a row; elements after the first `count` are zeros.
   static Words load_words(const Stored* from, int count) {
     if (count >= kLanes * kPack) return T::load_words(from);
     Stored tail[kLanes * kPack] = {};
