@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Self
 
-from benchmarks.images import QUESTIONS, SERVER, png, save_smolvlm
+from benchmarks.images import QUESTIONS, SERVER, png, save_model
 from benchmarks.report import table
 from octavo import Client
 from octavo.cli.local_server import local_server
@@ -31,7 +31,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         path = Path(directory)
-        save_smolvlm(path)
+        save_model("smolvlm-256m", path)
         with local_server(str(path), *SERVER) as address:
             rows = measure(address, options.neighbours, options.rounds)
     print(table(["", "first token, s", "gaps: median, ms", "p99, ms", "longest, ms"], rows))

@@ -109,10 +109,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peers", default=",".join(PEERS), help="which to run")
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=options_folder()) as directory:
+    with tempfile.TemporaryDirectory(dir=models_folder()) as directory:
         path = Path(directory) / options.shape
-        kind, shape = SHAPES[options.shape]
-        save_family(kind, shape, path, std=0.02, dtype=torch.bfloat16)
+        save_model(options.shape, path)
         files = [png(number) for number in (1000, *range(options.rounds))]  # the first warms up
         rows = [
             [name, *PEERS[name](path, files, options.tokens).row()]
@@ -121,11 +120,17 @@ def main() -> None:
     print(table(["", "first token, s", "tokens/s", "second question: first token, s"], rows))
 
 
-def options_folder() -> Path:
-    """Return the folder for models, which need some GB."""
+def models_folder() -> Path:
+    """Return the folder for models, which need some GB; create it if necessary."""
     folder = default_folder()
     folder.mkdir(parents=True, exist_ok=True)
     return folder
+
+
+def save_model(name: str, path: Path) -> None:
+    """Save a random model of one of `SHAPES`."""
+    kind, shape = SHAPES[name]
+    save_family(kind, shape, path, std=0.02, dtype=torch.bfloat16)
 
 
 def png(number: int) -> bytes:
