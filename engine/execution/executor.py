@@ -146,7 +146,7 @@ class Executor:
     def launch(
         self, batch: Batch, inputs: StepInputs | None, late: Collection[int] | None = ()
     ) -> PendingStep:
-        """Encode images, and run the model; `sample` must follow before the next launch.
+        """Encode images and launch the forward pass; call `sample` before the next launch.
 
         On a GPU it returns at once, while the step continues. On a CPU it returns when the model
         has run; other threads get the interpreter meanwhile.

@@ -56,8 +56,8 @@ class MessageRoom:
         self._last.append(-(-(HEAD_BYTES + length) // STRIDE) * STRIDE)
 
 
-def message_of(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
-    """Return the message, `[n]` uint8, of its broadcasts."""
+def join_broadcasts(first: np.ndarray, rest: np.ndarray) -> np.ndarray:
+    """Return the message, `[n]` uint8, that two broadcasts carry; the second may be empty."""
     length = int(first[:HEAD_BYTES].view(np.int64)[0])
     message = first[HEAD_BYTES : HEAD_BYTES + length]
     return np.concatenate([message, rest]) if len(rest) else message

@@ -25,7 +25,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from octavo.common.models.errors import first_line
 from octavo.common.shutdown import exit_at_once
-from octavo.engine.parallel.messages import MessageRoom, message_of
+from octavo.engine.parallel.messages import MessageRoom, join_broadcasts
 from octavo.engine.parallel.one_shot import OneShotSums
 from octavo.engine.parallel.place import RankLeftError, RankPlace
 from octavo.engine.parallel.times import Times
@@ -127,7 +127,7 @@ class World:
             rest = torch.empty(self._room.rest_of(first.numpy()), dtype=torch.uint8)
             if len(rest):
                 self._broadcast(rest)
-        return message_of(first.numpy(), rest.numpy())
+        return join_broadcasts(first.numpy(), rest.numpy())
 
     def least(self, *numbers: int) -> list[int]:
         """Return the minimum over all ranks, for each argument."""

@@ -211,7 +211,7 @@ class TextWorker {
   void multiply_keys(int begin, int keys, int rows) {
     const uint32_t* const packed = keys_ + begin * words_;
     if (matrix_) return multiply_keys_in_tiles(packed, keys, rows > kSide);
-    // Few keys at a time: they stay in the first cache while all rows pass.
+    // A few keys at a time stay in the L1 cache while all queries are multiplied by them.
     constexpr int kColumns = kMicroColumns * kLanes > kSide ? kMicroColumns * kLanes : kSide;
     for (int key = 0; key < keys; key += kColumns)
       Product<T, WordTiles>(words_, queries_, words_, {packed + key * words_, kTile, kSide * words_},

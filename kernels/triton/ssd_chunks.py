@@ -1,4 +1,4 @@
-"""Mamba-2's state space model in chunks of tokens; see `chunks`."""
+"""The scan of Mamba-2 layers (SSD), a chunk of tokens at a time; see `chunks.py`."""
 
 # Triton compiles the kernels' source, whose types mypy does not know.
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -83,7 +83,7 @@ async def _answer(reader, writer):
 
 
 def serve(pem, key, port):
-    """Serve images on a port of localhost until the process is ended."""
+    """Serve images on a port of localhost until the process ends."""
 
     async def run():
         context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)

@@ -136,7 +136,7 @@ def _chat(page, url: str, server: Server, image: Path | None = None) -> float:
 
 
 def _ask_directly(server: Server, png: bytes = b"") -> int:
-    """Return the number of tokens of the question, about an image if given."""
+    """Return the number of prompt tokens of the question, with an image if there is one."""
     parts = [{"type": "text", "text": QUESTION}]
     if png:
         url = f"data:image/png;base64,{base64.b64encode(png).decode()}"

@@ -1,4 +1,4 @@
-"""Attention of whole texts: the C++ kernel computes what its definition says.
+"""Attention within whole texts: the C++ kernel gives the reference's results.
 
 Instructions that this CPU lacks are emulated, as in test_linear.py.
 """

@@ -147,7 +147,7 @@ class Memory:
 
 
 class LazyGpu:
-    """The simulated GPU; at most one is in use.
+    """The simulated GPU; a process uses at most one at a time.
 
     Attributes:
         may_wait: Whether copies may synchronize the host, as they may at startup.

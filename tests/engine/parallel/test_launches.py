@@ -100,7 +100,7 @@ def launches(counted):
 
 
 def decodes(layout):
-    """Return a step of decodes of long sequences."""
+    """Return a step that decodes one token of each of some long sequences."""
     arrays = idle_arrays([1] * SEQUENCES, layout)
     tables = [np.ones((SEQUENCES, LENGTH // 16), np.int32) for _ in layout.groups]
     return replace(arrays, tables=tables, rows=np.arange(SEQUENCES))

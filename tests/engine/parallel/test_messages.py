@@ -21,7 +21,7 @@ from octavo.engine.kv_cache import Transfers
 from octavo.engine.memory.cache_layout import plan_layout
 from octavo.engine.memory.cache_tensors import CacheTensors
 from octavo.engine.models.sharding.rank_forward import RankForward
-from octavo.engine.parallel.messages import MessageRoom, message_of
+from octavo.engine.parallel.messages import MessageRoom, join_broadcasts
 from octavo.engine.parallel.place import Machines, RankError, RankPlace, place_from_launcher
 from octavo.engine.settings import EngineSettings
 from tests.engine.execution.recording import Again
@@ -68,7 +68,7 @@ def test_messages_of_any_length_arrive_mostly_by_one_broadcast():
         assert len(parts[0]) == receiver.size
         rest = receiver.rest_of(parts[0])
         assert [rest] == [len(part) for part in parts[1:]] or rest == 0 == len(parts) - 1
-        found = message_of(parts[0], np.concatenate([*parts[1:], np.empty(0, np.uint8)]))
+        found = join_broadcasts(parts[0], np.concatenate([*parts[1:], np.empty(0, np.uint8)]))
         np.testing.assert_array_equal(found, message)
         counts.append(len(parts))
     assert counts[-19:] == [1] * 19

@@ -152,7 +152,7 @@ def run(case, place):
 
 
 class Recording:
-    """How one rank records and replays steps.
+    """The recorder of one rank in a test: it records and replays decode steps.
 
     Args:
         case: Its `recorded` may have `fails`, the number of the graph that each rank cannot record,
