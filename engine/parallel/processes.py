@@ -15,8 +15,9 @@ import structlog
 
 from octavo.common.background import start_thread
 from octavo.common.shutdown import exit_at_once
+from octavo.engine.parallel.meeting import STORE
 from octavo.engine.parallel.place import Machines, RankError, RankPlace, place_from_launcher
-from octavo.engine.parallel.world import STORE, current_world
+from octavo.engine.parallel.world import current_world
 
 MODULE = "octavo.engine.startup.follower"
 STOP_SECONDS = 5.0

@@ -36,7 +36,7 @@ CHECKPOINTS = Feature(
 )
 GPUS = Feature("GPUs", pipeline="stages run on CPUs only yet")
 FEATURES = (
-    Feature("decoders with transformers' plan, mixtures of experts, windows, sinks"),
+    Feature("decoders with transformers' plan, mixtures of experts, windows, sinks (GPT-OSS)"),
     Feature("whole experts (`--expert-parallel`)", pipeline="within a stage: with tensor parallel"),
     Feature("latent attention (DeepSeek; tensor parallel keeps all latents on each rank)"),
     Feature(

@@ -8,12 +8,11 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Any, NoReturn
 
 import numpy as np
@@ -21,10 +20,10 @@ import structlog
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.rendezvous import rendezvous
 
 from octavo.common.models.errors import first_line
 from octavo.common.shutdown import exit_at_once
+from octavo.engine.parallel.meeting import meet
 from octavo.engine.parallel.messages import MessageRoom, join_broadcasts
 from octavo.engine.parallel.one_shot import OneShotSums
 from octavo.engine.parallel.place import RankLeftError, RankPlace
@@ -32,9 +31,6 @@ from octavo.engine.parallel.times import Times
 from octavo.kernels.cpu.sums import DTYPES as SHARED_DTYPES
 from octavo.kernels.cpu.sums import RankSums
 
-STORE = "OCTAVO_RANK_STORE"
-"""Environment variable: the file through which ranks on one machine find each other. Without it,
-they use a launcher's MASTER_ADDR and MASTER_PORT."""
 FOREVER = timedelta(days=365)
 """Timeout of waiting for rank 0's next message: an idle rank 0 sends none."""
 POLLED_SECONDS = 0.002
@@ -400,7 +396,14 @@ def _empty_tensors(numbers: list[int]) -> Iterator[Tensor]:
         numbers = numbers[2 + dims :]
 
 
-def join(place: RankPlace, device: torch.device, *, watch_seconds: float, stages: int = 1) -> World:
+def join(
+    place: RankPlace,
+    device: torch.device,
+    *,
+    watch_seconds: float,
+    stages: int = 1,
+    facts: Mapping[str, str] | None = None,
+) -> World:
     """Join the other ranks once; wait until all have joined.
 
     Args:
@@ -408,8 +411,10 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float, stages
         device: The model's device; a GPU becomes the current one of this thread.
         watch_seconds: Maximum seconds of a rank's silence.
         stages: Number of stages.
+        facts: What all ranks must have alike, by name; see `meet`.
 
     Raises:
+        RankError: Other ranks do not come, or run something else.
         RuntimeError: The other ranks cannot be reached.
     """
     if (world := current_world()) is not None:
@@ -419,9 +424,7 @@ def join(place: RankPlace, device: torch.device, *, watch_seconds: float, stages
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
     os.environ.update(place.variables())  # transformers reads them too
-    file = os.environ.get(STORE)
-    method = "env://" if file is None else Path(file).as_uri()
-    store, rank, size = next(rendezvous(method, place.rank, place.size))
+    store, rank, size = meet(place, facts or {})
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     size = place.size // stages
     groups = [

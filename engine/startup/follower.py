@@ -81,7 +81,7 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
     threads = set_threads(place)
     model = resolve(settings.source, packed=keeps_blocks(settings))
     check_checkpoint(Path(model))
-    world = join_ranks(settings, place)
+    world = join_ranks(settings, Path(model), place)
     loaded = load_forward(settings, model, world)
     layout = plan_layout(loaded.shape, settings.block_size, loaded.dtype, loaded.cache_dtype)
     block_bytes = layout.block_elements * loaded.cache_dtype.itemsize

@@ -21,6 +21,7 @@ from octavo.engine.parallel.world import World, join
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.capacity import StartupError
 from octavo.engine.startup.draft_model import LoadedDraftModel
+from octavo.engine.startup.rank_facts import rank_facts
 
 log = structlog.get_logger(__name__)
 
@@ -68,10 +69,11 @@ def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loade
 
     Raises:
         StartupError: The settings do not fit the model or the machine.
+        RankError: Other ranks do not come, or run something else.
         UnsupportedModelError: The engine cannot serve the model.
         ModelError: The model cannot be read.
     """
-    world = None if place is None else join_ranks(settings, place)
+    world = None if place is None else join_ranks(settings, path, place)
     leader = None if world is None else Leader(world)
     model = load_forward(settings, str(path), world)
     draft_model = None
@@ -91,10 +93,16 @@ def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loade
     )
 
 
-def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
+def join_ranks(settings: EngineSettings, path: Path, place: RankPlace) -> World:
     """Join the other ranks of an engine.
 
+    Args:
+        settings: The engine's settings.
+        path: The model's directory.
+        place: The place of this rank.
+
     Raises:
+        RankError: Other ranks do not come, or run something else.
         StartupError: They cannot be reached, or the device does not support several ranks.
     """
     device = choose_device(settings.device)
@@ -116,6 +124,7 @@ def join_ranks(settings: EngineSettings, place: RankPlace) -> World:
             device,
             watch_seconds=settings.rank_timeout,
             stages=settings.pipeline_parallel_size,
+            facts=rank_facts(settings, path),
         )
     except (RuntimeError, ValueError) as error:
         raise StartupError(f"the ranks do not find each other: {error}") from error

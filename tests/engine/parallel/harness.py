@@ -14,9 +14,13 @@ from transformers import (
     Qwen3Config,
 )
 
+from benchmarks.fixture import save_tokenizer
+from octavo.engine.parallel.meeting import STORE
 from octavo.engine.parallel.place import RankPlace
-from octavo.engine.parallel.world import STORE
 from tests import preloaded
+from tests.architectures.entries import OVERRIDES
+from tests.architectures.tiny import make_model, tiny_config
+from tests.engine.parallel.workload import VOCABULARY
 from tests.engine.random_model import save_random_model
 
 COMMON = {
@@ -43,6 +47,21 @@ MODELS = {
     ),
 }
 
+KINDS = {
+    "two stages": (2, 2, False),
+    "two stages of two": (4, 2, False),
+    "two ranks": (2, 1, False),
+    "whole experts on two": (2, 1, True),
+    "four stages": (4, 4, False),
+    "whole experts on four": (4, 1, True),
+}
+"""Numbers of ranks and of stages, and whether ranks have whole experts, by name."""
+TYPES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "falcon_h1", "gemma3_text", "qwen3_next")
+"""Types with experts, latents, sinks, states and windows."""
+WITH_EXPERTS = {"qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"}
+WITH_STATES = {"falcon_h1", "qwen3_next"}
+WITH_WINDOWS = {"gpt_oss", "gemma3_text"}
+
 
 def save_models(names, folder):
     """Save tiny random models with clear choices; return their paths."""
@@ -52,6 +71,36 @@ def save_models(names, folder):
         save_random_model(MODELS[name], path, std=0.15, dtype=torch.float32)
         paths.append(str(path))
     return paths
+
+
+def save_tiny(names, folder):
+    """Save tiny models of some types, with a tokenizer of bytes; return their paths."""
+    for name in names:
+        config = tiny_config(name, OVERRIDES.get(name, {}) | {"vocab_size": VOCABULARY})
+        make_model(config).save_pretrained(folder / name)
+        save_tokenizer(folder / name)
+    return [str(folder / name) for name in names]
+
+
+def type_of(path):
+    """Return the type of a model that `save_tiny` saved."""
+    return path.rpartition("/")[2]
+
+
+def few_blocks(path, count):
+    """Return `count` blocks, or twice as many if a model has several groups of layers."""
+    return count * (2 if type_of(path) in WITH_STATES | WITH_WINDOWS else 1)
+
+
+def run_kind(kind, cases, folder):
+    """Run the workload on the ranks of a kind; see `KINDS` and `run_ranks`."""
+    size, stages, whole = KINDS[kind]
+    given = {}
+    for name, case in cases.items():
+        experts = whole and type_of(case["model"]) in WITH_EXPERTS
+        own = case["settings"] | {"expert_parallel": experts}
+        given[name] = case | {"stages": stages, "settings": own}
+    return run_ranks(size, given, folder)
 
 
 def run_ranks(size, cases, folder):

@@ -8,8 +8,8 @@ import uuid
 
 import pytest
 
+from octavo.engine.parallel.meeting import STORE
 from octavo.engine.parallel.place import RankPlace
-from octavo.engine.parallel.world import STORE
 from tests.engine.parallel.harness import save_models
 
 WAITED = 3
