@@ -85,6 +85,7 @@ def sum_whole_experts(experts: nn.Module, world: World) -> None:
     """Make an expert layer, of which each rank has some experts, return sums over ranks."""
     marked: Any = experts
     count = marked.num_experts = marked.num_experts // world.size
+    marked._is_expert_parallel = True  # noqa: SLF001 - transformers skips other ranks' experts
 
     def take(_: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         hidden, numbers, weights, *more = inputs
