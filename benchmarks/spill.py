@@ -34,7 +34,7 @@ from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.scheduling.sequence import new_group
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup.build import build
+from octavo.engine.startup.build import Parts, build
 from octavo.engine.startup.find_model import find_model
 
 READ_BYTES = 8 << 20
@@ -88,7 +88,7 @@ def main() -> None:
             "kv_spill": arguments.directory,
             "kv_spill_space": arguments.space,
         }
-        result = _decode(EngineSettings(**common | spilled), arguments)
+        result = _decode(build(EngineSettings(**common | spilled)), arguments)
         median = sorted(result.seconds)[len(result.seconds) // 2]
         rate = result.file_bytes / median
         rows = [
@@ -102,7 +102,7 @@ def main() -> None:
         ]
         if arguments.compare:
             blocks = arguments.tokens // 16 + 64
-            other = _decode(EngineSettings(**common | {"num_blocks": blocks}), arguments)
+            other = _decode(build(EngineSettings(**common | {"num_blocks": blocks})), arguments)
             most = (other.logits - result.logits).abs().max().item()
             rows += [
                 (
@@ -129,9 +129,8 @@ def _longer(model: str, context: int) -> Iterator[Path]:
 
 
 @torch.inference_mode()
-def _decode(settings: EngineSettings, arguments: argparse.Namespace) -> Decodes:
+def _decode(parts: Parts, arguments: argparse.Namespace) -> Decodes:
     """Fill the cache with a prompt, and decode."""
-    parts = build(settings)
     scheduler, executor = parts.scheduler, parts.executor
     while executor.cache.populate():
         pass
