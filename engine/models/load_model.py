@@ -24,7 +24,7 @@ from octavo.engine.models.checks.routing import Routing
 from octavo.engine.models.checks.self_check import SelfCheck, SelfCheckError
 from octavo.engine.models.checks.structure import check_in_float32
 from octavo.engine.models.checks.twin_check import check_twin
-from octavo.engine.models.checks.widened import is_small
+from octavo.engine.models.checks.widened import all_small, is_small
 from octavo.engine.models.deferred import held, hold
 from octavo.engine.models.device import choose_device
 from octavo.engine.models.device_only import keep_on_device
@@ -207,7 +207,7 @@ def load_unchecked(
     with as_unsupported(path):
         with running_empty():
             shape = find_dimensions(model, max_model_len)
-            small = is_small(model)
+            small = is_small(model) if world is None else all_small(model, world)
             left_out = _absorbed_names(model) if adapters else None
             if own is not None and world is not None:
                 shape, experts = keep_stage(model, shape, own, world)
@@ -230,7 +230,7 @@ def load_unchecked(
             absorb_expansions(model)
             rounds = kind != torch.float32 or scheme is not None or checkpoint is not None
             checked = known is not None or not rounds
-            if not checked and (small or not check_twin(model, shape, source, block_size)):
+            if not checked and (small or not check_twin(model, shape, source, block_size, world)):
                 check_in_float32(
                     model, forward, expected, shape, target, block_size=block_size, routing=routing
                 )

@@ -1,6 +1,8 @@
 """A model's files, and how to read its weights from them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +104,28 @@ class ModelSource:
                 f"{self.path} has quantized weights ({self.checkpoint.format.description}):"
                 f" {CHECKPOINTS.tensor}: use --tensor-parallel-size 1"
             )
+        return self._read_part(
+            partial(load_weights, self.path, self.config, None), self.config, self.dtype, world
+        )
+
+    def part_of(self, model: PreTrainedModel, world: World) -> PreTrainedModel:
+        """Return this rank's part of a small model of the same type, with float32 weights."""
+        read = partial(
+            type(model).from_pretrained, None, config=model.config, state_dict=model.state_dict()
+        )
+        return self._read_part(read, model.config, torch.float32, world)
+
+    def _read_part(
+        self,
+        read: Callable[..., PreTrainedModel],
+        config: PreTrainedConfig,
+        dtype: torch.dtype,
+        world: World,
+    ) -> PreTrainedModel:
         from octavo.engine.models.sharding.load_shard import load_shard  # noqa: PLC0415 - slow
 
-        plan = make_plan(self.config, world.size, whole_experts=self.whole_experts)
-        return load_shard(self.path, self.config, self.dtype, plan, world)
+        plan = make_plan(config, world.size, whole_experts=self.whole_experts)
+        return load_shard(read, dtype, plan, world)
 
     def _load(self, **options: Any) -> Any:  # noqa: ANN401 - see `load_weights`
         """Load the model with transformers."""

@@ -18,6 +18,8 @@ from octavo.engine.models.model_classes import auto_class
 VOCABULARY = 1024
 INNER = 128
 """Maximum inner size of a feed-forward layer."""
+ALIGNED = 4
+"""Divisor of a rank's part of it: grouped products take rows of whole 16 bytes."""
 INNER_NAMES = ("intermediate", "ffn_dim", "ffn_hidden", "n_inner", "d_ff")
 """Parts of names of config settings with this size."""
 LEAST_LAYERS = 2
@@ -30,18 +32,19 @@ SHARE = 0.1
 """Size of the random offset of vectors, so that no bias is zero."""
 
 
-def make_twin(model: PreTrainedModel) -> PreTrainedModel:
+def make_twin(model: PreTrainedModel, ranks: int = 1) -> PreTrainedModel:
     """Return a small model of the same type, with random float32 weights, on a CPU.
 
     It has a vision part if its type has one.
 
     Args:
-        model: The model; its weights are not read.
+        model: The model, or a rank's part of it; its weights are not read.
+        ranks: The number of ranks among which its sizes can be divided.
 
     Raises:
         Exception: Transformers refuses a config that cannot be made smaller.
     """
-    config = _narrow(model)
+    config = _narrow(model, ranks)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made: Any = auto_class(config).from_config(
@@ -52,8 +55,9 @@ def make_twin(model: PreTrainedModel) -> PreTrainedModel:
     return twin
 
 
-def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
+def _narrow(model: PreTrainedModel, ranks: int) -> PreTrainedConfig:
     """Return a model's config with fewer layers, and narrow ones."""
+    inner = math.ceil(INNER / (ALIGNED * ranks)) * ALIGNED * ranks
     config: PreTrainedConfig = copy.deepcopy(model.config)
     text_config: Any = config.get_text_config(decoder=True)
     count: int = text_config.num_hidden_layers
@@ -63,7 +67,7 @@ def _narrow(model: PreTrainedModel) -> PreTrainedConfig:
         if _is_list(value, count):
             setattr(text_config, name, type(value)(value[:kept]))
         elif any(part in name for part in INNER_NAMES) and isinstance(value, int):
-            setattr(text_config, name, min(value, INNER))
+            setattr(text_config, name, min(value, inner))
         elif name.endswith("_token_id") and isinstance(value, int):
             setattr(text_config, name, value if value < text_config.vocab_size else None)
     text_config.num_hidden_layers = kept

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from octavo.engine.models.deferred import in_float32, own_tensors
+from octavo.engine.parallel.world import World
 
 NARROW = {torch.bfloat16, torch.float16}
 SMALL = 50_000_000
@@ -27,6 +28,11 @@ def is_narrow(model: nn.Module) -> bool:
 def is_small(model: nn.Module) -> bool:
     """Return whether memory may hold several copies of a model's weights, also in float32."""
     return sum(weight.numel() for weight in set(_weights(model))) <= SMALL
+
+
+def all_small(model: nn.Module, world: World) -> bool:
+    """Return whether all ranks' parts are small: ranks check alike, as they check together."""
+    return bool(world.least(is_small(model))[0])
 
 
 @contextmanager

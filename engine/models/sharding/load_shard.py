@@ -15,13 +15,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.distributed import mixin
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.integrations.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 from transformers.pytorch_utils import Conv1D
 
-from octavo.engine.models.read_weights import load_weights
 from octavo.engine.models.sharding.plan import (
     COLUMNS,
     COLUMNS_TRANSPOSED,
@@ -91,27 +90,19 @@ for _style, _place in PLACEMENTS.items():
 
 
 def load_shard(
-    path: str,
-    config: PreTrainedConfig,
-    dtype: torch.dtype,
-    plan: ShardingPlan,
-    world: World,
+    read: Callable[..., PreTrainedModel], dtype: torch.dtype, plan: ShardingPlan, world: World
 ) -> PreTrainedModel:
     """Load this rank's part of a model, with layers that sum over ranks where needed.
 
     Args:
-        path: A directory.
-        config: The model's config.
+        read: Transformers' `from_pretrained` for the model; takes its options.
         dtype: Dtype of its weights.
         plan: The plan of its parts.
         world: The ranks; all of them call this.
     """
     styles = {name: PREFIX + style for name, style in plan.styles.items()}
     with _stages_by_octavo():
-        model: PreTrainedModel = load_weights(
-            path,
-            config,
-            None,
+        model = read(
             dtype=dtype,
             attn_implementation="eager",
             distributed_config=DistributedConfig(

@@ -4,8 +4,9 @@ python -m tests.engine.parallel.workload SIZE CASES
 
 CASES is JSON: each case has the functions that submit requests, a model, more settings, the ranks
 whose step cannot be traced or whose kernels are refused; the number of stages, if the ranks are
-not one; whether to schedule ahead, as on GPUs; how steps are recorded, see `Recording`; and the
-ranks that cannot compile their step, if all compile it as on GPUs.
+not one; whether to check the model as a large one; whether to schedule ahead, as on GPUs; how steps
+are recorded, see `Recording`; and the ranks that cannot compile their step, if all compile it as on
+GPUs.
 """
 
 import json
@@ -26,6 +27,8 @@ from octavo.engine.execution.cuda_graphs import RecordingError
 from octavo.engine.execution.graph_sizes import step_sizes
 from octavo.engine.execution.recorded_steps import RecordedSteps
 from octavo.engine.models import load_model
+from octavo.engine.models.checks import widened
+from octavo.engine.models.checks.twin_check import check_twin
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.parallel.place import RankError, place_from_launcher
 from octavo.engine.scheduling.request import BeamSearch
@@ -245,6 +248,19 @@ def compile_as_on_gpus(*, refused):
         jit.capture = refuse
 
 
+def check_as_large():
+    """Check models as large ones; return the list of whether they have a twin."""
+    twins = []
+    widened.SMALL = 0
+
+    def check(*arguments):
+        twins.append(check_twin(*arguments))
+        return twins[-1]
+
+    load_model.check_twin = check
+    return twins
+
+
 def refuse_kernels(*_):
     """Replace `check_kernels`: refuse the model."""
     raise NotImplementedError("there is no kernel")
@@ -263,10 +279,12 @@ def main():
             load_model._pack = lambda *given: load_model._pack_on_gpu(given[0], *given[3:], CPU)
         if "uncompilable" in case:
             compile_as_on_gpus(refused=rank in case["uncompilable"])
+        twins = check_as_large() if case.get("large") else []
         if rank in case.get("refused", ()):
             load_model.check_kernels = refuse_kernels
         try:
             found[name] = follow_and_weigh(case, place) if rank else run(case, place)
+            found[name]["twins"] = twins
         except (ModelError, RankError, OtherSumsError) as error:
             print(json.dumps(str(error)), flush=True)
             os._exit(1)
