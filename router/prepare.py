@@ -14,7 +14,8 @@ from octavo.router.image_reader import ImageReader
 from octavo.router.requests import validation
 from octavo.router.requests.defaults import fill_in
 from octavo.router.requests.held_schemas import held_schemas
-from octavo.router.requests.output_plan import OutputFormats, OutputPlan
+from octavo.router.requests.output_plan import OutputFormats
+from octavo.router.requests.parsers.formats import OutputPlan
 from octavo.router.requests.placed_images import placed_images
 from octavo.router.requests.request import Request
 from octavo.router.requests.schema_checker import SchemaChecker
@@ -144,8 +145,7 @@ class Preparer:
 
     async def unenforced(self, message: generation_pb2.GenerateRequest) -> Sequence[str]:
         """Return the parts of its schemas that are not enforced; the request need not be valid."""
-        checks = (await _planned(message, partial(held_schemas, message))).checks
-        return () if checks is None else checks.unenforced
+        return (await _planned(message, partial(held_schemas, message))).unenforced
 
     async def _plan(
         self, message: generation_pb2.GenerateRequest, model: str, token_ids: Sequence[int]

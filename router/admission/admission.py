@@ -6,36 +6,18 @@ import time
 from asyncio import TimerHandle
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic
 
 from octavo.common import rpc
 from octavo.router.admission import refusals
-from octavo.router.admission.claims import AnyState, Claim, Claims
+from octavo.router.admission.claims import AnyState, Claim
 from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
 from octavo.router.admission.refusals import QueueLimits
 from octavo.router.admission.reserved_slots import Burst, reserved_slots
-from octavo.router.admission.stages import for_stage, successors
-from octavo.router.balancing.policy import Candidate, Policy
-
-
-class Replica(Candidate, Protocol):
-    """The interface of an engine for admission."""
-
-    claims: Claims
-    """Requests that this router sent to the engine."""
-
-    @property
-    def block_layout(self) -> str:
-        """Name of its blocks' layout, which engines share to copy them; empty if it copies none."""
-
-    @property
-    def prefills(self) -> bool:
-        """Whether its role is to compute prompts."""
-
-
-E = TypeVar("E", bound=Replica)
+from octavo.router.admission.stages import E, for_stage, successors
+from octavo.router.balancing.policy import Policy
 
 
 class ModelQueue(Generic[E]):

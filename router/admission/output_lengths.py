@@ -6,8 +6,7 @@ above `k`.
 """
 
 from bisect import bisect_right, insort
-from collections import deque
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
 
 SAFE_QUANTILE = 0.8
 """Quantile of output lengths to reserve memory for: four of five outputs need no more."""
@@ -19,19 +18,6 @@ DEFAULT_LENGTH = 256
 """Expected length of an output until there are enough samples."""
 
 
-@dataclass(slots=True)
-class _Lengths:
-    by_age: deque[int] = field(default_factory=deque)
-    by_size: list[int] = field(default_factory=list)
-
-    def add(self, length: int) -> None:
-        if len(self.by_age) == RECENT_OUTPUTS:
-            oldest = self.by_age.popleft()
-            del self.by_size[bisect_right(self.by_size, oldest) - 1]
-        self.by_age.append(length)
-        insort(self.by_size, length)
-
-
 class OutputLengths:
     """Lengths of one model's recent outputs, grouped by max_tokens (powers of two).
 
@@ -40,11 +26,17 @@ class OutputLengths:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Lengths] = {}
+        self._by_age: defaultdict[int, deque[int]] = defaultdict(deque)
+        self._by_size: defaultdict[int, list[int]] = defaultdict(list)
 
     def add(self, length: int, max_tokens: int) -> None:
         """Add the length of an ended output."""
-        self._known.setdefault(max_tokens.bit_length(), _Lengths()).add(length)
+        group = max_tokens.bit_length()
+        by_age, by_size = self._by_age[group], self._by_size[group]
+        if len(by_age) == RECENT_OUTPUTS:
+            del by_size[bisect_right(by_size, by_age.popleft()) - 1]
+        by_age.append(length)
+        insort(by_size, length)
 
     def expected(
         self,
@@ -62,12 +54,12 @@ class OutputLengths:
             sampled: Tokens of the output so far.
             quantile: Quantile to return, among outputs that get at least this far.
         """
-        known = self._known.get(max_tokens.bit_length())
-        if known is None or len(known.by_age) < MIN_SAMPLES:
+        known = self._by_size.get(max_tokens.bit_length(), ())
+        if len(known) < MIN_SAMPLES:
             length = max(DEFAULT_LENGTH, 2 * sampled)
         else:
-            shorter = bisect_right(known.by_size, max(sampled, min_tokens - 1))
-            longer = len(known.by_size) - shorter
+            shorter = bisect_right(known, max(sampled, min_tokens - 1))
+            longer = len(known) - shorter
             # Longer than all samples: guess that it will double.
-            length = known.by_size[shorter + int(quantile * longer)] if longer else 2 * sampled
+            length = known[shorter + int(quantile * longer)] if longer else 2 * sampled
         return min(max(length, min_tokens, sampled + 1), max_tokens)

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
-from octavo.router.admission.claims import Claim
-from octavo.router.balancing.policy import Loaded, RequestNeeds, taken
+from octavo.router.admission.claims import Claim, Claims
+from octavo.router.balancing.policy import Candidate, taken
 from octavo.v1.generation_pb2 import GenerateRequest
 
 MIN_PREFILL_TOKENS = 128
@@ -12,8 +12,11 @@ MIN_PREFILL_TOKENS = 128
 other engine's streams by less than sending it takes."""
 
 
-class Staged(Loaded, Protocol):
-    """The interface of an engine with a role."""
+class Replica(Candidate, Protocol):
+    """The interface of an engine for admission."""
+
+    claims: Claims
+    """Requests that this router sent to the engine."""
 
     @property
     def block_layout(self) -> str:
@@ -23,21 +26,18 @@ class Staged(Loaded, Protocol):
     def prefills(self) -> bool:
         """Whether its role is to compute prompts."""
 
-    def saved_tokens(self, request: RequestNeeds) -> float:
-        """Return the number of a prompt's tokens whose computing the engine's prefixes save."""
+
+E = TypeVar("E", bound=Replica)
 
 
-E = TypeVar("E", bound=Staged)
-
-
-def successors(engine: Staged, engines: Sequence[E]) -> list[E]:
+def successors(engine: Replica, engines: Sequence[E]) -> list[E]:
     """Return the engines that a prefill engine's requests go on at, after their first token."""
     if not engine.prefills or not engine.block_layout:
         return []
     return [e for e in engines if not e.prefills and e.block_layout == engine.block_layout]
 
 
-def for_stage(engines: Sequence[E], claim: "Claim[E]") -> Sequence[E]:
+def for_stage(engines: Sequence[E], claim: Claim[E]) -> Sequence[E]:
     """Return the engines that suit a request; all if none has the role that it needs.
 
     A prompt that would wait for others at every prefill engine may go to an idle engine.

@@ -6,8 +6,8 @@ from typing import Protocol, TypeVar
 from octavo.v1 import engine_pb2
 
 
-class Loaded(Protocol):
-    """The interface of an engine with sequences."""
+class Candidate(Protocol):
+    """The interface of an engine for policies."""
 
     load: engine_pb2.Load
     """The engine's last report."""
@@ -15,10 +15,6 @@ class Loaded(Protocol):
     @property
     def sequences(self) -> int:
         """Number of unfinished sequences that this router sent to the engine."""
-
-
-class Candidate(Loaded, Protocol):
-    """The interface of an engine for policies."""
 
     @property
     def max_num_seqs(self) -> int:
@@ -87,7 +83,7 @@ def batch_share(candidate: Candidate) -> float:
     return taken(candidate) / max(candidate.max_num_seqs, 1)
 
 
-def taken(candidate: Loaded) -> int:
+def taken(candidate: Candidate) -> int:
     """Return the number of sequences that use or wait for an engine's batch.
 
     The report includes other routers' requests; this router's count includes those since then.

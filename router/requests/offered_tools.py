@@ -2,9 +2,9 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from octavo.router.requests.parsers.formats import OfferedTool
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
 
@@ -18,6 +18,26 @@ _COMBINING = (
     *("$ref", "$dynamicRef", "$recursiveRef", "allOf", "anyOf", "oneOf", "if", "not"),
     *("dependencies", "dependentRequired", "dependentSchemas"),
 )
+
+
+@dataclass(frozen=True, slots=True)
+class OfferedTool:
+    """A tool that an output may call.
+
+    Attributes:
+        name: Name of the tool.
+        schema: JSON Schema of the arguments, an object.
+        strict: Whether the arguments must match the schema.
+    """
+
+    name: str
+    schema: Mapping[str, Any]
+    strict: bool = False
+
+    @property
+    def allowed(self) -> Mapping[str, Any]:
+        """The schema for constrained calls that need not be strict."""
+        return self.schema if self.strict else {"type": "object"}
 
 
 def offered_tools(chat: generation_pb2.ChatPrompt) -> list[OfferedTool]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from octavo.router.requests.logprobs import ELSEWHERE, HeldLogprobs
-from octavo.router.requests.output_plan import OutputPlan
+from octavo.router.requests.parsers.formats import OutputPlan
 from octavo.router.requests.parsers.parser import Piece, PieceKind
 from octavo.router.requests.schema_checker import SchemaCheck
 from octavo.router.requests.spelled_markers import SpelledMarkers, mended
@@ -225,8 +225,8 @@ class Output:
         """Yield the schema checks of a complete output."""
         if self._checks is None or self.reason not in COMPLETE:
             return
-        if self._checks.content is not None and not self._calls:
-            yield SchemaCheck("content", self._checks.content, "".join(self._checked_text))
+        if self._checks.checked_content is not None and not self._calls:
+            yield SchemaCheck("content", self._checks.checked_content, "".join(self._checked_text))
         for i, (schema, pieces) in self._arguments.items():
             yield SchemaCheck(f"tool_calls[{i}].arguments", schema, "".join(pieces))
 
@@ -288,7 +288,7 @@ class Output:
 
     def _add_content(self, text: str) -> None:
         self._text.append(text)
-        if self._checks is not None and self._checks.content is not None:
+        if self._checks is not None and self._checks.checked_content is not None:
             self._checked_text.append(text)
 
     def _show_logprobs(self, held: HeldLogprobs) -> None:
@@ -298,8 +298,8 @@ class Output:
     def _begin_call(self, name: str) -> None:
         call_id = "".join(secrets.choice(CALL_ID_LETTERS) for _ in range(CALL_ID_LENGTH))
         self._delta.tool_calls.add(index=self._calls, id=call_id, name=name)
-        if self._checks is not None and name in self._checks.arguments:
-            self._arguments[self._calls] = self._checks.arguments[name], []
+        if self._checks is not None and name in self._checks.checked_arguments:
+            self._arguments[self._calls] = self._checks.checked_arguments[name], []
         self._calls += 1
 
     def _add_arguments(self, text: str) -> None:

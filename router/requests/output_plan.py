@@ -3,23 +3,16 @@
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from octavo.common import rpc
 from octavo.common.json_schema import Pointer
 from octavo.common.limits import Limits, check_constraint
-from octavo.router.requests.held_schemas import SchemaChecks, held_schemas
-from octavo.router.requests.offered_tools import must_call, offered_tools
+from octavo.router.requests.held_schemas import held_schemas
+from octavo.router.requests.offered_tools import OfferedTool, must_call, offered_tools
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
-from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
-from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
-    ReasoningFormat,
-    ToolFormat,
-)
-from octavo.router.requests.parsers.parser import Parser
+from octavo.router.requests.parsers.formats import OutputPlan, ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.response_template import NAME as RESPONSE_TEMPLATE
 from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
@@ -30,50 +23,6 @@ AUTO, NONE = "auto", "none"
 F = TypeVar("F", ToolFormat, ReasoningFormat)
 SURROGATE = re.compile("[\ud800-\udfff]")
 """One half of a UTF-16 surrogate pair: valid in JSON escapes, invalid in UTF-8."""
-
-
-@dataclass(frozen=True, slots=True)
-class OutputPlan:
-    """How to parse and constrain a request's outputs.
-
-    Attributes:
-        context: The end of the prompt, which the outputs continue.
-        tools: Format of tool calls; None: no calls.
-        reasoning: Format of reasoning; None: no reasoning.
-        answers: Whether outputs are either calls alone, or an answer under the client's constraint.
-        constraint: Constraint on whole outputs, reasoning and calls included, if any.
-        checks: Schemas to check at an output's end; None: the grammar enforces all.
-        lark: Grammar that tells marker tokens from text; None: any spelling counts as a marker.
-    """
-
-    context: OutputContext
-    tools: ToolFormat | None = None
-    reasoning: ReasoningFormat | None = None
-    answers: bool = False
-    lark: Lark | None = None
-    constraint: OutputConstraint | None = None
-    checks: SchemaChecks | None = None
-
-    def parser(self) -> Parser | None:
-        """Return a parser of one output; None if all text is content."""
-        parser = None if self.tools is None else self.tools.parser(self.context)
-        if parser is not None and self.tools is not None and self.answers:
-            starts = self.tools.starts(self.context.tools)
-            parser = AnswerOrCalls(starts, parser) if starts else parser
-        if self.reasoning is not None:
-            parser = self.reasoning.parser(self.context, parser)
-        return parser
-
-    def visible(self, parser: Parser) -> frozenset[int]:
-        """Return ids of the special tokens that a parser must see."""
-        return self.context.model.ids(parser.visible)
-
-    def markers(self, parser: Parser) -> Mapping[int, str]:
-        """Return the markers that count only as single tokens, by token id."""
-        if self.lark is None:
-            return {}
-        parts = {part for marker in parser.visible for part in self.lark.parts(marker)}
-        return {i: part for part in parts if (i := self.lark.token(part)) is not None}
 
 
 class OutputFormats:
@@ -147,37 +96,39 @@ class OutputFormats:
             constraint = _made(OutputConstraint(json_schema=constraint.json_schema), limits)
         limit = message.stop.max_reasoning_tokens
         bounded = message.stop.HasField("max_reasoning_tokens")
+        plan = OutputPlan(model, constraint=constraint, checks=schemas.checks)
         if message.WhichOneof("prompt") != "chat":
             if bounded:
                 raise _unbounded("only outputs of chats have reasoning")
-            return OutputPlan(OutputContext(model), constraint=constraint, checks=schemas.checks)
-        chat = message.chat
-        tools = offered_tools(chat)
-        context = OutputContext(model, tail, chat.continue_final_message, tools)
-        reasoning = self.reasoning(model)
-        bounded = bounded and not (message.stop.fit_limits and reasoning is None)
+            return plan
+        chat, fit = message.chat, message.stop.fit_limits
+        tools, reasoning = offered_tools(chat), self.reasoning(model)
+        bounded = bounded and not (fit and reasoning is None)
         if bounded and reasoning is None:
             raise _unbounded(
                 "the model does not mark reasoning, or the router has no parser for it"
             )
-        form = self.tools(model) if tools else None
-        lark, answers = Lark(model, eos_token_ids), constraint is not None
-        whole = _OutputGrammar(
-            chat, context, form, reasoning, lark, constraint=constraint, tools=schemas.tools
+        lark = Lark(model, eos_token_ids)
+        plan = replace(
+            plan,
+            tail=tail,
+            continued=chat.continue_final_message,
+            tools=tools,
+            calls=self.tools(model) if tools else None,
+            reasoning=reasoning,
+            answers=constraint is not None,
+            lark=None if constraint is None else lark,
         )
-        grammar = whole.make(limit if bounded else None, fit=message.stop.fit_limits)
-        if grammar is not None:
-            constraint = _made(OutputConstraint(grammar=grammar), limits)
-            form = form and form.constrained
-            context = replace(context, held=whole.held)
-        return OutputPlan(
-            context,
-            form,
-            reasoning,
-            answers,
-            None if constraint is None else lark,
-            constraint,
-            schemas.checks,
+        grammar = _grammar(lark, plan, chat, schemas.tools, limit if bounded else None, fit=fit)
+        if grammar is None:
+            return plan
+        calls = plan.calls and plan.calls.constrained
+        return replace(
+            plan,
+            calls=calls,
+            held=frozenset(tool.name for tool in schemas.tools if calls and tool.strict),
+            lark=lark,
+            constraint=_made(OutputConstraint(grammar=grammar), limits),
         )
 
 
@@ -197,94 +148,61 @@ def _readable(form: F | None, model: ModelText) -> F | None:
     return None if needs_template and model.response_template is None else form
 
 
-class _OutputGrammar:
-    """Builds the grammar of whole outputs: reasoning, calls, and the client's constraint.
+def _grammar(
+    lark: Lark,
+    plan: OutputPlan,
+    chat: generation_pb2.ChatPrompt,
+    tools: Sequence[OfferedTool],
+    limit: int | None,
+    *,
+    fit: bool,
+) -> str | None:
+    """Return the grammar of whole outputs: reasoning, calls, and the client's constraint.
 
-    Attributes:
-        held: Names of the tools whose schemas the grammar enforces.
+    Args:
+        lark: The grammar to add rules to.
+        plan: The plan, with the client's constraint.
+        chat: The chat.
+        tools: The tools that outputs may call, with schemas that a grammar can enforce.
+        limit: Maximum tokens of reasoning; None: unlimited.
+        fit: Whether to leave out a limit that cannot be enforced.
+
+    Returns:
+        The grammar; None if the client's own constraint, if any, suffices.
     """
-
-    def __init__(
-        self,
-        chat: generation_pb2.ChatPrompt,
-        context: OutputContext,
-        form: ToolFormat | None,
-        reasoning: ReasoningFormat | None,
-        lark: Lark,
-        *,
-        constraint: OutputConstraint | None,
-        tools: Sequence[OfferedTool],
-    ) -> None:
-        self._chat = chat
-        self._constraint = constraint
-        self._context = context
-        self._tools = tools
-        self._format = form and form.constrained
-        self._reasoning = reasoning
-        self._lark = lark
-        self.held: frozenset[str] = frozenset()
-
-    def make(self, limit: int | None, *, fit: bool = False) -> str | None:
-        """Return the grammar; None if the client's own constraint, if any, suffices.
-
-        Args:
-            limit: Maximum tokens of reasoning; None: unlimited.
-            fit: Whether to leave out a limit that cannot be enforced.
-        """
-        lark, lead = self._lark, ""
-        body = self._calls()
-        if body is None and limit is None and self._constraint is None:
+    calls = plan.calls and plan.calls.constrained
+    several = chat.parallel_tool_calls or not chat.HasField("parallel_tool_calls")
+    constraint, reasoning, lead = plan.constraint, plan.reasoning, ""
+    free = several and not any(tool.strict for tool in tools)
+    body: str | None = None
+    if calls is not None and must_call(chat):
+        body = calls.forced(lark, tools, parallel=several)
+    elif calls is not None and constraint is None and not free:
+        body = calls.offered(lark, tools, parallel=several)
+    if body is None and limit is None and constraint is None:
+        return None
+    if reasoning is not None:
+        try:
+            lead = reasoning.lead(lark, plan, limit)
+        except ValueError as error:
+            if limit is not None and fit:
+                return _grammar(lark, plan, chat, tools, None, fit=fit)
+            if limit is not None:
+                raise _unbounded(str(error)) from None
+            field = "constraint" if body is None else "chat.tools"
+            why = f"{field}: what follows reasoning cannot be constrained: {error}"
+            raise rpc.invalid(field, why) from None
+    if body is None and constraint is not None:
+        form = _form(lark, constraint)
+        body = form if reasoning is None else reasoning.answer(lark, plan, form)
+        if not lead and body == form and calls is None:
             return None
-        if self._reasoning is not None:
-            try:
-                lead = self._reasoning.lead(lark, self._context, limit)
-            except ValueError as error:
-                if limit is not None and fit:
-                    return self.make(None)
-                if limit is not None:
-                    raise _unbounded(str(error)) from None
-                field = "constraint" if body is None else "chat.tools"
-                why = f"{field}: what follows reasoning cannot be constrained: {error}"
-                raise rpc.invalid(field, why) from None
-        if body is None and self._constraint is not None:
-            form = _form(lark, self._constraint)
-            answer = form
-            if self._reasoning is not None:
-                answer = self._reasoning.answer(lark, self._context, form)
-            if not lead and answer == form and self._format is None:
-                return None
-            body = answer
-            if self._format is not None:
-                body = either(self._forced(), answer)
-        if body is None:
-            assert self._reasoning is not None, "a limit needs reasoning"
-            body = self._reasoning.rest(lark, self._context)
-        return lark.render(sequence(lead, body))
-
-    @property
-    def _parallel(self) -> bool:
-        return self._chat.parallel_tool_calls or not self._chat.HasField("parallel_tool_calls")
-
-    def _calls(self) -> str | None:
-        """Return the grammar of an answer with calls; None if calls are unconstrained."""
-        tools, form = self._tools, self._format
-        if form is None:
-            return None
-        if must_call(self._chat):
-            return self._forced()
-        free = self._parallel and not any(tool.strict for tool in tools)
-        if free or self._constraint is not None:
-            return None
-        self._hold()
-        return form.offered(self._lark, tools, parallel=self._parallel)
-
-    def _forced(self) -> str:
-        assert self._format is not None
-        self._hold()
-        return self._format.forced(self._lark, self._tools, parallel=self._parallel)
-
-    def _hold(self) -> None:
-        self.held = frozenset(tool.name for tool in self._tools if tool.strict)
+        if calls is not None:
+            body = either(calls.forced(lark, tools, parallel=several), body)
+    if body is None:
+        assert reasoning is not None, "a limit needs reasoning"
+        body = reasoning.rest(lark, plan)
+    return lark.render(sequence(lead, body))
 
 
 def _form(lark: Lark, constraint: OutputConstraint) -> str:

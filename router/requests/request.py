@@ -11,8 +11,8 @@ from octavo.common.kv_cache.prefix_hash import (
     short_key,
 )
 from octavo.common.priority import effective_arrival
-from octavo.router.requests.held_schemas import SchemaChecks
-from octavo.router.requests.output_plan import OutputPlan
+from octavo.router.requests.held_schemas import HeldSchemas
+from octavo.router.requests.parsers.formats import OutputPlan
 from octavo.router.requests.validation import num_outputs
 from octavo.router.tenants.tenant import Tenant
 from octavo.v1 import engine_pb2, generation_pb2, sampling_pb2
@@ -74,7 +74,7 @@ class Request:
         return num_outputs(self.message)
 
     @property
-    def checks(self) -> SchemaChecks | None:
+    def checks(self) -> HeldSchemas | None:
         """Schemas to check at an output's end, if any."""
         return None if self.plan is None else self.plan.checks
 

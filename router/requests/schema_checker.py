@@ -10,7 +10,7 @@ from typing import Any
 import structlog
 
 from octavo.common import rpc
-from octavo.router.requests.held_schemas import SchemaChecks
+from octavo.router.requests.held_schemas import HeldSchemas
 
 log = structlog.get_logger(__name__)
 
@@ -44,7 +44,7 @@ class SchemaChecker:
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
 
-    async def check_schemas(self, checks: SchemaChecks) -> None:
+    async def check_schemas(self, checks: HeldSchemas) -> None:
         """Check that schemas are valid.
 
         Raises:

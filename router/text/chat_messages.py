@@ -5,7 +5,6 @@ import itertools
 import json
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from octavo.router.text.chat_template import changed
@@ -49,37 +48,12 @@ class ArgumentsForm(enum.Enum):
     """Objects; other arguments become the only value of an object."""
 
 
-@dataclass(frozen=True, slots=True)
-class ChatForm:
-    """One of the forms in which a template may accept a chat.
+def forms(chat: generation_pb2.ChatPrompt) -> Iterator[tuple[ArgumentsForm, bool]]:
+    """Yield the forms in which a template may accept a valid chat, the most usual first.
 
-    Attributes:
-        arguments: Type of calls' arguments.
-        joined: Whether to append an assistant's text before its calls to its reasoning: gpt-oss's
-            template accepts only one of both.
+    Each is the type of calls' arguments, and whether to append an assistant's text before its calls
+    to its reasoning: gpt-oss's template accepts only one of both.
     """
-
-    arguments: ArgumentsForm = ArgumentsForm.OBJECTS
-    joined: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class TemplateInput:
-    """The input of a chat template.
-
-    Attributes:
-        messages: The messages.
-        tools: Descriptions of the tools, if any.
-        template: Template that replaces the model's own, if any.
-    """
-
-    messages: list[dict[str, Any]]
-    tools: list[dict[str, Any]] | None
-    template: str | None = None
-
-
-def forms(chat: generation_pb2.ChatPrompt) -> Iterator[ChatForm]:
-    """Yield the forms in which a template may accept a valid chat, the most usual first."""
     calling = [message for message in chat.messages if message.tool_calls]
     arguments = [ArgumentsForm.OBJECTS, *([ArgumentsForm.TEXTS] if calling else [])]
     if any(_object(call) is None for message in calling for call in message.tool_calls):
@@ -87,35 +61,46 @@ def forms(chat: generation_pb2.ChatPrompt) -> Iterator[ChatForm]:
     both = any(message.reasoning and text_of(message) for message in calling)
     joined = (False, True) if both else (False,)
     for of_reasoning, of_arguments in itertools.product(joined, arguments):
-        yield ChatForm(of_arguments, of_reasoning)
+        yield of_arguments, of_reasoning
 
 
 def template_input(
     chat: generation_pb2.ChatPrompt,
     model: ModelText,
     change: Change = str,
-    form: ChatForm = ChatForm(),
-) -> TemplateInput:
-    """Return the template's input for a valid chat.
+    arguments: ArgumentsForm = ArgumentsForm.OBJECTS,
+    *,
+    joined: bool = False,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the messages and the descriptions of tools that a template gets for a valid chat.
 
     Args:
         chat: The chat.
         model: The model's template.
         change: Function applied to each of the caller's texts.
-        form: One of `forms`.
+        arguments: See `forms`.
+        joined: See `forms`.
     """
     shown = chat.tool_choice.mode != ToolChoiceMode.TOOL_CHOICE_MODE_NONE
     tools = [_tool(tool, change) for tool in chat.tools] if shown else []
     names = {call.id: call.name for message in chat.messages for call in message.tool_calls}
-    messages = [_message(message, names, model, change, form) for message in chat.messages]
+    messages = [
+        _message(message, names, model, change, arguments, joined=joined)
+        for message in chat.messages
+    ]
     if not model.has_tools:
         messages, tools = _in_text(messages, tools), []
-    empty = any(message["content"] is None for message in messages)
     if model.shows_images:
         for message in messages:
             if message["content"] and isinstance(message["content"], str):
                 message["content"] = [{"type": "text", "text": message["content"]}]
-    return TemplateInput(messages, tools or None, _WITH_CONTENT + model.template if empty else None)
+    return messages, tools
+
+
+def changed_template(messages: list[dict[str, Any]], model: ModelText) -> str | None:
+    """Return the template for messages without content; None: the model's own renders them."""
+    empty = any(message["content"] is None for message in messages)
+    return _WITH_CONTENT + model.template if empty else None
 
 
 def text_of(message: generation_pb2.ChatMessage) -> str:
@@ -153,10 +138,12 @@ def _message(
     names: Mapping[str, str],
     model: ModelText,
     change: Change,
-    form: ChatForm,
+    arguments: ArgumentsForm,
+    *,
+    joined: bool,
 ) -> dict[str, Any]:
     role, text, reasoning = message.role, text_of(message), message.reasoning
-    if form.joined and message.tool_calls and reasoning and text:
+    if joined and message.tool_calls and reasoning and text:
         text, reasoning = "", f"{reasoning}\n\n{text}"
     if role == "developer" and "developer" not in model.template:
         role = "system"
@@ -164,9 +151,7 @@ def _message(
     if any(part.HasField("image") for part in message.parts):
         laid_out["content"] = _parts(message, change)
     if message.tool_calls:
-        laid_out["tool_calls"] = [
-            _call(call, change, form.arguments) for call in message.tool_calls
-        ]
+        laid_out["tool_calls"] = [_call(call, change, arguments) for call in message.tool_calls]
         if not laid_out["content"] and _CONTENT_MAY_BE_NONE.search(model.template):
             laid_out["content"] = None  # some templates check this key to detect calls
     if message.tool_call_id:

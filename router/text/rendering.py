@@ -6,7 +6,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from octavo.common import rpc
-from octavo.router.text.chat_messages import ChatForm, forms, template_input, text_of
+from octavo.router.text.chat_messages import changed_template, forms, template_input, text_of
 from octavo.router.text.chat_template import TEMPLATE_ERRORS, template_variables
 from octavo.router.text.control_tokens import Change, private_characters
 from octavo.router.text.model_text import ModelText
@@ -83,23 +83,22 @@ class ChatRenderer:
     def _fill(self, chat: generation_pb2.ChatPrompt, change: Change, *, opens: bool) -> str:
         variables = {**self._variables, **template_variables(chat, change)}
 
-        def fill(form: ChatForm) -> str:
-            inputs = template_input(chat, self._model, change, form)
-            text: str = self._tokenizer.apply_chat_template(
-                inputs.messages,
-                tools=inputs.tools,
-                chat_template=inputs.template,
-                tokenize=False,
-                add_generation_prompt=opens,
-                **variables,
-            )
-            # An unpaired surrogate, possible in JSON escapes only, stays escaped.
-            return text.encode("utf-8", "backslashreplace").decode()
-
         first: Exception | None = None
-        for form in forms(chat):
+        for arguments, joined in forms(chat):
             try:
-                return fill(form)
+                messages, tools = template_input(
+                    chat, self._model, change, arguments, joined=joined
+                )
+                text: str = self._tokenizer.apply_chat_template(
+                    messages,
+                    tools=tools or None,
+                    chat_template=changed_template(messages, self._model),
+                    tokenize=False,
+                    add_generation_prompt=opens,
+                    **variables,
+                )
+                # An unpaired surrogate, possible in JSON escapes only, stays escaped.
+                return text.encode("utf-8", "backslashreplace").decode()
             except TEMPLATE_ERRORS as error:
                 first = first or error
         raise rpc.invalid(

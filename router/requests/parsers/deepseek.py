@@ -7,12 +7,8 @@ V3 writes the type, the name and a JSON code block; V3.1 the name and plain JSON
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
-    ToolFormat,
-    named_call,
-)
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, named_call
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
@@ -31,7 +27,7 @@ class DeepSeek(ToolFormat):
     trigger = OPENING
     openers = (CALL_OPENING,)
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         call = partial(NamedCall, _name, (CALL_CLOSING, CLOSING))
         fenced = (f"\n{FENCE}{CALL_CLOSING}", f"{FENCE}{CALL_CLOSING}")

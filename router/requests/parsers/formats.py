@@ -1,57 +1,74 @@
-"""The interfaces of a model family: its formats of tool calls and reasoning."""
+"""The plan of a request's outputs, and a model family's formats of tool calls and reasoning."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from octavo.router.requests.held_schemas import HeldSchemas
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.answer_or_calls import AnswerOrCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.text.lark import Lark, either, sequence
 from octavo.router.text.model_text import ModelText
+from octavo.v1.sampling_pb2 import OutputConstraint
 
 
 @dataclass(frozen=True, slots=True)
-class OfferedTool:
-    """A tool that an output may call.
-
-    Attributes:
-        name: Name of the tool.
-        schema: JSON Schema of the arguments, an object.
-        strict: Whether the arguments must match the schema.
-    """
-
-    name: str
-    schema: Mapping[str, Any]
-    strict: bool = False
-
-    @property
-    def allowed(self) -> Mapping[str, Any]:
-        """The schema for constrained calls that need not be strict."""
-        return self.schema if self.strict else {"type": "object"}
-
-
-@dataclass(frozen=True, slots=True)
-class OutputContext:
-    """The context that an output continues.
+class OutputPlan:
+    """How to parse and constrain a request's outputs.
 
     Attributes:
         model: The model's template and markers.
-        tail: End of the prompt, with special tokens.
+        tail: End of the prompt, which the outputs continue, with special tokens.
         continued: Whether the prompt ends inside an assistant's message.
-        tools: Tools that the output may call.
+        tools: Tools that the outputs may call.
         held: Names of the tools whose schemas a grammar enforces.
+        calls: Format of tool calls; None: no calls.
+        reasoning: Format of reasoning; None: no reasoning.
+        answers: Whether outputs are either calls alone, or an answer under the client's constraint.
+        lark: Grammar that tells marker tokens from text; None: any spelling counts as a marker.
+        constraint: Constraint on whole outputs, reasoning and calls included, if any.
+        checks: Schemas to check at an output's end; None: the grammar enforces all.
     """
 
     model: ModelText
     tail: str = ""
     continued: bool = False
-    tools: Sequence[OfferedTool] = field(default_factory=tuple)
+    tools: Sequence[OfferedTool] = ()
     held: frozenset[str] = frozenset()
+    calls: "ToolFormat | None" = None
+    reasoning: "ReasoningFormat | None" = None
+    answers: bool = False
+    lark: Lark | None = None
+    constraint: OutputConstraint | None = None
+    checks: HeldSchemas | None = None
 
     @property
     def schemas(self) -> dict[str, Mapping[str, Any]]:
         """JSON Schema of each tool's arguments."""
         return {tool.name: tool.schema for tool in self.tools}
+
+    def parser(self) -> Parser | None:
+        """Return a parser of one output; None if all text is content."""
+        parser = None if self.calls is None else self.calls.parser(self)
+        if parser is not None and self.calls is not None and self.answers:
+            starts = self.calls.starts(self.tools)
+            parser = AnswerOrCalls(starts, parser) if starts else parser
+        if self.reasoning is not None:
+            parser = self.reasoning.parser(self, parser)
+        return parser
+
+    def visible(self, parser: Parser) -> frozenset[int]:
+        """Return ids of the special tokens that a parser must see."""
+        return self.model.ids(parser.visible)
+
+    def markers(self, parser: Parser) -> Mapping[int, str]:
+        """Return the markers that count only as single tokens, by token id."""
+        if self.lark is None:
+            return {}
+        parts = {part for marker in parser.visible for part in self.lark.parts(marker)}
+        return {i: part for part in parts if (i := self.lark.token(part)) is not None}
 
 
 class ToolFormat(ABC):
@@ -74,7 +91,7 @@ class ToolFormat(ABC):
         return self.trigger in model.template
 
     @abstractmethod
-    def parser(self, context: OutputContext) -> Parser:
+    def parser(self, plan: OutputPlan) -> Parser:
         """Return a parser of one output."""
 
     def starts(self, tools: Sequence[OfferedTool]) -> tuple[str, ...]:  # noqa: ARG002
@@ -134,32 +151,32 @@ class ReasoningFormat(ABC):
         """Return whether a model belongs to the family, by its chat template and markers."""
 
     @abstractmethod
-    def parser(self, context: OutputContext, then: Parser | None) -> Parser:
+    def parser(self, plan: OutputPlan, then: Parser | None) -> Parser:
         """Return a parser of one output.
 
         Args:
-            context: The context that the output continues.
+            plan: The plan of the outputs.
             then: Parser of calls in the answer, if any.
         """
 
     @abstractmethod
-    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
+    def lead(self, lark: Lark, plan: OutputPlan, limit: int | None) -> str:
         """Return the grammar of an output before its answer; empty if the answer begins at once.
 
         Args:
             lark: The grammar to add rules to.
-            context: The context that the output continues.
+            plan: The plan of the outputs.
             limit: Maximum tokens of reasoning; None: unlimited.
 
         Raises:
             ValueError: Reasoning cannot be bounded, as its end marker is not a token.
         """
 
-    def answer(self, lark: Lark, context: OutputContext, form: str) -> str:  # noqa: ARG002
+    def answer(self, lark: Lark, plan: OutputPlan, form: str) -> str:  # noqa: ARG002
         """Return the grammar of the answer after the lead, given its constraint."""
         return form
 
-    def rest(self, lark: Lark, context: OutputContext) -> str:  # noqa: ARG002
+    def rest(self, lark: Lark, plan: OutputPlan) -> str:  # noqa: ARG002
         """Return the grammar of an unconstrained answer after the lead."""
         return f"{lark.tokens_but()}*"
 

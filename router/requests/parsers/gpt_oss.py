@@ -5,6 +5,7 @@
 
 from collections.abc import Sequence
 
+from octavo.router.requests.offered_tools import OfferedTool
 from octavo.router.requests.parsers.channels import (
     CHANNEL,
     CONSTRAIN,
@@ -14,8 +15,7 @@ from octavo.router.requests.parsers.channels import (
     Channels,
 )
 from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
+    OutputPlan,
     ReasoningFormat,
     ToolFormat,
     named_call,
@@ -27,13 +27,13 @@ from octavo.router.text.model_text import ModelText
 NAME = "gpt_oss"
 
 
-def _parser(context: OutputContext) -> Parser:
-    return Channels(_begun(context))
+def _parser(plan: OutputPlan) -> Parser:
+    return Channels(_begun(plan))
 
 
-def _begun(context: OutputContext) -> str:
+def _begun(plan: OutputPlan) -> str:
     """Return the prompt's part of the message that the output continues."""
-    return context.tail.rpartition(START)[2] if START in context.tail else "assistant"
+    return plan.tail.rpartition(START)[2] if START in plan.tail else "assistant"
 
 
 class GptOssTools(ToolFormat):
@@ -45,9 +45,9 @@ class GptOssTools(ToolFormat):
         """Return whether the model uses channels."""
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
-    def parser(self, context: OutputContext) -> Parser:
+    def parser(self, plan: OutputPlan) -> Parser:
         """Return a parser of one output."""
-        return _parser(context)
+        return _parser(plan)
 
     def forced(self, lark: Lark, tools: Sequence[OfferedTool], *, parallel: bool) -> str:  # noqa: ARG002
         """Return the grammar of a call; an output has only one."""
@@ -69,13 +69,13 @@ class GptOssReasoning(ReasoningFormat):
         """Return whether the model uses channels."""
         return model.mentions(CHANNEL) and model.mentions(MESSAGE)
 
-    def parser(self, context: OutputContext, then: Parser | None) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan, then: Parser | None) -> Parser:  # noqa: ARG002
         """Return a parser of one output, including calls."""
-        return _parser(context)
+        return _parser(plan)
 
-    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
+    def lead(self, lark: Lark, plan: OutputPlan, limit: int | None) -> str:
         """Return the grammar of an output up to the header of its answer."""
-        if MESSAGE in _begun(context):
+        if MESSAGE in _begun(plan):
             return ""
         if lark.token(END) is None or lark.token(CHANNEL) is None:
             raise ValueError("the vocabulary has no tokens for channels")
@@ -88,14 +88,14 @@ class GptOssReasoning(ReasoningFormat):
             return f"({sequence(analysis, f'{word}*', turn)})*"
         return f"({sequence(analysis, f'{word}{{0,{limit}}}', turn)})?" if limit else ""
 
-    def answer(self, lark: Lark, context: OutputContext, form: str) -> str:
+    def answer(self, lark: Lark, plan: OutputPlan, form: str) -> str:
         """Return the grammar of a final message under a constraint."""
-        return form if MESSAGE in _begun(context) else sequence(_final(lark), form)
+        return form if MESSAGE in _begun(plan) else sequence(_final(lark), form)
 
-    def rest(self, lark: Lark, context: OutputContext) -> str:
+    def rest(self, lark: Lark, plan: OutputPlan) -> str:
         """Return the grammar of messages in channels other than analysis."""
-        if MESSAGE in _begun(context):
-            return super().rest(lark, context)
+        if MESSAGE in _begun(plan):
+            return super().rest(lark, plan)
         channel = f'{lark.marker(CHANNEL)} ("final" | "commentary")'
         return f"({channel} {lark.tokens_but(CHANNEL)}*)+"
 

@@ -5,7 +5,8 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat, json_list
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, json_list
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -21,7 +22,7 @@ class Granite(ToolFormat):
     trigger = OPENING
     openers = (OTHER,)
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCalls, OTHER: JsonCalls})
 

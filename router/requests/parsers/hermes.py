@@ -7,12 +7,8 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
-    ToolFormat,
-    json_section,
-)
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, json_section
 from octavo.router.requests.parsers.json_call import JsonCall
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -36,7 +32,7 @@ class Hermes(ToolFormat):
         """
         return OPENING in model.template or not model.has_tools
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: JsonCall}, (CLOSING,))
 

@@ -8,13 +8,8 @@ InternLM:        <|action_start|><|plugin|>{"name": ..., "parameters": {...}}<|a
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
-    ToolFormat,
-    json_call,
-    json_list,
-)
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, json_call, json_list
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -51,7 +46,7 @@ class JsonBetween(ToolFormat):
         self._space = space
         self._key = key
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({self.trigger: JsonCalls}, (self._closing,))
 

@@ -8,7 +8,8 @@ import re
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
 from octavo.router.requests.parsers.parser import Parser
@@ -27,7 +28,7 @@ class Kimi(ToolFormat):
     trigger = OPENING
     openers = (CALL_OPENING,)
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         call = partial(NamedCall, _name, (CALL_CLOSING, CLOSING))
         return MarkedCalls({CALL_OPENING: call}, (OPENING, CLOSING, CALL_CLOSING, ARGUMENTS))

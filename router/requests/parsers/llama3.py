@@ -6,7 +6,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat, json_call
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, json_call
 from octavo.router.requests.parsers.json_call import JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -26,7 +27,7 @@ class Llama3(ToolFormat):
         """Return whether the template asks for JSON objects."""
         return PYTHON_TAG in model.template or '"parameters": dictionary' in model.template
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         calls = partial(JsonCalls, SEPARATOR)
         return MarkedCalls({PYTHON_TAG: calls}, bare={"{": partial(calls, bare=True)})

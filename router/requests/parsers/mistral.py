@@ -6,13 +6,8 @@
 
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
-    ToolFormat,
-    json_list,
-    named_call,
-)
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, json_list, named_call
 from octavo.router.requests.parsers.json_call import ByFirst, JsonCalls
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.named_call import NamedCall
@@ -28,7 +23,7 @@ class Mistral(ToolFormat):
     name = "mistral"
     trigger = OPENING
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         return MarkedCalls({OPENING: _list_or_name}, (ARGUMENTS, CALL_ID))
 

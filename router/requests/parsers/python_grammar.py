@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from octavo.router.requests.parsers.formats import OfferedTool
+from octavo.router.requests.offered_tools import OfferedTool
 from octavo.router.requests.parsers.tool_schema import (
     ANNOTATIONS,
     Argument,

@@ -6,7 +6,8 @@
 from collections.abc import Sequence
 from functools import partial
 
-from octavo.router.requests.parsers.formats import OfferedTool, OutputContext, ToolFormat
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat
 from octavo.router.requests.parsers.marked_calls import MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.python_call import PythonCalls
@@ -27,7 +28,7 @@ class Pythonic(ToolFormat):
         """Return whether the template or the vocabulary has a marker."""
         return model.mentions(*MARKERS)
 
-    def parser(self, context: OutputContext) -> Parser:  # noqa: ARG002
+    def parser(self, plan: OutputPlan) -> Parser:  # noqa: ARG002
         """Return a parser of one output."""
         opens = dict.fromkeys(MARKERS, PythonCalls)
         bare = {"[": partial(PythonCalls, bare=True)}

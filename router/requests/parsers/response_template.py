@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers.utils.chat_parsing import ResponseParser
 
-from octavo.router.requests.parsers.formats import OutputContext, ReasoningFormat, ToolFormat
+from octavo.router.requests.parsers.formats import OutputPlan, ReasoningFormat, ToolFormat
 from octavo.router.requests.parsers.hermes import Hermes
 from octavo.router.requests.parsers.parser import Parser, Piece, PieceKind
 from octavo.router.requests.parsers.think import Think
@@ -24,19 +24,19 @@ class ResponseReader(Parser):
     """Parse outputs with transformers' parser; emit calls when complete.
 
     Args:
-        context: The context that the output continues; its model has a `response_template`.
+        plan: The plan of the outputs; its model has a `response_template`.
     """
 
-    def __init__(self, context: OutputContext) -> None:
-        assert context.model.response_template is not None
+    def __init__(self, plan: OutputPlan) -> None:
+        assert plan.model.response_template is not None
         tools: list[dict[str, Any] | Callable[..., Any]] = [
             {"function": {"name": name, "parameters": schema}}
-            for name, schema in context.schemas.items()
+            for name, schema in plan.schemas.items()
         ]
-        self._special = context.model.special
-        template = context.model.response_template
+        self._special = plan.model.special
+        template = plan.model.response_template
         try:
-            self._parser = ResponseParser(template, prefix=context.tail, tools=tools)
+            self._parser = ResponseParser(template, prefix=plan.tail, tools=tools)
         except _ERRORS:  # a prompt may not match the template
             self._parser = ResponseParser(template, prefix="", tools=tools)
         self._space = ""  # spaces that end a field
@@ -113,9 +113,9 @@ class ResponseTemplateTools(ToolFormat):
         """Return whether the model has a response template."""
         return model.response_template is not None
 
-    def parser(self, context: OutputContext) -> Parser:
+    def parser(self, plan: OutputPlan) -> Parser:
         """Return a parser of one output."""
-        return ResponseReader(context)
+        return ResponseReader(plan)
 
 
 class ResponseTemplateReasoning(ReasoningFormat):
@@ -127,18 +127,18 @@ class ResponseTemplateReasoning(ReasoningFormat):
         """Return whether the model has a response template."""
         return model.response_template is not None
 
-    def parser(self, context: OutputContext, then: Parser | None) -> Parser:
+    def parser(self, plan: OutputPlan, then: Parser | None) -> Parser:
         """Return a parser of one output, including calls if the template describes them."""
         if then is None or isinstance(then, ResponseReader):
-            return ResponseReader(context)
-        think = _think(context.model)
-        return then if think is None else think.parser(context, then)
+            return ResponseReader(plan)
+        think = _think(plan.model)
+        return then if think is None else think.parser(plan, then)
 
-    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
+    def lead(self, lark: Lark, plan: OutputPlan, limit: int | None) -> str:
         """Return the grammar of reasoning, if the template has fixed markers for it."""
-        think = _think(context.model)
+        think = _think(plan.model)
         if think is not None:
-            return think.lead(lark, context, limit)
+            return think.lead(lark, plan, limit)
         if limit is not None:
             raise ValueError("its response_template has no fixed markers of reasoning")
         return ""

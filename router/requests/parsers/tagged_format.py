@@ -4,12 +4,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import ClassVar
 
-from octavo.router.requests.parsers.formats import (
-    OfferedTool,
-    OutputContext,
-    ToolFormat,
-    json_section,
-)
+from octavo.router.requests.offered_tools import OfferedTool
+from octavo.router.requests.parsers.formats import OutputPlan, ToolFormat, json_section
 from octavo.router.requests.parsers.json_call import json_or
 from octavo.router.requests.parsers.marked_calls import Call, MarkedCalls
 from octavo.router.requests.parsers.parser import Parser
@@ -50,9 +46,9 @@ class TaggedFormat(ToolFormat):
             self.begin or self.trigger
         ) in model.template and self.tags.key_open in model.template
 
-    def parser(self, context: OutputContext) -> Parser:
+    def parser(self, plan: OutputPlan) -> Parser:
         """Return a parser of one output."""
-        call = partial(TaggedCall, self.tags, context.schemas, context.held)
+        call = partial(TaggedCall, self.tags, plan.schemas, plan.held)
         opens: dict[str, Callable[[], Call]] = {self.trigger: partial(json_or, call)}
         if self.begin:
             opens = {self.begin: call, self.trigger: json_or}

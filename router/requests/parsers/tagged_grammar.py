@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from octavo.router.requests.parsers.formats import OfferedTool
+from octavo.router.requests.offered_tools import OfferedTool
 from octavo.router.requests.parsers.tagged_call import Tags
 from octavo.router.requests.parsers.tool_schema import (
     Argument,

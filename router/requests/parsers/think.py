@@ -1,6 +1,6 @@
 """Reasoning between two markers: <think>...</think>, [THINK]...[/THINK] and others."""
 
-from octavo.router.requests.parsers.formats import OutputContext, ReasoningFormat
+from octavo.router.requests.parsers.formats import OutputPlan, ReasoningFormat
 from octavo.router.requests.parsers.parser import Parser
 from octavo.router.requests.parsers.thinking import Thinking
 from octavo.router.text.lark import Lark, sequence
@@ -25,14 +25,14 @@ class Think(ReasoningFormat):
         """Return whether the template or the vocabulary has the end marker."""
         return model.mentions(self._closing)
 
-    def parser(self, context: OutputContext, then: Parser | None) -> Parser:
+    def parser(self, plan: OutputPlan, then: Parser | None) -> Parser:
         """Return a parser of one output."""
-        return Thinking(self._opening, self._closing, then, opened=self._opened(context))
+        return Thinking(self._opening, self._closing, then, opened=self._opened(plan))
 
-    def lead(self, lark: Lark, context: OutputContext, limit: int | None) -> str:
+    def lead(self, lark: Lark, plan: OutputPlan, limit: int | None) -> str:
         """Return the grammar of reasoning, which is optional unless it has begun."""
-        opened = self._opened(context)
-        if not opened and (self._closed(context) or limit == 0):
+        opened = self._opened(plan)
+        if not opened and (self._closed(plan) or limit == 0):
             return ""
         word = lark.tokens_but(self._closing)
         if word is not None:
@@ -46,15 +46,15 @@ class Think(ReasoningFormat):
         reasoning = sequence(reasoning, r'("\n\n" | "\n")?')
         return reasoning if opened else f"({sequence(lark.marker(self._opening), reasoning)})?"
 
-    def rest(self, lark: Lark, context: OutputContext) -> str:
+    def rest(self, lark: Lark, plan: OutputPlan) -> str:
         """Return the grammar of any answer without more reasoning."""
         word = lark.tokens_but(self._opening)
-        return super().rest(lark, context) if word is None else f"{word}*"
+        return super().rest(lark, plan) if word is None else f"{word}*"
 
-    def _opened(self, context: OutputContext) -> bool:
-        if context.continued:
-            return context.tail.rfind(self._opening) > context.tail.rfind(self._closing)
-        return context.tail.rstrip().endswith(self._opening)
+    def _opened(self, plan: OutputPlan) -> bool:
+        if plan.continued:
+            return plan.tail.rfind(self._opening) > plan.tail.rfind(self._closing)
+        return plan.tail.rstrip().endswith(self._opening)
 
-    def _closed(self, context: OutputContext) -> bool:
-        return context.continued or context.tail.rstrip().endswith(self._closing)
+    def _closed(self, plan: OutputPlan) -> bool:
+        return plan.continued or plan.tail.rstrip().endswith(self._closing)

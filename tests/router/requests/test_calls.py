@@ -7,9 +7,8 @@ import pytest
 from tokenizers import AddedToken
 
 from octavo.router.requests.output import Output
-from octavo.router.requests.output_plan import OutputPlan
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
-from octavo.router.requests.parsers.formats import OutputContext
+from octavo.router.requests.parsers.formats import OutputPlan
 from octavo.router.text.model_text import ModelText
 from octavo.router.text.tokenizer import backend_pieces
 from octavo.v1.sampling_pb2 import FinishReason, OutputOptions, StopConditions, TokenLogprob
@@ -39,7 +38,8 @@ def make(tokenizer):
     added = tokenizer.get_added_tokens_decoder().items()
     tokens = {token.content: i for i, token in added}
     model = ModelText("", False, tokens, frozenset(t.content for _, t in added if t.special))
-    plan = OutputPlan(OutputContext(model), TOOL_FORMATS["hermes"], REASONING_FORMATS["think"])
+    calls, reasoning = TOOL_FORMATS["hermes"], REASONING_FORMATS["think"]
+    plan = OutputPlan(model, calls=calls, reasoning=reasoning)
 
     def make(stop=None, **options) -> Output:
         return Output(

@@ -6,7 +6,7 @@ import pytest
 import uvloop
 
 from octavo.common.rpc import RpcError
-from octavo.router.requests.held_schemas import SchemaChecks, held_schemas
+from octavo.router.requests.held_schemas import HeldSchemas, held_schemas
 from octavo.router.requests.schema_checker import SchemaCheck, SchemaChecker
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
@@ -28,7 +28,7 @@ async def errors(checker, schema, text) -> list[str]:
 
 async def refusal(checker, schema) -> str:
     with pytest.raises(RpcError) as caught:
-        await checker.check_schemas(SchemaChecks(fields={"f": json.dumps(schema)}))
+        await checker.check_schemas(HeldSchemas(fields={"f": json.dumps(schema)}))
     assert caught.value.field == "f"
     return caught.value.message
 
@@ -113,7 +113,7 @@ def test_content_is_lenient_where_it_is_asked_for():
     assert held_schemas(request(schema=SET)).content is None
     held = held_schemas(request(schema=SET, lenient=True))
     assert held.checks.unenforced == ["constraint.json_schema#/properties/tags/uniqueItems"]
-    assert held.checks.content == json.dumps(SET)
+    assert held.checks.checked_content == json.dumps(SET)
     assert "uniqueItems" not in held.content["properties"]["tags"]
 
 
@@ -142,6 +142,6 @@ def test_tools_that_must_be_called_are_lenient_unless_they_are_strict(strict):
         assert held.tools[1].schema["properties"]["tags"] == TAGS
         return
     assert held.checks.unenforced == ["chat.tools[1].parameters#/properties/tags/uniqueItems"]
-    assert held.checks.arguments == {"set": json.dumps(SET)}
+    assert held.checks.checked_arguments == {"set": json.dumps(SET)}
     free = held_schemas(request(tools=tools))
     assert free.checks is None, "they are not held to it"

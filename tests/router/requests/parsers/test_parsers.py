@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
+from octavo.router.requests.offered_tools import OfferedTool
 from octavo.router.requests.parsers import REASONING_FORMATS, TOOL_FORMATS
-from octavo.router.requests.parsers.formats import OfferedTool, OutputContext
+from octavo.router.requests.parsers.formats import OutputPlan
 from octavo.router.requests.parsers.parser import Parser, PieceKind
 from octavo.router.text.model_text import ModelText
 from tests.router.requests.parsers.outputs import EXAMPLES, GEMMA, SCHEMAS, Example
@@ -16,7 +17,7 @@ TOOLS = tuple(OfferedTool(name, schema) for name, schema in SCHEMAS.items())
 
 
 def parser_of(example: Example) -> Parser:
-    context = OutputContext(ModelText(response_template=GEMMA), example.tail, False, TOOLS)
+    context = OutputPlan(ModelText(response_template=GEMMA), example.tail, False, TOOLS)
     parser = TOOL_FORMATS[example.format].parser(context)
     if example.thinks:
         parser = REASONING_FORMATS[example.thinks].parser(context, parser)
