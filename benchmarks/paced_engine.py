@@ -18,17 +18,11 @@ from typing import Any
 from benchmarks.fixture import CONTEXT, EOS, VOCABULARY, Node
 from octavo.common import logging
 from octavo.common.rpc import create_server
-from octavo.engine.events import (
-    Failure,
-    FailureCode,
-    Load,
-    NumberedTokens,
-    OutputEvent,
-    Started,
-)
+from octavo.engine.events import FailureCode, OutputEvent, StepOutput
 from octavo.engine.rpc.session import Session
 from octavo.engine.scheduling.request import FinishReason
 from octavo.v1 import engine_pb2, engine_pb2_grpc
+from octavo.v1.engine_pb2 import Failure, Load, Started
 
 SERVICE = engine_pb2.DESCRIPTOR.services_by_name["EngineService"].full_name
 LETTERS = range(64, 90)
@@ -72,7 +66,7 @@ class PacedCore:
 
     def open_session(self, session: int) -> None:
         """Send the load to a new session."""
-        self.sessions[session].add((), self.load)
+        self.sessions[session].add(StepOutput(), self.load)
 
     def close_session(self, session: int) -> None:
         """Drop all requests of a session."""
@@ -102,15 +96,15 @@ class PacedCore:
                 self._step()
 
     def _step(self) -> None:
-        events: dict[int, list[Any]] = {number: [] for number in self.sessions}
-        columns = {number: NumberedTokens(number) for number in self.sessions}
-        self._admit(events)
+        outputs = {number: StepOutput() for number in self.sessions}
+        self._admit(outputs)
         running, self._running = self._running, []
         for request in running:
-            session, name = request.session, request.submit.request_id
+            output, name = outputs[request.session], request.submit.request_id
             if request.deadline is not None and time.monotonic() > request.deadline:
                 code = FailureCode.DEADLINE_EXCEEDED
-                events[session].append(Failure(session, name, code, "the deadline passed"))
+                message = "the deadline passed"
+                output.failures.append(Failure(request_id=name, code=code, message=message))
                 continue
             request.drawn += 1
             last = request.drawn == request.submit.stop.max_tokens
@@ -118,28 +112,27 @@ class PacedCore:
             first = request.submit.first_number
             if last or not first:
                 reason = FinishReason.LENGTH if last else None
-                events[session].extend(
-                    OutputEvent(
-                        session, name, i, [token], None, [], reason, number=first and first + i
-                    )
+                output.outputs.extend(
+                    OutputEvent(name, i, [token], None, [], reason, number=first and first + i)
                     for i in range(request.sequences)
                 )
             else:  # tokens without details, as most of an engine's
-                columns[session].numbers.extend(range(first, first + request.sequences))
-                columns[session].token_ids.extend([token] * request.sequences)
+                output.numbers.extend(range(first, first + request.sequences))
+                output.token_ids.extend([token] * request.sequences)
             if not last:
                 self._running.append(request)
         load = self.load
         for number, session in self.sessions.items():
-            session.add([columns[number], *events[number]], load)
+            session.add(outputs[number], load)
 
-    def _admit(self, events: dict[int, list[Any]]) -> None:
+    def _admit(self, outputs: dict[int, StepOutput]) -> None:
         places = self._max_num_seqs - sum(r.sequences for r in self._running)
         while self._waiting and self._waiting[0].sequences <= places:
             request = self._waiting.popleft()
             places -= request.sequences
             self._running.append(request)
-            events[request.session].append(Started(request.session, request.submit.request_id, 0))
+            started = Started(request_id=request.submit.request_id)
+            outputs[request.session].started.append(started)
 
 
 class PacedServicer(engine_pb2_grpc.EngineServiceServicer):

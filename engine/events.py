@@ -1,6 +1,6 @@
 """Events that the core publishes to the sessions after each step."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
@@ -11,7 +11,7 @@ from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.scheduling.request import FinishReason
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import TokenLogprob
-from octavo.v1.engine_pb2 import Load
+from octavo.v1.engine_pb2 import Failure, Load, Started
 
 
 class FailureCode(IntEnum):
@@ -26,15 +26,6 @@ class FailureCode(IntEnum):
     UNAVAILABLE = 14
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A request was admitted for the first time."""
-
-    session: int
-    request_id: str
-    cached_tokens: int
-
-
 @dataclass(slots=True, eq=False)  # creating a frozen one takes three times as long
 class OutputEvent:
     """New tokens of one output; the last ones if `finish_reason` is set.
@@ -44,7 +35,6 @@ class OutputEvent:
     if it has none.
     """
 
-    session: int
     request_id: str
     index: int
     token_ids: list[int]
@@ -57,30 +47,24 @@ class OutputEvent:
     number: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class NumberedTokens:
-    """A step's tokens of outputs without separate events, by the outputs' numbers.
+@dataclass(slots=True)
+class StepOutput:
+    """The events of one session since the last publication: nearly always those of one step.
 
-    An event per output would take longer than the rest of the step.
+    Attributes:
+        started: Requests that were admitted for the first time.
+        numbers: Numbers of the outputs that got a token and have nothing else to report: an event
+            for each would take longer than the rest of the step.
+        token_ids: The tokens of these, which precede those in `outputs`.
+        outputs: Tokens of the other outputs.
+        failures: Requests that ended without finishing.
     """
 
-    session: int
+    started: list[Started] = field(default_factory=list)
     numbers: list[int] = field(default_factory=list)
     token_ids: list[int] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Failure:
-    """A request ended without finishing."""
-
-    session: int
-    request_id: str
-    code: FailureCode
-    message: str
-    field: str = ""
-
-
-Event = Started | OutputEvent | NumberedTokens | Failure
+    outputs: list[OutputEvent] = field(default_factory=list)
+    failures: list[Failure] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +89,8 @@ class PrefixChange:
     disk_removed: Collection[bytes] = ()
 
 
-Publish = Callable[[list[Event | PrefixChange], Load], None]
-"""Takes new events and the load."""
+Publish = Callable[[Mapping[int, StepOutput], Sequence[PrefixChange], Load], None]
+"""Takes the new events of each session, the changes of the prefix cache, and the load."""
 
 
 def prefix_changes(

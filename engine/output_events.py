@@ -1,20 +1,19 @@
 """The events of a step's tokens."""
 
-from collections.abc import Iterator
+from collections import defaultdict
 
 import numpy as np
 
-from octavo.engine.events import Event, NumberedTokens, OutputEvent
+from octavo.engine.events import OutputEvent, StepOutput
 from octavo.engine.scheduling.batch import Samples
 from octavo.engine.scheduling.beam_search import BeamState
 from octavo.engine.scheduling.sequence import GroupEvent, Sequence, SequenceGroup, TokenLogprob
 
 
-def output_events(samples: Samples) -> list[Event]:
-    """Return the events of a step's tokens, and of the beam searches that it ends.
+def add_outputs(events: defaultdict[int, StepOutput], samples: Samples) -> None:
+    """Add a step's tokens, and the beam searches that it ends, to their sessions' events.
 
-    Tokens without separate events are in columns, one event per session. Columns come first, as an
-    output's end must follow its tokens.
+    Tokens without separate events are in columns.
     """
     single = samples.numbers == 0  # whether a token has a separate event
     single[samples.ends] = True
@@ -28,21 +27,18 @@ def output_events(samples: Samples) -> list[Event]:
             group.decoding = True
             group.record(GroupEvent.DECODE)
         single[i] |= _ends_draft(samples, i) or bool(_scores_to_report(group, sequence))
-    events: list[Event] = list(_columns(samples, ~single))
+    token_ids = np.array(samples.token_ids, np.int64)
+    for session in set(samples.sessions[~single].tolist()):
+        chosen = ~single & (samples.sessions == session)
+        events[session].numbers += samples.numbers[chosen].tolist()
+        events[session].token_ids += token_ids[chosen].tolist()
     ends = set(samples.ends)
-    events += [_output_event(samples, i, ends=i in ends) for i in np.flatnonzero(single).tolist()]
+    for i in np.flatnonzero(single).tolist():
+        outputs = events[samples.groups[i].request.session].outputs
+        outputs.append(_output_event(samples, i, ends=i in ends))
     for group in samples.searches:
         assert group.beam is not None
-        events += _search_events(group, group.beam)
-    return events
-
-
-def _columns(samples: Samples, rows: np.ndarray) -> Iterator[NumberedTokens]:
-    """Yield some tokens with their outputs' numbers, by session."""
-    token_ids = np.array(samples.token_ids, np.int64)
-    for session in set(samples.sessions[rows].tolist()):
-        chosen = rows & (samples.sessions == session)
-        yield NumberedTokens(session, samples.numbers[chosen].tolist(), token_ids[chosen].tolist())
+        events[group.request.session].outputs += _search_events(group, group.beam)
 
 
 def _output_event(samples: Samples, i: int, *, ends: bool) -> OutputEvent:
@@ -50,7 +46,6 @@ def _output_event(samples: Samples, i: int, *, ends: bool) -> OutputEvent:
     group, sequence = samples.groups[i], samples.sequences[i]
     counts = sequence.take_draft_counts() if _ends_draft(samples, i) else (0, 0)
     return OutputEvent(
-        group.request.session,
         group.request.request_id,
         sequence.index,
         [samples.token_ids[i]],
@@ -69,7 +64,7 @@ def _ends_draft(samples: Samples, i: int) -> bool:
     return sequence.drafted_tokens > 0 and (not following or following[0] is not sequence)
 
 
-def _search_events(group: SequenceGroup, search: BeamState) -> list[Event]:
+def _search_events(group: SequenceGroup, search: BeamState) -> list[OutputEvent]:
     """Return an event for each output of a beam search that ended, best first.
 
     A constraint may leave fewer outputs than the search's width; then they are repeated.
@@ -78,7 +73,6 @@ def _search_events(group: SequenceGroup, search: BeamState) -> list[Event]:
     hypotheses = [search.hypotheses[rank * count // width] for rank in range(width)]
     return [
         OutputEvent(
-            request.session,
             request.request_id,
             rank,
             hypothesis.token_ids,

@@ -204,7 +204,7 @@ class EngineCore:
         for part in (scheduler, scheduler.cache.moves, self._constraints, self.read_ahead):
             if part is not None:
                 self._metrics.observe_counters(part.counters)
-        self._publish_events(self.requests.take_events(), self.load)
+        self._publish_events(*self.requests.take_events(), self.load)
 
     def _measured(self) -> Load:
         waiting, draining = self.requests.num_waiting, self.requests.draining

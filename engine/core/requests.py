@@ -2,7 +2,8 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Mapping
 from functools import partial
 from itertools import count
 
@@ -13,14 +14,15 @@ from octavo.engine.constraints.compiler import (
     TokensMissingError,
 )
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
-from octavo.engine.events import Event, Failure, FailureCode, PrefixChange, Started, prefix_changes
+from octavo.engine.events import FailureCode, PrefixChange, StepOutput, prefix_changes
 from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
-from octavo.engine.output_events import output_events
+from octavo.engine.output_events import add_outputs
 from octavo.engine.scheduling.batch import Batch, Samples
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.scheduler import Scheduler
 from octavo.engine.scheduling.sequence import GroupEvent, GroupState, SequenceGroup, new_group
+from octavo.v1.engine_pb2 import Failure, Started
 
 OnEnd = Callable[[SequenceGroup, str], None]
 
@@ -55,7 +57,8 @@ class Requests:
         self._queue = (scheduler if read_ahead is None else read_ahead).submit
         self.groups: dict[tuple[int, str], SequenceGroup] = {}
         self.preparing: dict[SequenceGroup, Preparation] = {}
-        self._events: list[Event | PrefixChange] = []
+        self._events: defaultdict[int, StepOutput] = defaultdict(StepOutput)
+        self._snapshots: list[PrefixChange] = []  # for new sessions
         self._next_deadline = math.inf  # no request has an earlier one
         self._ids = count()
         self.draining = False
@@ -77,7 +80,7 @@ class Requests:
         elif self.num_waiting >= self._max_waiting:
             failure = FailureCode.RESOURCE_EXHAUSTED, f"{self._max_waiting} requests wait already"
         if failure:
-            self._events.append(Failure(*key, *failure))
+            self._add_failure(request, *failure)
             return
         self.groups[key] = group = new_group(request, self._ids)
         if request.deadline is not None:
@@ -129,7 +132,7 @@ class Requests:
 
     def open_session(self, session: int) -> None:
         """Report the prefix cache's keys to a new session."""
-        self._events += self._prefix_changes(session)
+        self._snapshots += self._prefix_changes(session)
 
     def abort_session(self, session: int) -> None:
         """Stop all requests of a session."""
@@ -147,26 +150,28 @@ class Requests:
         left = [group.request.deadline for group in self.groups.values()]
         self._next_deadline = min((d for d in left if d is not None), default=math.inf)
 
-    def take_events(self) -> list[Event | PrefixChange]:
-        """Return all events since the last call, with the changes of the prefix cache."""
-        events, self._events = self._events + self._prefix_changes(), []
-        return events
+    def take_events(self) -> tuple[Mapping[int, StepOutput], list[PrefixChange]]:
+        """Return the events of each session since the last call, and the prefix cache's changes."""
+        events, self._events = self._events, defaultdict(StepOutput)
+        changes, self._snapshots = self._snapshots + self._prefix_changes(), []
+        return events, changes
 
     def _prefix_changes(self, session: int | None = None) -> list[PrefixChange]:
         disk = None if self._read_ahead is None else self._read_ahead.tier
         return prefix_changes(self._scheduler.cache.prefixes, disk, session)
 
     def report_starts(self, batch: Batch) -> None:
-        """Create a `Started` event for each request that is computed for the first time."""
+        """Report each request that is computed for the first time."""
         for group in dict.fromkeys(g for g in batch.groups if not g.start_reported):
             request, group.start_reported = group.request, True
             group.record(GroupEvent.PREFILL)
             self._metrics.observe_start(request, group.cached_tokens)
-            self._events.append(Started(request.session, request.request_id, group.cached_tokens))
+            started = Started(request_id=request.request_id, cached_tokens=group.cached_tokens)
+            self._events[request.session].started.append(started)
 
     def report_outputs(self, samples: Samples) -> None:
         """Create the events of new tokens, and forget finished groups."""
-        self._events += output_events(samples)
+        add_outputs(self._events, samples)
         for group in dict.fromkeys([*(samples.groups[i] for i in samples.ends), *samples.searches]):
             if group.state is GroupState.FINISHED:
                 self.forget(group, "finished")
@@ -175,9 +180,14 @@ class Requests:
     def fail(self, group: SequenceGroup, code: FailureCode, message: str, field: str = "") -> None:
         """End a request with an error."""
         self._scheduler.remove(group)
-        request = group.request
-        self._events.append(Failure(request.session, request.request_id, code, message, field))
+        self._add_failure(group.request, code, message, field)
         self.forget(group, code.name.lower())
+
+    def _add_failure(
+        self, request: Request, code: FailureCode, message: str, field: str = ""
+    ) -> None:
+        failure = Failure(request_id=request.request_id, code=code, message=message, field=field)
+        self._events[request.session].failures.append(failure)
 
     def fail_constraint(self, group: SequenceGroup, message: str) -> None:
         """End a request whose constraint cannot be satisfied."""

@@ -298,7 +298,7 @@ class EmbeddingCore:
         self.load = self._measured()
         if self._due or self.reported - self._published >= PUBLISH_SECONDS:
             self._due, self._published = False, self.reported
-            self._publish_load([], self.load)
+            self._publish_load({}, (), self.load)
 
     def _measured(self) -> Load:
         # A router subtracts what it has sent itself from the free blocks.

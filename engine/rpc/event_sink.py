@@ -1,16 +1,15 @@
 """The interface of sessions: receivers of the core's events."""
 
-from collections.abc import Iterable
 from typing import Protocol
 
-from octavo.engine.events import Event, PrefixChange
+from octavo.engine.events import PrefixChange, StepOutput
 from octavo.v1 import engine_pb2
 
 
 class EventSink(Protocol):
     """Receives the events of one session, in the event loop."""
 
-    def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:
+    def add(self, output: StepOutput, load: engine_pb2.Load) -> None:
         """Take a step's events of this session, and the engine's load."""
 
     def add_prefixes(self, change: PrefixChange) -> None:

@@ -1,21 +1,14 @@
 """One router's stream: converts its messages to calls of the core, and events to messages."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 
 import grpc
 
 from octavo.common.background import start
 from octavo.common.kv_cache.prefix_hash import short_key
 from octavo.common.rpc import RpcError
-from octavo.engine.events import (
-    Event,
-    Failure,
-    NumberedTokens,
-    OutputEvent,
-    PrefixChange,
-    Started,
-)
+from octavo.engine.events import OutputEvent, PrefixChange, StepOutput
 from octavo.engine.rpc.heartbeat import Core
 from octavo.engine.rpc.session_images import SessionImages
 from octavo.engine.scheduling.request import Request
@@ -120,34 +113,26 @@ class Session:
             return
         self._core.submit(request)
 
-    def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:
+    def add(self, output: StepOutput, load: engine_pb2.Load) -> None:
         """Put a step's events into the next message."""
         pending = self._pending
-        for event in events:
-            match event:
-                case NumberedTokens():
-                    self._add_numbered(event)
-                case OutputEvent():
-                    key = event.request_id, event.index
-                    if key not in self._entries:
-                        self._entries[key] = pending.outputs.add(
-                            request_id=event.request_id, index=event.index
-                        )
-                        if event.number:
-                            self._numbered[event.number] = self._entries[key]
-                    _add_tokens(self._entries[key], event)
-                case Started(_, request_id, cached_tokens):
-                    pending.started.add(request_id=request_id, cached_tokens=cached_tokens)
-                case Failure(_, request_id, code, message, field):
-                    pending.failures.add(
-                        request_id=request_id, code=code, message=message, field=field
-                    )
+        pending.started.extend(output.started)
+        pending.failures.extend(output.failures)
+        self._add_numbered(output.numbers, output.token_ids)
+        for event in output.outputs:
+            key = event.request_id, event.index
+            if key not in self._entries:
+                self._entries[key] = pending.outputs.add(
+                    request_id=event.request_id, index=event.index
+                )
+                if event.number:
+                    self._numbered[event.number] = self._entries[key]
+            _add_tokens(self._entries[key], event)
         pending.load.CopyFrom(load)
         self._ready.set()
 
-    def _add_numbered(self, event: NumberedTokens) -> None:
+    def _add_numbered(self, numbers: list[int], token_ids: list[int]) -> None:
         """Put tokens into columns, or into an output's existing entry."""
-        numbers, token_ids = event.numbers, event.token_ids
         if self._numbered:  # rare: the router reads slowly
             columns = [list[int](), list[int]()]
             for number, token_id in zip(numbers, token_ids, strict=True):

@@ -1,18 +1,19 @@
 """The sessions of routers and gateways, which get the core's events."""
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import count
 
 import structlog
 
-from octavo.engine.events import Event, PrefixChange
+from octavo.engine.events import PrefixChange, StepOutput
 from octavo.engine.rpc.event_sink import EventSink
 from octavo.engine.rpc.session import Session
 from octavo.v1 import engine_pb2
 
 log = structlog.get_logger(__name__)
+
+NO_EVENTS = StepOutput()
 
 
 class Sessions:
@@ -49,30 +50,26 @@ class Sessions:
 
     def heartbeat(self, load: engine_pb2.Load) -> None:
         """Send the load to all sessions while a step runs."""
-        self.add_events([], load)
+        self.add_events({}, (), load)
 
     def fail(self) -> None:
         """End all sessions: events were lost."""
         for session in self._sessions.values():
             session.fail()
 
-    def _add_prefixes(self, change: PrefixChange) -> None:
-        for number, session in self._sessions.items():
-            if change.session in {None, number}:
-                with _isolated(session):
-                    session.add_prefixes(change)
-
-    def add_events(self, events: list[Event | PrefixChange], load: engine_pb2.Load) -> None:
-        """Pass each session its events, and the load."""
-        by_session: defaultdict[int, list[Event]] = defaultdict(list)
-        for event in events:
-            if isinstance(event, PrefixChange):
-                self._add_prefixes(event)
-            else:
-                by_session[event.session].append(event)
+    def add_events(
+        self,
+        outputs: Mapping[int, StepOutput],
+        changes: Iterable[PrefixChange],
+        load: engine_pb2.Load,
+    ) -> None:
+        """Pass each session its events, the changes of the prefix cache, and the load."""
         for number, session in self._sessions.items():
             with _isolated(session):
-                session.add(by_session[number], load)
+                for change in changes:
+                    if change.session in {None, number}:
+                        session.add_prefixes(change)
+                session.add(outputs.get(number, NO_EVENTS), load)
 
 
 @contextmanager

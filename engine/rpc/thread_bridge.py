@@ -2,11 +2,12 @@
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 
 import structlog
 
-from octavo.engine.events import Event, PrefixChange, Publish
+from octavo.engine.events import PrefixChange, Publish, StepOutput
 from octavo.v1.engine_pb2 import Load
 
 log = structlog.get_logger(__name__)
@@ -22,16 +23,18 @@ def thread_bridge(
 
     Args:
         loop: The event loop.
-        on_events: Called in the loop with events and the newest load.
+        on_events: Called in the loop with all that was published.
         on_error: Called in the loop after an exception in `on_events`: events are
             lost, so no session can continue.
     """
-    published: deque[tuple[list[Event | PrefixChange], Load]] = deque()
+    published: deque[Callable[[], None]] = deque()
     scheduled = False
 
-    def publish(events: list[Event | PrefixChange], load: Load) -> None:
+    def publish(
+        outputs: Mapping[int, StepOutput], changes: Sequence[PrefixChange], load: Load
+    ) -> None:
         nonlocal scheduled
-        published.append((events, load))
+        published.append(partial(on_events, outputs, changes, load))
         if not scheduled:
             scheduled = True
             loop.call_soon_threadsafe(take)
@@ -39,14 +42,9 @@ def thread_bridge(
     def take() -> None:
         nonlocal scheduled
         scheduled = False  # first: later events get their own call
-        gathered: list[Event | PrefixChange] = []
-        newest: Load | None = None
         try:
             while published:
-                events, newest = published.popleft()
-                gathered += events
-            if newest is not None:
-                on_events(gathered, newest)
+                published.popleft()()
         except Exception:
             log.exception("events lost on their way to the sessions")
             published.clear()  # pending events are only for sessions that end now

@@ -15,7 +15,7 @@ from smg_grpc_proto.generated import common_pb2
 
 from octavo.common import rpc
 from octavo.common.kv_cache.prefix_hash import ROOT_KEY
-from octavo.engine.events import Event, PrefixChange
+from octavo.engine.events import PrefixChange, StepOutput
 from octavo.engine.kv_cache import BlockContents
 from octavo.v1 import engine_pb2
 
@@ -99,7 +99,7 @@ class KvSubscription:
             sequence_number=next(self._sequence), timestamp=time.time(), dp_rank=0
         )
 
-    def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:
+    def add(self, output: StepOutput, load: engine_pb2.Load) -> None:
         """Do nothing: a subscription has no requests."""
 
     def add_prefixes(self, change: PrefixChange) -> None:

@@ -9,14 +9,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as vllm_pb2
 
 from octavo.common import rpc
 from octavo.engine.core import EngineCore
-from octavo.engine.events import (
-    Event,
-    Failure,
-    NumberedTokens,
-    OutputEvent,
-    PrefixChange,
-    Started,
-)
+from octavo.engine.events import OutputEvent, PrefixChange, StepOutput
 from octavo.engine.rpc.vllm.stop_strings import StopStrings
 from octavo.engine.scheduling.request import FinishReason, Request
 from octavo.engine.scheduling.sequence import TokenLogprob
@@ -296,16 +289,23 @@ class GenerateStreams:
                 self._core.abort(stream.request.session, unique)
                 stream.abort()
 
-    def add(self, events: Iterable[Event], load: engine_pb2.Load) -> None:  # noqa: ARG002 - polled
+    def add(self, output: StepOutput, load: engine_pb2.Load) -> None:  # noqa: ARG002 - polled
         """Pass a step's events to the streams; those of requests that have left are dropped."""
-        for event in events:
-            if isinstance(event, NumberedTokens):
-                for number, token_id in zip(event.numbers, event.token_ids, strict=True):
-                    if (output := self._outputs.get(number)) is not None:
-                        stream, index = output
-                        stream.add_token(index, token_id)
-            elif (found := self._streams.get(event.request_id)) is not None:
-                _pass_on(found, event)
+        streams = self._streams
+        for started in output.started:
+            if (stream := streams.get(started.request_id)) is not None:
+                stream.start(started.cached_tokens)
+        for number, token_id in zip(output.numbers, output.token_ids, strict=True):
+            if number in self._outputs:
+                stream, index = self._outputs[number]
+                stream.add_token(index, token_id)
+        for event in output.outputs:
+            if (stream := streams.get(event.request_id)) is not None:
+                stream.add(event)
+        for failure in output.failures:
+            if (stream := streams.get(failure.request_id)) is not None:
+                error = rpc.RpcError.from_code(failure.code, failure.message, failure.field)
+                stream.fail(error)
 
     def add_prefixes(self, change: PrefixChange) -> None:
         """Do nothing."""
@@ -321,13 +321,3 @@ class GenerateStreams:
         lost = "the engine lost events of this request; its log has the details"
         for stream in self._streams.values():
             stream.fail(rpc.RpcError(grpc.StatusCode.INTERNAL, lost))
-
-
-def _pass_on(stream: GenerateStream, event: Started | OutputEvent | Failure) -> None:
-    match event:
-        case Started():
-            stream.start(event.cached_tokens)
-        case OutputEvent():
-            stream.add(event)
-        case Failure():
-            stream.fail(rpc.RpcError.from_code(event.code, event.message, event.field))

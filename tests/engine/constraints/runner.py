@@ -4,7 +4,7 @@ import itertools
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,13 @@ from benchmarks.fixture import EOS
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.constraints.constraint import Constraint, ConstraintKind
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Event, Failure, OutputEvent, PrefixChange
+from octavo.engine.events import OutputEvent, PrefixChange, StepOutput
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.request import Request
 from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import Parts, build
-from octavo.v1.engine_pb2 import Load
+from octavo.v1.engine_pb2 import Failure, Load
 
 SMALL = {"dtype": "float32", "num_blocks": 512, "max_model_len": 1024, "swap_space": 0.1}
 
@@ -189,27 +189,28 @@ class Runner:
         self.core.stop()
         self._thread.join(30)
 
-    def _publish(self, events: list[Event], _: Load) -> None:
+    def _publish(
+        self, outputs: Mapping[int, StepOutput], _changes: Sequence[PrefixChange], _load: Load
+    ) -> None:
         now = time.perf_counter()
         with self._changed:
-            for event in events:
-                if not isinstance(event, PrefixChange):
+            for step in outputs.values():
+                for event in step.outputs:
                     self._take(event, now)
+                for failure in step.failures:
+                    self.ended[failure.request_id].failure = failure
+                    self._left[failure.request_id] = 0
             self._changed.notify_all()
 
-    def _take(self, event: Event, now: float) -> None:
+    def _take(self, event: OutputEvent, now: float) -> None:
         ended = self.ended[event.request_id]
-        if isinstance(event, OutputEvent):
-            ended.tokens[event.index] += event.token_ids
-            ended.times.append(now)
-            if event.logprob is not None:
-                ended.logprobs[event.index].append(event.logprob.logprob)
-            if event.finish_reason is not None:
-                ended.reasons[event.index] = event.finish_reason.name
-                self._left[event.request_id] -= 1
-        elif isinstance(event, Failure):
-            ended.failure = event
-            self._left[event.request_id] = 0
+        ended.tokens[event.index] += event.token_ids
+        ended.times.append(now)
+        if event.logprob is not None:
+            ended.logprobs[event.index].append(event.logprob.logprob)
+        if event.finish_reason is not None:
+            ended.reasons[event.index] = event.finish_reason.name
+            self._left[event.request_id] -= 1
 
 
 def _alphabet() -> list[int]:

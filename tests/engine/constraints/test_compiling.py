@@ -124,9 +124,9 @@ def test_nobody_waits_for_a_constraint_that_compiles(hasty):
     for request_id in slow[:4]:  # cancelled while compiling or waiting for it
         hasty.abort(request_id)
     late = hasty.submit("regex", "x" * 3, deadline=time.monotonic() + 0.05)
-    assert hasty.wait(late).failure.code is FailureCode.DEADLINE_EXCEEDED
+    assert hasty.wait(late).failure.code == FailureCode.DEADLINE_EXCEEDED
     for request_id in slow[4:]:
-        assert hasty.wait(request_id).failure.code is FailureCode.INVALID_ARGUMENT
+        assert hasty.wait(request_id).failure.code == FailureCode.INVALID_ARGUMENT
     hasty.settle()
 
 
@@ -136,7 +136,7 @@ def test_a_drained_engine_waits_for_what_compiles(byte_model):
         request_id = runner.submit("regex", "drained")
         runner.core.drain()
         assert decode(runner.wait(request_id).tokens[0]) == "drained"
-        assert runner.run("regex", "b").failure.code is FailureCode.UNAVAILABLE
+        assert runner.run("regex", "b").failure.code == FailureCode.UNAVAILABLE
     finally:
         runner.close()
 

@@ -12,8 +12,8 @@ import pytest
 from transformers import BambaConfig, LlamaConfig, MistralConfig
 
 from octavo.common.kv_cache.prefix_hash import reusable_keys
-from octavo.engine.events import Started
 from octavo.engine.kv_disk import reads
+from octavo.v1.engine_pb2 import Started
 from tests.engine.random_model import TINY, save_random_model
 from tests.engine.test_core import PATIENCE, Running
 from tests.integration.harness import wait_until

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig
 
 from octavo.common.kv_cache.layer_groups import BlockBudget
-from octavo.engine.events import Failure, FailureCode
+from octavo.engine.events import FailureCode
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.build import build
 from octavo.engine.startup.capacity import StartupError
@@ -157,11 +157,12 @@ def test_a_file_that_fails_ends_its_request_alone(start):
     while engine.cache.spilled.id is None:
         engine.step()
     beside = engine.submit(prompt(1, 60), OUTPUT_TOKENS, logprobs=1)
-    events = []
-    engine.core._publish_events = lambda new, _load: events.extend(new)
+    failures = []
+    engine.core._publish_events = lambda outputs, _changes, _load: failures.extend(
+        failure for step in outputs.values() for failure in step.failures
+    )
     os.ftruncate(engine.parts.executor.cache.spill.fileno(), 0)
     engine.run()
-    failures = [event for event in events if isinstance(event, Failure)]
     assert [(each.request_id, each.code) for each in failures] == [
         (group.request.request_id, FailureCode.INTERNAL)
     ]

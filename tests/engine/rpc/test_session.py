@@ -10,7 +10,7 @@ import pytest
 from octavo.common.kv_cache.prefix_hash import reusable_keys, short_key
 from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
-from octavo.engine.events import PrefixChange
+from octavo.engine.events import StepOutput
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.session import Session
 from octavo.engine.rpc.validation import to_request
@@ -27,14 +27,13 @@ async def open_session(tiny_model):
     loop = asyncio.get_running_loop()
     messages: asyncio.Queue[engine_pb2.SessionRequest] = asyncio.Queue()
 
-    def publish(events, load):
-        loop.call_soon_threadsafe(take, events, load)
+    def publish(outputs, changes, load):
+        loop.call_soon_threadsafe(take, outputs, changes, load)
 
-    def take(events, load):
-        changes = [event for event in events if isinstance(event, PrefixChange)]
+    def take(outputs, changes, load):
         for change in changes:
             session.add_prefixes(change)
-        session.add([event for event in events if event not in changes], load)
+        session.add(outputs.get(0, StepOutput()), load)
 
     async def read():
         while True:

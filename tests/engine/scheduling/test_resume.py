@@ -6,7 +6,7 @@ import pytest
 
 from octavo.common.rpc import RpcError
 from octavo.engine.core import EngineCore
-from octavo.engine.events import Failure, OutputEvent, PrefixChange
+from octavo.engine.events import OutputEvent
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.validation import to_request
 from octavo.engine.settings import EngineSettings
@@ -35,9 +35,10 @@ class Engine:
         self.thread = threading.Thread(target=self.core.run, daemon=True)
         self.thread.start()
 
-    def hear(self, events, _):
+    def hear(self, outputs, _changes, _load):
         with self.changed:
-            self.events += (e for e in events if not isinstance(e, PrefixChange))
+            for step in outputs.values():
+                self.events += (*step.started, *step.outputs, *step.failures)
             self.changed.notify_all()
 
     def generate(self, request_id, **fields):
@@ -57,7 +58,7 @@ class Engine:
 
     def _ended(self, request_id, unfinished):
         mine = [e for e in self.events if e.request_id == request_id]
-        assert not any(isinstance(e, Failure) for e in mine), mine
+        assert not any(isinstance(e, engine_pb2.Failure) for e in mine), mine
         return {e.index for e in mine if getattr(e, "finish_reason", None)} == unfinished
 
 
