@@ -7,17 +7,15 @@ import structlog
 
 from octavo.common import rpc
 from octavo.router.admission import Admission, Claim
+from octavo.router.admission.claims import AnyState
 from octavo.router.engines.engine import Engine
 from octavo.router.engines.pool import EnginePool
 from octavo.router.metrics import RouterMetrics
-from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
-from octavo.router.requests.state import RequestState
 from octavo.router.tracing import RequestSpan
 
 log = structlog.get_logger(__name__)
 
-AnyState = RequestState | EmbeddingState
 Attempt = Callable[[Claim[Engine], dict[str, str], str], Awaitable[None]]
 """Makes an attempt at a claim's engine, with a trace context and the address of the engine to copy
 blocks from, if any."""

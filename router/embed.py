@@ -174,7 +174,7 @@ class Embedder:
         if not texts:
             assert not isinstance(message, generation_pb2.ScoreRequest), "it has documents"
             end = most if message.truncate else None
-            return EncodedTexts([list(each.token_ids[:end]) for each in message.tokens], [])
+            return [list(each.token_ids[:end]) for each in message.tokens], []
         tokenizer, tenant = self._pool.tokenizer(call.model), call.usage.tenant
         return await self._tokenizers.encode_texts(
             tokenizer, texts, tenant, most, truncate=message.truncate
@@ -184,7 +184,8 @@ class Embedder:
         self, message: Message, call: Call, encoded: EncodedTexts, field: str
     ) -> EmbeddingRequest:
         """Return a request of texts, which are in this field, after a check of their lengths."""
-        limits, lengths = self._pool.limits(call.model), [len(each) for each in encoded.token_ids]
+        token_ids, second_lengths = encoded
+        limits, lengths = self._pool.limits(call.model), [len(each) for each in token_ids]
         for number, length in enumerate(lengths):
             check_text_length(f"{field}[{number}]", length, limits)
         return EmbeddingRequest(
@@ -192,9 +193,9 @@ class Embedder:
             model=call.model,
             tenant=call.usage.tenant,
             message=message,
-            prompt=list(chain.from_iterable(encoded.token_ids)),
+            prompt=list(chain.from_iterable(token_ids)),
             lengths=lengths,
-            second_lengths=encoded.second_lengths,
+            second_lengths=second_lengths,
             arrival=call.arrival,
             deadline=call.deadline,
         )

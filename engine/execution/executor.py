@@ -13,7 +13,7 @@ from octavo.engine.compilation.load_forward import LoadedForward
 from octavo.engine.compilation.traced_forward import TracedForward
 from octavo.engine.execution.cuda_graphs import Record
 from octavo.engine.execution.graph_sizes import GraphSize
-from octavo.engine.execution.image_encoder import NO_IMAGES, EncodedImages, ImageEncoder
+from octavo.engine.execution.image_encoder import ImageEncoder
 from octavo.engine.execution.inputs import (
     LONGER_CHUNK,
     StepInputs,
@@ -41,6 +41,7 @@ from octavo.engine.sampling.sampler import (
     sample,
 )
 from octavo.engine.scheduling.batch import Batch, Samples, ScheduledSequence
+from octavo.engine.scheduling.image_encodes import ImageKey
 from octavo.kernels.host_copies import to_device
 from octavo.kernels.logits import draw_tokens, mask_logits
 from octavo.kernels.sampling_tensors import SamplingTensors
@@ -317,9 +318,9 @@ class Executor:
         if self._encoder is not None:
             self._encoder.end()
 
-    def take_images(self) -> EncodedImages:
-        """Return the images that need no more encoding since the last call."""
-        return NO_IMAGES if self._encoder is None else self._encoder.take_ended()
+    def take_images(self) -> tuple[Collection[ImageKey], Collection[ImageKey]]:
+        """Return the images encoded since the last call, and those that the encoder failed on."""
+        return ((), ()) if self._encoder is None else self._encoder.take_ended()
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the needed tokens."""

@@ -3,7 +3,6 @@
 import time
 from collections.abc import Collection, Mapping
 from functools import partial
-from typing import NamedTuple
 
 import structlog
 import torch
@@ -20,21 +19,6 @@ SECONDS = 0.1
 the other requests wait for their tokens. A GPU encodes in milliseconds."""
 
 
-class EncodedImages(NamedTuple):
-    """Images that need no more encoding.
-
-    Attributes:
-        done: The encoded ones.
-        failed: Those that the encoder failed on.
-    """
-
-    done: set[ImageKey]
-    failed: set[ImageKey]
-
-
-NO_IMAGES = EncodedImages(set(), set())
-
-
 class ImageEncoder:
     """Encodes images one after another; the last one of a step may be paused within.
 
@@ -49,7 +33,8 @@ class ImageEncoder:
         self._vision = vision
         self._pauses = vision.weights[0].device.type == "cpu"
         self._begun: tuple[ImageKey, PausableCall[torch.Tensor]] | None = None
-        self._ended = EncodedImages(set(), set())
+        self._done: set[ImageKey] = set()
+        self._failed: set[ImageKey] = set()
         self.embeddings: dict[ImageKey, torch.Tensor] = {}
 
     def encode(self, images: Mapping[ImageKey, PromptImage], dropped: Collection[ImageKey]) -> None:
@@ -69,13 +54,13 @@ class ImageEncoder:
                 encoded = self._continue(key, image, until)
             except Exception:
                 log.exception("image not encoded", image=image.span.digest.hex()[:16])
-                self._ended.failed.add(key)
+                self._failed.add(key)
                 self._begun = None
                 continue
             if encoded is None:
                 return
             self.embeddings[key] = encoded
-            self._ended.done.add(key)
+            self._done.add(key)
 
     def _continue(self, key: ImageKey, image: PromptImage, until: float) -> torch.Tensor | None:
         """Begin or continue an image; return its embeddings, or None if it is paused."""
@@ -91,9 +76,10 @@ class ImageEncoder:
             return encoded
         return None
 
-    def take_ended(self) -> EncodedImages:
-        """Return the images that have ended since the last call."""
-        ended, self._ended = self._ended, EncodedImages(set(), set())
+    def take_ended(self) -> tuple[set[ImageKey], set[ImageKey]]:
+        """Return the images encoded since the last call, and those that the encoder failed on."""
+        ended = self._done, self._failed
+        self._done, self._failed = set(), set()
         return ended
 
     def end(self) -> None:

@@ -282,25 +282,25 @@ def to_inputs(
         shapes: Shape of each layer group's attention; None for states.
         longest: Tokens per sequence that attention is planned for; default: the actual ones.
     """
-    tensors = arrays.to(device)
+    laid, rows, query_starts, _, lengths, *tables = arrays.to(device)
     query_lens, seq_lens = arrays.query_lens, arrays.seq_lens
     planned = seq_lens if longest is None else np.full_like(seq_lens, longest)
     groups = [
         AttentionMetadata(
-            query_starts=tensors.query_starts,
-            seq_lens=tensors.seq_lens,
+            query_starts=query_starts,
+            seq_lens=lengths,
             block_tables=table,
-            slot_mapping=tensors.laid[2 + group],
+            slot_mapping=laid[2 + group],
             max_query_len=int(query_lens.max()),
             max_seq_len=int(seq_lens.max()),
             plan=plan_attention(query_lens, planned, shapes[group]),
         )
-        for group, table in enumerate(tensors.tables)
+        for group, table in enumerate(tables)
     ]
     return StepInputs(
-        tensors.laid[0:1],
-        tensors.laid[1:2],
-        tensors.rows,
+        laid[0:1],
+        laid[1:2],
+        rows,
         groups,
         num_chunks=int(np.count_nonzero(query_lens > 1)),
         in_order=bool((np.diff(arrays.rows) > 0).all()),

@@ -70,18 +70,19 @@ class StepArrays:
         """
         return _with_buffer(packed, *(place.of(packed) for place in _places(tuple(sizes))))
 
-    def to(self, device: torch.device) -> "StepTensors":
-        """Copy the arrays to a device: to a GPU in one copy; on a CPU, share their memory."""
+    def to(self, device: torch.device) -> list[Tensor]:
+        """Copy the arrays to a device: to a GPU in one copy; on a CPU, share their memory.
+
+        Returns:
+            `laid`, `rows`, `query_starts`, `query_lens`, `seq_lens`, and each of `tables`.
+        """
         if device.type == "cpu":
-            arrays = (self.laid, self.rows, self.query_starts, self.seq_lens, *self.tables)
-            laid, rows, query_starts, seq_lens, *tables = map(torch.from_numpy, arrays)
-            return StepTensors(laid, rows, query_starts, seq_lens, tables)
+            lengths = self.query_starts, self.query_lens, self.seq_lens
+            return list(map(torch.from_numpy, (self.laid, self.rows, *lengths, *self.tables)))
         together = self.pack()
         assert together.packed is not None
         packed = to_device(together.packed, device)
-        views = [place.of_tensor(packed) for place in _places(tuple(self.sizes))]
-        laid, rows, query_starts, _, seq_lens, *tables = views
-        return StepTensors(laid, rows, query_starts, seq_lens, tables)
+        return [place.of_tensor(packed) for place in _places(tuple(self.sizes))]
 
 
 def _with_buffer(packed: np.ndarray, *arrays: np.ndarray) -> StepArrays:
@@ -90,17 +91,6 @@ def _with_buffer(packed: np.ndarray, *arrays: np.ndarray) -> StepArrays:
     step = StepArrays(laid, query_starts, query_lens, seq_lens, rows, tables)
     object.__setattr__(step, "packed", packed)
     return step
-
-
-@dataclass(frozen=True, slots=True)
-class StepTensors:
-    """The arrays of a step that its device reads; see `StepArrays`."""
-
-    laid: Tensor
-    rows: Tensor
-    query_starts: Tensor
-    seq_lens: Tensor
-    tables: Sequence[Tensor]
 
 
 class _Place(NamedTuple):

@@ -7,26 +7,19 @@ write needs no copy, as it is then the only holder.
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from octavo.common.kv_cache.layer_groups import LayerGroup
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import BlockTable, Span
 
 
-class Entry(NamedTuple):
-    """An entry of a block table: logical block `place` of layer group `group`."""
-
-    group: int
-    place: int
-
-
 def shared_entries(
     groups: Sequence[LayerGroup], device: BlockPool, table: BlockTable, span: Span
-) -> list[Entry]:
+) -> list[tuple[int, int]]:
     """Return the entries that a span writes and that other holders or the prefix cache share.
 
-    A published full block of K and V is never written again.
+    An entry is a layer group and a logical block. A published full block of K and V is never
+    written again.
     """
     shared = []
     for group, layers in enumerate(groups):
@@ -34,7 +27,7 @@ def shared_entries(
         if layers.state_blocks:
             if span.start:
                 shared += [
-                    Entry(group, i)
+                    (group, i)
                     for i, block in enumerate(blocks)
                     if device.references(block) > 1 or device.is_published(block)
                 ]
@@ -42,14 +35,14 @@ def shared_entries(
         end = min(layers.blocks_for(span.end), len(blocks))
         for i in range(span.start // layers.block_size, end):
             if device.references(blocks[i]) > 1:
-                shared.append(Entry(group, i))
+                shared.append((group, i))
     return shared
 
 
 def blocks_to_write(
     groups: Sequence[LayerGroup],
     device: BlockPool,
-    writes: Sequence[tuple[BlockTable, Span, list[Entry]]],
+    writes: Sequence[tuple[BlockTable, Span, list[tuple[int, int]]]],
 ) -> int:
     """Return the number of blocks that spans take; a shared block's last writer needs no copy.
 

@@ -21,7 +21,7 @@ import numpy as np
 from octavo.common.kv_cache.layer_groups import LayerGroup, blocks_held
 from octavo.engine.kv_cache.block_pool import BlockPool
 from octavo.engine.kv_cache.block_table import RELEASED, BlockTable, Span
-from octavo.engine.kv_cache.copy_on_write import Entry, blocks_to_write, shared_entries
+from octavo.engine.kv_cache.copy_on_write import blocks_to_write, shared_entries
 from octavo.engine.kv_cache.invariants import check_pool, check_table
 from octavo.engine.kv_cache.prefixes import Hit, Prefix, PrefixCache
 from octavo.engine.kv_cache.spilled_sequence import SpilledSequence
@@ -297,13 +297,16 @@ class KVCacheManager:
         self.device.require(needed)
         for table, span, shared in writes:
             # Other spans may have made copies meanwhile, so check again what is shared.
-            for entry in shared_entries(self.groups, self.device, table, span) if shared else ():
-                self._copy_on_write(table, entry, span.start)
+            entries = shared_entries(self.groups, self.device, table, span) if shared else ()
+            for group, place in entries:
+                self._copy_on_write(table, group, place, span.start)
             self._grow(table, span.end, range(len(self.groups)))
             table.num_tokens = max(table.num_tokens, span.end)
             table.computed = span.end
 
-    def _writes(self, spans: Iterable[Span]) -> list[tuple[BlockTable, Span, list[Entry]]]:
+    def _writes(
+        self, spans: Iterable[Span]
+    ) -> list[tuple[BlockTable, Span, list[tuple[int, int]]]]:
         """Return each span with its block table and the shared entries that it writes."""
         tables = [self._tables[span.sequence_id] for span in spans]
         assert not any(table.swapped for table in tables)
@@ -380,13 +383,13 @@ class KVCacheManager:
             return None
         return self._tables[sequence_id]
 
-    def _copy_on_write(self, table: BlockTable, entry: Entry, start: int) -> None:
+    def _copy_on_write(self, table: BlockTable, group: int, place: int, start: int) -> None:
         """Replace a shared block by a copy of the tokens before `start`, or of the state."""
-        blocks, layers = table.groups[entry.group], self.groups[entry.group]
-        shared, copy = blocks[entry.place], self.moves.allocate()
-        contents = bool(layers.state_blocks) or entry.place * layers.block_size < start
+        blocks, layers = table.groups[group], self.groups[group]
+        shared, copy = blocks[place], self.moves.allocate()
+        contents = bool(layers.state_blocks) or place * layers.block_size < start
         self.moves.copy_on_write(shared, copy, contents=contents)
-        blocks[entry.place] = copy
+        blocks[place] = copy
 
     def _release_passed(self, span: Span) -> None:
         """Release or spill the blocks before those that tokens from the span's start on read."""

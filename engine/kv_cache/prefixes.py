@@ -27,6 +27,8 @@ KEY_BYTES = 32
 STORED = -1
 """Block number of a hit in a slower tier."""
 
+BlockContents = tuple[bytes, tuple[int, ...]]
+"""The key of the block before a published one, empty for the first, and the block's tokens."""
 IsStored = Callable[[bytes], bool]
 """Returns whether a slower tier has a key."""
 
@@ -84,18 +86,6 @@ def block_keys(key: bytes, group: int, count: int = 1) -> list[bytes]:
 def is_shared_key(key: bytes) -> bool:
     """Return whether routers know the key: it belongs to the first group's K and V."""
     return len(key) == KEY_BYTES
-
-
-class BlockContents(NamedTuple):
-    """What a published block holds.
-
-    Attributes:
-        parent: Key of the block before it; empty for the first.
-        token_ids: The block's tokens.
-    """
-
-    parent: bytes
-    token_ids: tuple[int, ...]
 
 
 class PrefixCache:
@@ -254,7 +244,7 @@ class PrefixCache:
             if self._device.find(key) is not None or self._swap.find(key) is not None:
                 parent = keys[i * ratio - 1] if i else ROOT_KEY
                 tokens = tuple(token_ids[i * size : (i + 1) * size])
-                self.contents[key] = BlockContents(parent, tokens)
+                self.contents[key] = parent, tokens
 
     def _publish_state(self, table: BlockTable, num_tokens: int) -> None:
         """Publish the state if it covers full blocks; a decode's replaces its previous one."""

@@ -28,6 +28,7 @@ class DeviceAdapters:
     nothing is copied. An adapter without references is dropped automatically.
 
     Attributes:
+        limit: See the arguments.
         copies: Number of copies to the device so far.
 
     Args:
@@ -41,7 +42,7 @@ class DeviceAdapters:
         self, device: torch.device, limit: int | None, packed: Sequence[LowRankLayer] = ()
     ) -> None:
         self._device = device
-        self._limit = limit
+        self.limit = limit
         self._packed = packed
         self.copies = 0
         # Least recently used first.
@@ -93,10 +94,10 @@ class DeviceAdapters:
         return held
 
     def _make_room(self, nbytes: int, wanted: Mapping[Adapter, int]) -> None:
-        if self._limit is None:
+        if self.limit is None:
             return
         for adapter in list(self._held):
-            if self.nbytes + nbytes <= self._limit:
+            if self.nbytes + nbytes <= self.limit:
                 return
             if adapter not in wanted:
                 del self._held[adapter]
@@ -104,7 +105,7 @@ class DeviceAdapters:
     def _copy(self, adapter: Adapter) -> _OnDevice:
         weights = adapter.weights
         matrices = weights.matrices
-        if self._limit is not None:
+        if self.limit is not None:
             matrices = matrices.to(self._device, non_blocking=True, copy=True)
             self.copies += 1
         return _OnDevice(matrices, weights.records_at(matrices.data_ptr()))

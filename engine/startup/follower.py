@@ -27,7 +27,7 @@ from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.allocate import allocate
 from octavo.engine.startup.cache_plan import count_pool
 from octavo.engine.startup.capacity import StartupError, keeps_blocks, naming_uncompiled
-from octavo.engine.startup.load import adapter_registry, device_adapters, join_ranks
+from octavo.engine.startup.load import join_ranks, make_adapters
 from octavo.engine.startup.record import recorder
 from octavo.engine.startup.threads import set_threads
 from octavo.kernels import cpu
@@ -92,9 +92,7 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
             taken = peak_memory(loaded.device) - probe.device.nbytes + graph_bytes
         return count_pool(settings, loaded, block_bytes, taken, place)
 
-    registry, adapters = adapter_registry(settings, loaded), None
-    if registry is not None and (on_device := device_adapters(settings, loaded)) is not None:
-        adapters = FollowerAdapters(registry, on_device)
+    adapters = make_adapters(settings, loaded)
     if loaded.device.type == "cpu":
         cpu.pin_threads(threads.places)
     signals = RankSignals()
@@ -104,7 +102,7 @@ def follow(settings: EngineSettings, place: RankPlace) -> None:
         lambda blocks, swap: allocate(layout, loaded, blocks, swap),
         count,
         recorder=partial(recorder, world),
-        adapters=adapters,
+        adapters=None if adapters is None else FollowerAdapters(*adapters),
         told_to_stop=signals.came,
     ).run()
     log.info("rank stopped")

@@ -37,7 +37,6 @@ class Loaded:
         draft_model: The draft model; None if there is none.
         adapters: The adapters that requests may name; None if the engine takes none.
         device_adapters: The device's adapters, still empty; None if the engine takes none.
-        adapter_limit: Bytes that adapters may take on the device; None without a limit.
     """
 
     model: LoadedForward
@@ -46,12 +45,16 @@ class Loaded:
     draft_model: LoadedDraftModel | None
     adapters: AdapterRegistry | None
     device_adapters: DeviceAdapters | None
-    adapter_limit: int | None
 
     @property
     def world(self) -> World | None:
         """The ranks; None without other ranks."""
         return None if self.leader is None else self.leader.world
+
+    @property
+    def adapter_limit(self) -> int | None:
+        """Bytes that adapters may take on the device; None without a limit."""
+        return None if self.device_adapters is None else self.device_adapters.limit
 
     @property
     def on_gpu(self) -> bool:
@@ -79,18 +82,10 @@ def load(settings: EngineSettings, path: Path, place: RankPlace | None) -> Loade
     draft_model = None
     if settings.draft_model is not None:
         draft_model = LoadedDraftModel(settings, settings.draft_model, model.shape)
-    adapters = adapter_registry(settings, model)
+    adapters, on_device = make_adapters(settings, model) or (None, None)
     if adapters is not None:
         _load_adapters(settings, adapters, leader)
-    return Loaded(
-        model,
-        place,
-        leader,
-        draft_model,
-        adapters,
-        device_adapters(settings, model),
-        _adapter_limit(settings, model.device),
-    )
+    return Loaded(model, place, leader, draft_model, adapters, on_device)
 
 
 def join_ranks(settings: EngineSettings, path: Path, place: RankPlace) -> World:
@@ -136,20 +131,18 @@ def join_ranks(settings: EngineSettings, path: Path, place: RankPlace) -> World:
     return world
 
 
-def adapter_registry(settings: EngineSettings, loaded: LoadedForward) -> AdapterRegistry | None:
-    """Return the registry of adapters, still empty; None if the engine takes none."""
+def make_adapters(
+    settings: EngineSettings, loaded: LoadedForward
+) -> tuple[AdapterRegistry, DeviceAdapters] | None:
+    """Return the registry of adapters and those of the device, both empty; None if it takes none.
+
+    Adapters are limited on a GPU only: on a CPU nothing is copied.
+    """
     if loaded.targets is None:
         return None
-    limit = _adapter_limit(settings, loaded.device)
-    return AdapterRegistry(loaded.targets, settings.model_names, limit)
-
-
-def device_adapters(settings: EngineSettings, loaded: LoadedForward) -> DeviceAdapters | None:
-    """Return the device's adapters, still empty; None if the engine takes none."""
-    if loaded.targets is None:
-        return None
-    limit = _adapter_limit(settings, loaded.device)
-    return DeviceAdapters(loaded.device, limit, loaded.targets.packed)
+    limit = None if loaded.device.type == "cpu" else int(settings.adapter_memory * GIB)
+    registry = AdapterRegistry(loaded.targets, settings.model_names, limit)
+    return registry, DeviceAdapters(loaded.device, limit, loaded.targets.packed)
 
 
 def _load_adapters(
@@ -169,10 +162,3 @@ def _load_adapters(
         except AdapterError as error:
             raise StartupError(f"--lora {name}: {error}") from error
         log.info("adapter loaded", adapter=name, path=path)
-
-
-def _adapter_limit(settings: EngineSettings, device: torch.device) -> int | None:
-    """Return the maximum bytes of adapters on the device; None on a CPU or without adapters."""
-    if device.type == "cpu" or not settings.takes_adapters:
-        return None
-    return int(settings.adapter_memory * GIB)

@@ -15,7 +15,7 @@ from octavo.router.admission.output_lengths import OutputLengths
 from octavo.router.admission.queue import FairQueue
 from octavo.router.admission.rates import Clock, DrainRate, Margin, Pace
 from octavo.router.admission.refusals import QueueLimits
-from octavo.router.admission.reserved_slots import Burst, reserved_slots
+from octavo.router.admission.reserved_slots import reserved_slots
 from octavo.router.admission.stages import E, for_stage, successors
 from octavo.router.balancing.policy import Policy
 
@@ -375,7 +375,9 @@ def _granted(claim: Claim[E]) -> asyncio.Future[E]:
     return claim.granted
 
 
-def _has_open_slot(engine: E, claim: Claim[E], pace: Pace, bursts: Sequence[Burst]) -> bool:
+def _has_open_slot(
+    engine: E, claim: Claim[E], pace: Pace, bursts: Sequence[tuple[int, float]]
+) -> bool:
     """Return whether an engine has unreserved slots for a request; an idle engine always has."""
     if not engine.sequences:
         return True

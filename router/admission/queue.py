@@ -22,7 +22,7 @@ from typing import Any, Generic, TypeVar
 from octavo.common.priority import PRIORITY_SECONDS
 from octavo.router.admission.claims import Claim
 from octavo.router.admission.rates import RECENT_SECONDS
-from octavo.router.admission.reserved_slots import RECENT_REQUESTS, Burst, bursts
+from octavo.router.admission.reserved_slots import RECENT_REQUESTS, bursts
 from octavo.router.tenants.tenant import Tenant
 
 E = TypeVar("E")
@@ -220,7 +220,7 @@ class FairQueue(Generic[E]):
         others = sum(self._weights[name] for name in self._recent if name != tenant.name)
         return tenant.weight / (tenant.weight + others)
 
-    def bursts_of_least(self, now: float) -> Sequence[Burst]:
+    def bursts_of_least(self, now: float) -> Sequence[tuple[int, float]]:
         """Return the least served active tenant's bursts."""
         self._forget(now)
         if not self._recent:

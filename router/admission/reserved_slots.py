@@ -16,7 +16,6 @@ import math
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
-from typing import NamedTuple
 
 RECENT_REQUESTS = 64
 """Number of a tenant's newest requests from which its demand is estimated."""
@@ -26,16 +25,11 @@ MAX_RESERVED_SHARE = 1 / 3
 """Maximum share of an engine's slots that may be reserved."""
 
 
-class Burst(NamedTuple):
-    """A burst of a tenant: the shortest time in which it requested this many sequences."""
-
-    sequences: int
-    seconds: float
-
-
 @lru_cache(maxsize=64)
-def bursts(asked: tuple[tuple[float, int], ...]) -> Sequence[Burst]:
+def bursts(asked: tuple[tuple[float, int], ...]) -> Sequence[tuple[int, float]]:
     """Return a burst for each seen count of sequences, ascending.
+
+    A burst is a number of sequences, and the shortest time in which the tenant requested as many.
 
     Args:
         asked: Times of a tenant's requests, with their numbers of sequences.
@@ -47,10 +41,12 @@ def bursts(asked: tuple[tuple[float, int], ...]) -> Sequence[Burst]:
             shortest[count] = min(time - begun, shortest.get(count, math.inf))
     counts_down = sorted(shortest, reverse=True)
     seconds = accumulate((shortest[count] for count in counts_down), min)
-    return list(map(Burst, counts_down, seconds))[::-1]
+    return list(zip(counts_down, seconds, strict=True))[::-1]
 
 
-def reserved_slots(slots: int, demand: Sequence[Burst], endings: Sequence[float]) -> int:
+def reserved_slots(
+    slots: int, demand: Sequence[tuple[int, float]], endings: Sequence[float]
+) -> int:
     """Return the number of an engine's slots to keep free for the least served tenant.
 
     Args:

@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -21,10 +21,13 @@ from octavo.router.balancing.policy import RequestNeeds
 from octavo.router.balancing.prefixes import Prefixes
 from octavo.router.requests.embedding import EmbeddingState
 from octavo.router.requests.errors import EngineFaultError, EngineLostError
-from octavo.router.requests.request import Request, RequestImage
+from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
 from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
+
+if TYPE_CHECKING:  # slow to import
+    from octavo.router.images.processor import ProcessedImage
 
 log = structlog.get_logger(__name__)
 
@@ -208,14 +211,14 @@ class Engine:
         for index in range(len(state.outputs)):
             self._outputs[self._next_number] = session_id, state, index
             self._next_number += 1
-        for image in state.request.images:
+        for _, image in state.request.images:
             self._send_image(image)
         self._outbox.put_nowait(engine_pb2.SessionRequest(submit=submit))
         return session_id
 
-    def _send_image(self, image: RequestImage) -> None:
+    def _send_image(self, image: "ProcessedImage") -> None:
         """Send an image, or its digest alone if the engine has kept it."""
-        digest, tensors = image.span.digest, image.image.tensors
+        digest, tensors = image.digest, image.tensors
         if self._images.has(digest):
             pieces = [engine_pb2.ImagePiece(digest=digest, last=True)]
         else:

@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 
 from octavo.common import rpc
 from octavo.common.kv_cache.prefix_hash import ImageSpan
-from octavo.router.requests.request import RequestImage
 
 if TYPE_CHECKING:  # slow to import
     from octavo.router.images.processor import ProcessedImage
@@ -13,7 +12,7 @@ if TYPE_CHECKING:  # slow to import
 
 def placed_images(
     images: "Sequence[ProcessedImage]", token_ids: Sequence[int], image_token_id: int
-) -> list[RequestImage]:
+) -> "list[tuple[ImageSpan, ProcessedImage]]":
     """Return a prompt's images with their tokens.
 
     Args:
@@ -36,6 +35,6 @@ def placed_images(
     for image in images:
         end = first + image.num_tokens
         span = ImageSpan(places[first], places[end - 1] + 1, image.digest)
-        placed.append(RequestImage(span, image))
+        placed.append((span, image))
         first = end
     return placed

@@ -21,14 +21,6 @@ if TYPE_CHECKING:  # slow to import
     from octavo.router.images.processor import ProcessedImage
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class RequestImage:
-    """An image of a prompt, and the tokens that stand for it."""
-
-    span: ImageSpan
-    image: "ProcessedImage"
-
-
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Request:
     """A valid, tokenized request, immutable. `RequestState` holds its progress.
@@ -48,7 +40,7 @@ class Request:
         adapter: The LoRA adapter that `model` names; empty for a base model.
         adapter_digest: Digest of the adapter, which is part of the keys of cached blocks.
         bad_words: Sequences of tokens that outputs must not contain.
-        images: The prompt's images, in order.
+        images: The prompt's images, in order, each with the tokens that stand for it.
     """
 
     request_id: str
@@ -65,7 +57,7 @@ class Request:
     adapter: str = ""
     adapter_digest: str = ""
     bad_words: Sequence[Sequence[int]] = ()
-    images: Sequence[RequestImage] = ()
+    images: "Sequence[tuple[ImageSpan, ProcessedImage]]" = ()
     _keys: dict[int, list[int]] = field(default_factory=dict, init=False, repr=False)
 
     @property
@@ -86,7 +78,7 @@ class Request:
     def keys(self, block_size: int) -> list[int]:
         """Return the keys, as engines publish them, of the prompt's blocks that can be cached."""
         if block_size not in self._keys:
-            spans = [image.span for image in self.images]
+            spans = [span for span, _ in self.images]
             salt = prefix_salt(self.salt, self.adapter_digest, spans)
             keys = reusable_keys(self.prompt, block_size, salt)
             self._keys[block_size] = [short_key(key) for key in keys]
@@ -129,7 +121,7 @@ class Request:
             bad_words=[engine_pb2.TokenSequence(token_ids=ids) for ids in self.bad_words],
             images=[
                 engine_pb2.PromptImage(digest=span.digest, start=span.start, end=span.end)
-                for span in (image.span for image in self.images)
+                for span, _ in self.images
             ],
         )
         if self.constraint is not None:

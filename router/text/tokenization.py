@@ -192,7 +192,7 @@ class Tokenizers:
 
         size = sum(len(text) for pair in pairs for text in pair)
         token_ids = await self._run(tenant, size, lambda: list(map(encode, pairs)))
-        return EncodedTexts(token_ids, [])
+        return token_ids, []
 
     def _allows_special_tokens(self, chat: generation_pb2.ChatPrompt, tenant: Tenant) -> bool:
         requested = chat.allow_special_tokens if chat.HasField("allow_special_tokens") else None

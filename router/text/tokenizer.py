@@ -1,7 +1,6 @@
 """One model's tokenizer: encodes texts and chats, decodes tokens."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from transformers import PreTrainedTokenizerBase
@@ -21,20 +20,9 @@ if TYPE_CHECKING:  # slow to import
 
 Texts = Sequence[str] | Sequence[tuple[str, str]]
 """Texts, or pairs of texts."""
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedTexts:
-    """The tokens of texts or pairs.
-
-    Attributes:
-        token_ids: The token ids of each.
-        second_lengths: How many tokens at each one's end are a pair's second text; empty if the
-            model is not told.
-    """
-
-    token_ids: list[list[int]]
-    second_lengths: list[int]
+EncodedTexts = tuple[list[list[int]], list[int]]
+"""The tokens of each text or pair, and how many at each one's end are a pair's second text; the
+latter empty if the model is not told."""
 
 
 class Tokenizer:
@@ -181,7 +169,7 @@ class Tokenizer:
             backend = self._cutting_at(max_tokens) if truncate else self._backend
             encoded = [(one.ids, one.type_ids) for one in backend.encode_batch_fast(texts)]
         second = [sum(types) for _, types in encoded] if self._tells_pairs else []
-        return EncodedTexts([ids for ids, _ in encoded], second)
+        return [ids for ids, _ in encoded], second
 
     def _cutting_at(self, max_tokens: int) -> Any:  # noqa: ANN401 - tokenizers has no types
         """Return a copy of the backend that cuts what is longer; other calls do not cut."""

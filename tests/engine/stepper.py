@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 
 from octavo.engine.core import EngineCore
-from octavo.engine.execution.image_encoder import NO_IMAGES
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import ScheduledSequence
 from octavo.engine.scheduling.request import Request
@@ -59,7 +58,7 @@ class StandIn:
         pass
 
     def take_images(self):
-        return NO_IMAGES
+        return (), ()
 
 
 def make_core(scheduler, executor, *, async_scheduling=False):

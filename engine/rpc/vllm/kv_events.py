@@ -137,9 +137,9 @@ class KvSubscription:
 def _chunks(blocks: Mapping[bytes, BlockContents]) -> list[list[tuple[bytes, BlockContents]]]:
     """Return blocks in chunks, each parent before its children, chains together."""
     children: defaultdict[bytes, list[bytes]] = defaultdict(list)
-    for key, contents in blocks.items():
-        children[contents.parent].append(key)
-    stack = [key for key, contents in blocks.items() if contents.parent not in blocks]
+    for key, (parent, _) in blocks.items():
+        children[parent].append(key)
+    stack = [key for key, (parent, _) in blocks.items() if parent not in blocks]
     ordered = []
     while stack:
         key = stack.pop()
@@ -153,8 +153,8 @@ def _runs(
 ) -> Iterator[common_pb2.KvBlocksStored]:
     """Yield an event for each chain of consecutive blocks."""
     run, last = common_pb2.KvBlocksStored(), None
-    for key, contents in blocks:
-        if contents.parent != last:
+    for key, (parent, token_ids) in blocks:
+        if parent != last:
             if run.blocks:
                 yield run
             run = common_pb2.KvBlocksStored(
@@ -162,13 +162,9 @@ def _runs(
                 kv_cache_spec_kind="full_attention",
                 tier=common_pb2.KV_CACHE_TIER_DEVICE,
             )
-            if contents.parent != ROOT_KEY:
-                run.parent_block_hash = _hash(contents.parent)
-        run.blocks.add(
-            block_hash=_hash(key),
-            token_ids=contents.token_ids,
-            block_size=len(contents.token_ids),
-        )
+            if parent != ROOT_KEY:
+                run.parent_block_hash = _hash(parent)
+        run.blocks.add(block_hash=_hash(key), token_ids=token_ids, block_size=len(token_ids))
         last = key
     if run.blocks:
         yield run

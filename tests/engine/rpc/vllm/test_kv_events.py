@@ -8,7 +8,6 @@ from smg_grpc_proto.generated import common_pb2
 
 from octavo.common.kv_cache.prefix_hash import reusable_keys
 from octavo.engine.events import PrefixChange
-from octavo.engine.kv_cache import BlockContents
 from octavo.engine.rpc.vllm.kv_events import CHUNK_BLOCKS, KvSubscription
 from tests.engine.rpc.vllm.conftest import serving
 from tests.engine.rpc.vllm.test_service import generate, idle
@@ -137,7 +136,7 @@ async def test_only_a_snapshot_can_be_asked_for(byte_model, engine):
 
 async def test_changes_while_a_batch_is_being_sent():
     """What is evicted between two batches of one turn was told, and is taken back."""
-    contents = {bytes([i // 256, i % 256] * 16): BlockContents(b"", (i,)) for i in range(1200)}
+    contents = {bytes([i // 256, i % 256] * 16): (b"", (i,)) for i in range(1200)}
     subscription, index = KvSubscription(), Index()
     subscription.add_prefixes(PrefixChange(0, (), ()))
     batches = subscription.batches()
