@@ -12,10 +12,9 @@ import structlog
 from octavo.common import rpc
 from octavo.common.limits import check_token_ids
 from octavo.common.models.embedding import EmbeddingPlan
-from octavo.common.topology import format_list
-from octavo.common.version import own_version
 from octavo.engine.embedding.core import Embedding, EmbeddingCore, RefusedError
 from octavo.engine.metrics import EngineMetrics
+from octavo.engine.rpc.engine_info import engine_info, show_info
 from octavo.engine.rpc.session import Session
 from octavo.engine.rpc.sessions import Sessions
 from octavo.engine.rpc.thread_bridge import thread_bridge
@@ -42,25 +41,11 @@ class ServedEmbedder:
     def __init__(
         self, settings: EngineSettings, parts: EmbedderParts, metrics: EngineMetrics
     ) -> None:
-        self._settings = settings
         self.parts = parts
         self.sessions = Sessions()
-        self._instance_id = uuid.uuid4().hex
+        self._info = engine_info(settings, parts, uuid.uuid4().hex)
         metrics.sessions.set_function(lambda: self.sessions.of_routers)
-        metrics.ranks.set(1)
-        metrics.info.info(
-            {
-                "instance_id": self._instance_id,
-                "version": own_version(),
-                "model": settings.model_name,
-                "device": parts.device,
-                "dtype": parts.dtype,
-                "threads": str(parts.threads.count),
-                "cpus": format_list(parts.threads.cpus),
-                "numa_nodes": format_list(parts.threads.nodes),
-                "kernels": parts.kernels,
-            }
-        )
+        show_info(metrics, self._info)
         loop = asyncio.get_running_loop()
         self.core = EmbeddingCore(
             parts.encoder,
@@ -144,30 +129,16 @@ class ServedEmbedder:
 
     def info(self) -> engine_pb2.GetEngineInfoResponse:
         """Return the engine's description and load."""
-        parts, settings = self.parts, self._settings
-        return engine_pb2.GetEngineInfoResponse(
-            model=settings.model_name,
-            aliases=settings.model_names[1:],
-            instance_id=self._instance_id,
-            tokenizer=settings.source,
-            vocab_size=parts.vocab_size,
-            max_model_len=parts.encoder.max_tokens,
-            max_num_seqs=parts.max_num_seqs,
-            max_num_batched_tokens=parts.max_num_batched_tokens,
+        info = engine_pb2.GetEngineInfoResponse(
+            vocab_size=self.parts.vocab_size,
+            max_model_len=self.parts.encoder.max_tokens,
             max_outputs=1,
             block_size=BLOCK_TOKENS,
-            version=own_version(),
-            device=parts.device,
-            dtype=parts.dtype,
-            kernels=parts.kernels,
             load=self.core.load,
-            warnings=parts.warnings,
-            threads=parts.threads.count,
-            cpus=format_list(parts.threads.cpus),
-            numa_nodes=parts.threads.nodes,
-            ranks=1,
             **self._purpose(),
         )
+        info.MergeFrom(self._info)
+        return info
 
     def _purpose(self) -> dict[str, Any]:
         """Return the fields of `info` that say what the model makes of texts."""

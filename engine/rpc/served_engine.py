@@ -11,9 +11,7 @@ import grpc
 import structlog
 
 from octavo.common.kv_cache.layer_group_messages import to_message
-from octavo.common.topology import format_list
 from octavo.common.tracing import Tracing
-from octavo.common.version import own_version
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core import EngineCore
 from octavo.engine.kv_transfer.grpc_peers import GrpcPeers
@@ -21,6 +19,7 @@ from octavo.engine.memory.cache_tensors import GIB
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.rpc.adapter_service import AdapterService
 from octavo.engine.rpc.block_sender import BlockSender
+from octavo.engine.rpc.engine_info import engine_info, show_info
 from octavo.engine.rpc.session import Session
 from octavo.engine.rpc.session_images import STORE_BYTES
 from octavo.engine.rpc.sessions import Sessions
@@ -61,20 +60,8 @@ class ServedEngine:
         self.adapters = AdapterService(parts.adapters, self.sessions.announce_adapters, share)
         metrics.sessions.set_function(lambda: self.sessions.of_routers)
         self.instance_id = uuid.uuid4().hex
-        metrics.info.info(
-            {
-                "instance_id": self.instance_id,
-                "version": own_version(),
-                "model": settings.model_name,
-                "device": parts.device,
-                "dtype": parts.dtype,
-                "threads": str(parts.threads.count),
-                "cpus": format_list(parts.threads.cpus),
-                "numa_nodes": format_list(parts.threads.nodes),
-                "kernels": parts.kernels,
-            }
-        )
-        metrics.ranks.set(parts.ranks)
+        self._info = engine_info(settings, parts, self.instance_id)
+        show_info(metrics, self._info)
         if parts.leader is not None:
             world = parts.leader.world
             metrics.show_rank_times(lambda: world.times)
@@ -138,14 +125,9 @@ class ServedEngine:
         """Return the engine's description and load."""
         parts, limits, settings = self.parts, self.parts.limits, self.settings
         (budget,) = limits.budgets
-        return engine_pb2.GetEngineInfoResponse(
-            model=settings.model_name,
-            instance_id=self.instance_id,
-            tokenizer=settings.source,
+        info = engine_pb2.GetEngineInfoResponse(
             vocab_size=limits.vocab_size,
             max_model_len=limits.max_model_len,
-            max_num_seqs=parts.max_num_seqs,
-            max_num_batched_tokens=parts.max_num_batched_tokens,
             max_outputs=limits.max_outputs,
             block_size=budget.block_size,
             block_bytes=parts.block_bytes,
@@ -157,25 +139,17 @@ class ServedEngine:
                 adapters=parts.adapters is not None,
                 images=limits.images,
             ),
-            version=own_version(),
-            device=parts.device,
-            dtype=parts.dtype,
-            kernels=parts.kernels,
             load=self.core.load,
-            warnings=parts.warnings,
             default_sampling=parts.defaults.sampling,
             default_max_tokens=parts.defaults.max_tokens,
-            threads=parts.threads.count,
-            cpus=format_list(parts.threads.cpus),
-            numa_nodes=parts.threads.nodes,
             layer_groups=map(to_message, budget.groups),
-            ranks=parts.ranks,
             adapters=self.adapters.message().adapters,
-            aliases=settings.model_names[1:],
             block_layout=parts.block_layout,
             image_store_bytes=STORE_BYTES,
             role=engine_pb2.EngineRole.Value(f"ENGINE_ROLE_{settings.role.upper()}"),
         )
+        info.MergeFrom(self._info)
+        return info
 
     def _request_ended(self, group: SequenceGroup, outcome: str) -> None:
         """Log and trace the end of a request; called in the core's thread."""

@@ -44,6 +44,7 @@ class EmbedderParts:
         threads: The threads that compute on a CPU.
         device: The device's name.
         leader: None: there are no other ranks.
+        ranks: Number of processes that hold a part of the model.
     """
 
     path: Path
@@ -57,6 +58,7 @@ class EmbedderParts:
     threads: Threads
     device: str = "cpu"
     leader: None = None
+    ranks: int = 1
 
     @property
     def blocks(self) -> int:

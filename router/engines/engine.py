@@ -5,7 +5,7 @@ import itertools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -25,9 +25,6 @@ from octavo.router.requests.request import Request
 from octavo.router.requests.state import RequestState
 from octavo.router.text.tokenizer import Tokenizer
 from octavo.v1 import engine_pb2, engine_pb2_grpc, sampling_pb2
-
-if TYPE_CHECKING:  # slow to import
-    from octavo.router.images.processor import ProcessedImage
 
 log = structlog.get_logger(__name__)
 
@@ -212,13 +209,12 @@ class Engine:
             self._outputs[self._next_number] = session_id, state, index
             self._next_number += 1
         for _, image in state.request.images:
-            self._send_image(image)
+            self._send_image(image.digest, image.tensors)
         self._outbox.put_nowait(engine_pb2.SessionRequest(submit=submit))
         return session_id
 
-    def _send_image(self, image: "ProcessedImage") -> None:
+    def _send_image(self, digest: bytes, tensors: bytes) -> None:
         """Send an image, or its digest alone if the engine has kept it."""
-        digest, tensors = image.digest, image.tensors
         if self._images.has(digest):
             pieces = [engine_pb2.ImagePiece(digest=digest, last=True)]
         else:

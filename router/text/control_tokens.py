@@ -7,7 +7,6 @@ spellings, the chat is rendered again with marks around them.
 import re
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from octavo.common import rpc
@@ -17,14 +16,6 @@ Change = Callable[[str], str]
 """Returns a caller's text as the template should see it."""
 PRIVATE_USE = range(0xE000, 0xF900)
 """Unicode's private use area: characters that texts hardly ever contain."""
-
-
-@dataclass(frozen=True, slots=True)
-class Marks:
-    """Marks around the spelling of a control token; one of them may be empty."""
-
-    before: str
-    after: str
 
 
 class ControlTokens:
@@ -76,8 +67,8 @@ class ControlTokens:
             raise _refused("the model's tokenizer cannot encode them as text")
         before, after = private_characters(2, [text, *texts])
         # A template may check how a text begins or ends, where a mark could change the result.
-        for marks in (Marks(before, after), Marks(before, ""), Marks("", after)):
-            marked = Marked(render(self._marking(marks)), marks)
+        for marks in ((before, after), (before, ""), ("", after)):
+            marked = Marked(render(self._marking(*marks)), *marks)
             if marked.text == text:
                 return self._encode(marked)
         raise _refused("the model's chat template changes its prompt because of them")
@@ -114,10 +105,10 @@ class ControlTokens:
             text,
         )
 
-    def _marking(self, marks: Marks) -> Change:
+    def _marking(self, before: str, after: str) -> Change:
         """Return a function that marks control tokens in texts, and beginnings of one at their end.
 
-        Case is ignored, as a template may change it.
+        Case is ignored, as a template may change it. One of the marks may be empty.
         """
 
         def mark(text: str) -> str:
@@ -135,7 +126,7 @@ class ControlTokens:
             pieces, last = [], 0
             for place in sorted(starts | ends):
                 pieces.append(text[last:place])
-                pieces += [marks.after] * (place in ends) + [marks.before] * (place in starts)
+                pieces += [after] * (place in ends) + [before] * (place in starts)
                 last = place
             return "".join([*pieces, text[last:]])
 
@@ -155,10 +146,10 @@ class Marked:
         text: The text without the marks.
     """
 
-    def __init__(self, rendered: str, marks: Marks) -> None:
-        self._starts: set[int] | None = set() if marks.before else None
-        self._ends: set[int] | None = set() if marks.after else None
-        places = {marks.before: self._starts, marks.after: self._ends}
+    def __init__(self, rendered: str, before: str, after: str) -> None:
+        self._starts: set[int] | None = set() if before else None
+        self._ends: set[int] | None = set() if after else None
+        places = {before: self._starts, after: self._ends}
         places |= {_in_json(mark): positions for mark, positions in places.items() if mark}
         places.pop("", None)
         self._all: list[int] = []

@@ -31,8 +31,8 @@ def test_a_burst_is_the_shortest_time_for_each_count():
 @given(st.lists(st.tuples(st.floats(0, 9), st.integers(1, 3)), max_size=2 * RECENT_REQUESTS))
 def test_a_burst_never_takes_longer_for_fewer(asked):
     found = bursts(tuple(sorted(asked)))
-    assert [s.sequences for s in found] == sorted({s.sequences for s in found})
-    assert [s.seconds for s in found] == sorted(s.seconds for s in found)
+    assert [sequences for sequences, _ in found] == sorted({sequences for sequences, _ in found})
+    assert [seconds for _, seconds in found] == sorted(seconds for _, seconds in found)
 
 
 def test_few_are_reserved_where_others_fall_free_in_time():
