@@ -1,7 +1,7 @@
 """Conversion of clients' arguments to requests, sync and asyncio."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, get_type_hints
+from typing import Any, TypedDict, Unpack, get_type_hints
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message as Protobuf
@@ -19,6 +19,50 @@ HIGHEST = {
 """Maximum of each unsigned type."""
 LOWEST = {"stop.max_tokens": 1}
 """Minimum of fields that must not be 0."""
+
+
+Texts = str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]]
+"""One text or several, as strings or token ids."""
+
+
+class TextsOptions(TypedDict, total=False):
+    """Options of requests about whole texts.
+
+    Attributes:
+        model: Name of the model; needed if several are served.
+        truncate: Whether to cut texts that are too long, which else are refused.
+        priority: Requests of higher priority run first, -100 to 100.
+        request_id: The request's id. Default: a random one.
+    """
+
+    model: str | None
+    truncate: bool
+    priority: int
+    request_id: str
+
+
+class EmbedOptions(TextsOptions, total=False):
+    """Options of `embed` besides the texts and those of `TextsOptions`.
+
+    Attributes:
+        dimensions: Number of leading dimensions to return, if the model was trained for that.
+            Default: all.
+        prompt_name: Name of the model's prompt that is put before each text; "" for none. Default:
+            the model's default.
+    """
+
+    dimensions: int | None
+    prompt_name: str | None
+
+
+class ScoreOptions(TextsOptions, total=False):
+    """Options of `score` and `classify` besides the texts and those of `TextsOptions`.
+
+    Attributes:
+        raw: Whether scores are logits, without the model's own activation.
+    """
+
+    raw: bool
 
 
 def generate_request(prompt: Prompt, options: GenerateOptions) -> pb.GenerateRequest:
@@ -69,84 +113,52 @@ def detokenize_request(
     return request
 
 
-def embed_request(
-    texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-    *,
-    model: str | None = None,
-    dimensions: int | None = None,
-    prompt_name: str | None = None,
-    truncate: bool = False,
-    priority: int = 0,
-    request_id: str = "",
-) -> pb.EmbedRequest:
+def embed_request(texts: Texts, **options: Unpack[EmbedOptions]) -> pb.EmbedRequest:
     """Build an EmbedRequest from one text or several, as strings or token ids.
 
     Raises:
         InvalidArgumentError: A value does not fit its field's type.
+        TypeError: An option is unknown.
     """
-    request = pb.EmbedRequest(request_id=request_id, model=model or "", truncate=truncate)
+    request = pb.EmbedRequest()
     _set_texts(request, texts)
-    for name, value in (("dimensions", dimensions), ("prompt_name", prompt_name)):
-        if value is not None:
-            _set(request, name, value)
-    with checked("priority"):
-        request.priority = priority
+    _set_known(request, "embed", EmbedOptions, options)
     return request
 
 
 def score_request(
-    query: str | Sequence[str],
-    documents: str | Sequence[str],
-    *,
-    model: str | None = None,
-    truncate: bool = False,
-    raw: bool = False,
-    priority: int = 0,
-    request_id: str = "",
+    query: str | Sequence[str], documents: str | Sequence[str], **options: Unpack[ScoreOptions]
 ) -> pb.ScoreRequest:
-    """Build a ScoreRequest from one query, or one for each document.
-
-    Raises:
-        InvalidArgumentError: A value does not fit its field's type.
-    """
-    request = pb.ScoreRequest(request_id=request_id, model=model or "", truncate=truncate, raw=raw)
-    _set(request, "queries", [query] if isinstance(query, str) else query)
-    _set(request, "documents", [documents] if isinstance(documents, str) else documents)
-    with checked("priority"):
-        request.priority = priority
+    """Build a ScoreRequest from one query, or one for each document; see `embed_request`."""
+    request = pb.ScoreRequest()
+    _set(request, "queries", query)
+    _set(request, "documents", documents)
+    _set_known(request, "score", ScoreOptions, options)
     return request
 
 
 def classify_request(
-    texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-    second_texts: str | Sequence[str] = (),
-    *,
-    model: str | None = None,
-    truncate: bool = False,
-    raw: bool = False,
-    priority: int = 0,
-    request_id: str = "",
+    texts: Texts, second_texts: str | Sequence[str] = (), **options: Unpack[ScoreOptions]
 ) -> pb.ClassifyRequest:
-    """Build a ClassifyRequest from one text or several, as strings or token ids, or from pairs.
-
-    Raises:
-        InvalidArgumentError: A value does not fit its field's type.
-    """
-    request = pb.ClassifyRequest(
-        request_id=request_id, model=model or "", truncate=truncate, raw=raw
-    )
+    """Build a ClassifyRequest from one text or several, or from pairs; see `embed_request`."""
+    request = pb.ClassifyRequest()
     _set_texts(request, texts)
-    second = [second_texts] if isinstance(second_texts, str) else second_texts
-    _set(request, "second_texts", second)
-    with checked("priority"):
-        request.priority = priority
+    _set(request, "second_texts", second_texts)
+    _set_known(request, "classify", ScoreOptions, options)
     return request
 
 
-def _set_texts(
-    request: pb.EmbedRequest | pb.ClassifyRequest,
-    texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
-) -> None:
+def _set_known(request: Protobuf, method: str, kind: type, options: Mapping[str, object]) -> None:
+    """Set the options of a kind that are not None."""
+    known = get_type_hints(kind)
+    for name, value in options.items():
+        if name not in known:
+            raise TypeError(f"{method}() has no option {name!r}")
+        if value is not None:
+            _set(request, name, value)
+
+
+def _set_texts(request: pb.EmbedRequest | pb.ClassifyRequest, texts: Texts) -> None:
     """Set one text or several, as strings or token ids."""
     one = isinstance(texts, str) or (texts and isinstance(texts[0], int))
     several: Sequence[Any] = [texts] if one else texts

@@ -124,42 +124,22 @@ class Client(BaseClient[Stream]):
 
     def embed(
         self,
-        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        texts: requests.Texts,
         *,
-        model: str | None = None,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
-        priority: int = 0,
-        request_id: str = "",
         timeout: float | None = None,
+        **options: Unpack[requests.EmbedOptions],
     ) -> Embeddings:
         """Return the embeddings of one text or several, at most 2,048.
 
         Args:
             texts: The texts, as strings or token ids.
-            model: Name of the model; needed if several are served.
-            dimensions: Number of leading dimensions to return, if the model was trained for that.
-                Default: all.
-            prompt_name: Name of the model's prompt that is put before each text; "" for none.
-                Default: the model's default.
-            truncate: Whether to cut texts that are too long, which else are refused.
-            priority: Requests of higher priority run first, -100 to 100.
-            request_id: The request's id. Default: a random one.
             timeout: Maximum seconds to wait.
+            options: See `EmbedOptions` and `TextsOptions`.
 
         Raises:
             Error: The call failed.
         """
-        request = requests.embed_request(
-            texts,
-            model=model,
-            dimensions=dimensions,
-            prompt_name=prompt_name,
-            truncate=truncate,
-            priority=priority,
-            request_id=request_id,
-        )
+        request = requests.embed_request(texts, **options)
         return responses.embedded(self._call(self._stub.Embed, request, timeout))
 
     def score(
@@ -167,50 +147,30 @@ class Client(BaseClient[Stream]):
         query: str | Sequence[str],
         documents: str | Sequence[str],
         *,
-        model: str | None = None,
-        truncate: bool = False,
-        raw: bool = False,
-        priority: int = 0,
-        request_id: str = "",
         timeout: float | None = None,
+        **options: Unpack[requests.ScoreOptions],
     ) -> Scores:
         """Return how well documents, at most 2,048, answer a query, by a cross-encoder.
 
         Args:
             query: The query of all documents, or one for each.
             documents: The documents.
-            model: Name of the model; needed if several are served.
-            truncate: Whether to cut pairs that are too long, which else are refused.
-            raw: Whether scores are logits, without the model's own activation.
-            priority: Requests of higher priority run first, -100 to 100.
-            request_id: The request's id. Default: a random one.
             timeout: Maximum seconds to wait.
+            options: See `ScoreOptions` and `TextsOptions`.
 
         Raises:
             Error: The call failed.
         """
-        request = requests.score_request(
-            query,
-            documents,
-            model=model,
-            truncate=truncate,
-            raw=raw,
-            priority=priority,
-            request_id=request_id,
-        )
+        request = requests.score_request(query, documents, **options)
         return responses.scored(self._call(self._stub.Score, request, timeout))
 
     def classify(
         self,
-        texts: str | Sequence[str] | Sequence[int] | Sequence[Sequence[int]],
+        texts: requests.Texts,
         second_texts: str | Sequence[str] = (),
         *,
-        model: str | None = None,
-        truncate: bool = False,
-        raw: bool = False,
-        priority: int = 0,
-        request_id: str = "",
         timeout: float | None = None,
+        **options: Unpack[requests.ScoreOptions],
     ) -> Classes:
         """Return the scores of each class of one text or several, at most 2,048.
 
@@ -218,25 +178,13 @@ class Client(BaseClient[Stream]):
             texts: The texts, as strings or token ids.
             second_texts: The second text of each pair, such as a hypothesis. Default: none, texts
                 stand alone.
-            model: Name of the model; needed if several are served.
-            truncate: Whether to cut texts that are too long, which else are refused.
-            raw: Whether scores are logits, without the model's own activation.
-            priority: Requests of higher priority run first, -100 to 100.
-            request_id: The request's id. Default: a random one.
             timeout: Maximum seconds to wait.
+            options: See `ScoreOptions` and `TextsOptions`.
 
         Raises:
             Error: The call failed.
         """
-        request = requests.classify_request(
-            texts,
-            second_texts,
-            model=model,
-            truncate=truncate,
-            raw=raw,
-            priority=priority,
-            request_id=request_id,
-        )
+        request = requests.classify_request(texts, second_texts, **options)
         return responses.classified(self._call(self._stub.Classify, request, timeout))
 
     def tokenize(

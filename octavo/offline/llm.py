@@ -19,6 +19,7 @@ from octavo.client import (
     UnavailableError,
 )
 from octavo.client.prompts import Prompt
+from octavo.client.requests import EmbedOptions
 from octavo.common.background import start_in_loop, start_thread
 from octavo.offline.in_order import in_order
 from octavo.offline.progress import Progress
@@ -142,31 +143,16 @@ class LLM:
 
     @overload
     def embed(  # type: ignore[overload-overlap] # the first that fits
-        self,
-        texts: Sequence[str],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
+        self, texts: Sequence[str], **options: Unpack[EmbedOptions]
     ) -> list["array[float]"]: ...
 
     @overload
     def embed(
-        self,
-        texts: Iterable[str],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
+        self, texts: Iterable[str], **options: Unpack[EmbedOptions]
     ) -> Iterator["array[float]"]: ...
 
     def embed(
-        self,
-        texts: Iterable[str],
-        *,
-        dimensions: int | None = None,
-        prompt_name: str | None = None,
-        truncate: bool = False,
+        self, texts: Iterable[str], **options: Unpack[EmbedOptions]
     ) -> list["array[float]"] | Iterator["array[float]"]:
         """Return the embedding of each text, as 32-bit floats; or of one text.
 
@@ -174,15 +160,11 @@ class LLM:
         """
         if isinstance(texts, str):
             texts = [texts]
+        if self._model is not None:
+            options = {"model": self._model, **options}
 
         def request(batch: list[str], client: AsyncClient) -> Awaitable[Embeddings]:
-            return client.embed(
-                batch,
-                model=self._model,
-                dimensions=dimensions,
-                prompt_name=prompt_name,
-                truncate=truncate,
-            )
+            return client.embed(batch, **options)
 
         def count(result: Embeddings) -> tuple[int, int, int]:
             return len(result.embeddings), sum(result.token_counts), 0

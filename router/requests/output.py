@@ -2,13 +2,12 @@
 
 import secrets
 import string
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from octavo.router.requests.logprobs import ELSEWHERE, HeldLogprobs
 from octavo.router.requests.parsers.formats import OutputPlan
 from octavo.router.requests.parsers.parser import Piece, PieceKind
-from octavo.router.requests.schema_checker import SchemaCheck
 from octavo.router.requests.spelled_markers import SpelledMarkers, mended
 from octavo.router.text.detokenizer import Detokenizer, Pieces, TokenKind
 from octavo.router.text.stop_strings import StopStrings
@@ -221,14 +220,17 @@ class Output:
             score=self.score,
         )
 
-    def unchecked(self) -> Iterator[SchemaCheck]:
-        """Yield the schema checks of a complete output."""
+    def unchecked(self) -> dict[str, tuple[str, str]]:
+        """Return the parts of a complete output to check; see `SchemaChecker.errors`."""
         if self._checks is None or self.reason not in COMPLETE:
-            return
+            return {}
+        parts = {
+            f"tool_calls[{i}].arguments": (schema, "".join(pieces))
+            for i, (schema, pieces) in self._arguments.items()
+        }
         if self._checks.checked_content is not None and not self._calls:
-            yield SchemaCheck("content", self._checks.checked_content, "".join(self._checked_text))
-        for i, (schema, pieces) in self._arguments.items():
-            yield SchemaCheck(f"tool_calls[{i}].arguments", schema, "".join(pieces))
+            parts["content"] = self._checks.checked_content, "".join(self._checked_text)
+        return parts
 
     def _push_verbatim(self, token_ids: Sequence[int]) -> None:
         """Add tokens whose text is neither parsed nor searched for stop strings."""

@@ -3,8 +3,7 @@
 import asyncio
 import json
 import sys
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -20,21 +19,6 @@ WALL_SECONDS = 10.0
 """Maximum elapsed seconds of one check, which is more if other processes use the CPUs."""
 MAX_ERRORS = 8
 TOO_LARGE = f"it takes more than {CHECK_SECONDS:g} s or too much memory to check"
-
-
-@dataclass(frozen=True, slots=True)
-class SchemaCheck:
-    """A part of an output to check.
-
-    Attributes:
-        name: Name of the part.
-        schema: The JSON Schema, as JSON.
-        text: Text of the part.
-    """
-
-    name: str
-    schema: str
-    text: str
 
 
 class SchemaChecker:
@@ -55,14 +39,18 @@ class SchemaChecker:
             if (why := outcome.get("invalid")) is not None:
                 raise rpc.invalid(field, f"{field} cannot be used: {why}")
 
-    async def errors(self, checks: Iterable[SchemaCheck]) -> list[str]:
-        """Return an output's schema violations, with their places."""
+    async def errors(self, parts: Mapping[str, tuple[str, str]]) -> list[str]:
+        """Return an output's schema violations, with their places.
+
+        Args:
+            parts: The JSON Schema, as JSON, and the text of each part of the output, by its name.
+        """
         messages: list[str] = []
-        for check in checks:
-            outcome = await self._ask(check.schema, check.text)
+        for name, (schema, text) in parts.items():
+            outcome = await self._ask(schema, text)
             why = outcome.get("invalid")
             errors = outcome["errors"] if why is None else [f": it was not checked: {why}"]
-            messages += (f"{check.name}{error}" for error in errors)
+            messages += (f"{name}{error}" for error in errors)
         return messages[:MAX_ERRORS]
 
     async def close(self) -> None:

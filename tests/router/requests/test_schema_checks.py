@@ -7,7 +7,7 @@ import uvloop
 
 from octavo.common.rpc import RpcError
 from octavo.router.requests.held_schemas import HeldSchemas, held_schemas
-from octavo.router.requests.schema_checker import SchemaCheck, SchemaChecker
+from octavo.router.requests.schema_checker import SchemaChecker
 from octavo.v1 import generation_pb2
 from octavo.v1.generation_pb2 import ToolChoiceMode
 
@@ -23,7 +23,7 @@ async def checker():
 
 
 async def errors(checker, schema, text) -> list[str]:
-    return await checker.errors([SchemaCheck("content", json.dumps(schema), text)])
+    return await checker.errors({"content": (json.dumps(schema), text)})
 
 
 async def refusal(checker, schema) -> str:
