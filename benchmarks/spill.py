@@ -117,7 +117,7 @@ def main() -> None:
 @contextmanager
 def _longer(model: str, context: int) -> Iterator[Path]:
     """Yield a directory with the model's files and a longer context in its config."""
-    path = find_model(EngineSettings(model=model)).path
+    path, _ = find_model(EngineSettings(model=model))
     with tempfile.TemporaryDirectory() as made:
         for file in path.iterdir():
             (Path(made) / file.name).symlink_to(file.resolve())

@@ -38,7 +38,7 @@ from octavo.engine.startup.cache_plan import (
 )
 from octavo.engine.startup.capacity import naming_uncompiled
 from octavo.engine.startup.disk_tier import block_layout, open_disk_tier
-from octavo.engine.startup.find_model import ModelFiles, find_model
+from octavo.engine.startup.find_model import find_model
 from octavo.engine.startup.generation_config import Defaults
 from octavo.engine.startup.image_check import check_images
 from octavo.engine.startup.load import Loaded, load
@@ -126,8 +126,8 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
     """
     began = time.perf_counter()
     threads = set_threads(place)
-    files = find_model(settings)
-    loaded = load(settings, files.path, place)
+    path, has_tokenizer = find_model(settings)
+    loaded = load(settings, path, place)
     _log(began, "model loaded", model=settings.model, compiled=loaded.model.compiled)
     if loaded.model.vision is not None:
         loaded = replace(loaded, model=check_images(loaded.model, settings.block_size))
@@ -149,11 +149,11 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         loaded.model.vision.longest = plan.max_num_batched_tokens - plan.max_num_seqs
     scheduler = make_scheduler(settings, loaded, plan, size)
     shape, device = loaded.model.shape, loaded.model.device
-    limits = _limits(settings, loaded, plan, size, files)
-    layout = block_layout(settings, files, loaded, plan, size)
+    limits = _limits(settings, loaded, plan, size, has_tokenizer=has_tokenizer)
+    layout = block_layout(settings, path, loaded, plan, size)
     warning = device_warning(device)
     return Parts(
-        path=files.path,
+        path=path,
         scheduler=scheduler,
         executor=executor,
         limits=limits,
@@ -165,9 +165,9 @@ def build(settings: EngineSettings, place: RankPlace | None = None) -> Parts:
         dtype=_name(loaded.model.dtype),
         kernels=kernel_path(device),
         warnings=() if warning is None else (warning,),
-        defaults=_defaults(settings, files, limits),
+        defaults=_defaults(settings, path, limits),
         threads=threads,
-        read_tokens=partial(read_tokens, files.path, shape.vocab_size, shape.eos_token_ids)
+        read_tokens=partial(read_tokens, path, shape.vocab_size, shape.eos_token_ids)
         if limits.constraints
         else None,
         leader=loaded.leader,
@@ -233,7 +233,12 @@ def make_scheduler(
 
 
 def _limits(
-    settings: EngineSettings, loaded: Loaded, plan: CachePlan, size: CacheSize, files: ModelFiles
+    settings: EngineSettings,
+    loaded: Loaded,
+    plan: CachePlan,
+    size: CacheSize,
+    *,
+    has_tokenizer: bool,
 ) -> Limits:
     """Return the limits of requests."""
     shape = loaded.model.shape
@@ -243,16 +248,16 @@ def _limits(
         max_outputs=min(settings.max_outputs, plan.max_num_seqs),
         budgets=(size.budget,),
         beam_search=True,
-        constraints=files.has_tokenizer and bool(shape.eos_token_ids),
+        constraints=has_tokenizer and bool(shape.eos_token_ids),
         images=loaded.model.vision is not None,
     )
 
 
-def _defaults(settings: EngineSettings, files: ModelFiles, limits: Limits) -> Defaults:
+def _defaults(settings: EngineSettings, path: Path, limits: Limits) -> Defaults:
     """Return the model's own defaults, unless they are turned off."""
     if settings.generation_config == "none":
         return Defaults()
-    return generation_config.read(files.path, limits)
+    return generation_config.read(path, limits)
 
 
 def _log(began: float, event: str, **fields: object) -> None:

@@ -106,8 +106,8 @@ def build_embedder(settings: EngineSettings) -> EmbedderParts | None:
     from octavo.engine.embedding.load import load_encoder  # noqa: PLC0415
 
     threads = set_threads()
-    files = find_model(settings)
-    loaded = load_encoder(settings, files.path, plan)
+    path, _ = find_model(settings)
+    loaded = load_encoder(settings, path, plan)
     return_freed()
     device = torch.device("cpu")
     warning = device_warning(device)
@@ -119,7 +119,7 @@ def build_embedder(settings: EngineSettings) -> EmbedderParts | None:
         max_tokens=loaded.encoder.max_tokens,
     )
     return EmbedderParts(
-        path=files.path,
+        path=path,
         encoder=loaded.encoder,
         vocab_size=loaded.vocab_size,
         max_num_seqs=settings.max_num_seqs or CPU_SEQS,

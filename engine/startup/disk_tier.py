@@ -1,5 +1,7 @@
 """Names the layout of blocks, and opens the tier of the KV cache on disk."""
 
+from pathlib import Path
+
 from octavo.engine.kv_disk.block_files import BlockFiles
 from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.memory.cache_tensors import GIB
@@ -7,7 +9,6 @@ from octavo.engine.models.fingerprint import fingerprint
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup.cache_plan import CachePlan, CacheSize
 from octavo.engine.startup.capacity import StartupError
-from octavo.engine.startup.find_model import ModelFiles
 from octavo.engine.startup.load import Loaded
 from octavo.kernels.ops import kernel_path
 
@@ -16,7 +17,7 @@ DECIDING = {"dtype", "kv_cache_dtype", "quantization", "compile", "max_model_len
 
 
 def block_layout(
-    settings: EngineSettings, files: ModelFiles, loaded: Loaded, plan: CachePlan, size: CacheSize
+    settings: EngineSettings, path: Path, loaded: Loaded, plan: CachePlan, size: CacheSize
 ) -> str:
     """Return a name of all that blocks' contents depend on besides their keys.
 
@@ -32,7 +33,7 @@ def block_layout(
         "types": f"{model.dtype} {model.cache_dtype}",
         "layout": repr(plan.layout.groups),
     }
-    return fingerprint(files.path, deciding)
+    return fingerprint(path, deciding)
 
 
 def open_disk_tier(settings: EngineSettings, layout: str, block_bytes: int) -> DiskTier | None:

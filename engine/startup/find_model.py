@@ -1,6 +1,5 @@
 """Finds a model's files, and checks that none is missing."""
 
-from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
@@ -18,21 +17,10 @@ from octavo.engine.startup.capacity import keeps_blocks
 log = structlog.get_logger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelFiles:
-    """A model's files.
+def find_model(settings: EngineSettings) -> tuple[Path, bool]:
+    """Return the directory of the engine's model, and whether it has a tokenizer.
 
-    Attributes:
-        path: The directory.
-        has_tokenizer: Whether a tokenizer is among them.
-    """
-
-    path: Path
-    has_tokenizer: bool
-
-
-def find_model(settings: EngineSettings) -> ModelFiles:
-    """Return the files of the engine's model, after a check of their headers.
+    The headers of its files are checked.
 
     Raises:
         ModelError: The files cannot be read.
@@ -42,7 +30,7 @@ def find_model(settings: EngineSettings) -> ModelFiles:
         path = Path(resolve(settings.source, packed=keeps_blocks(settings)))
     check_checkpoint(path, embeds=settings.pooling is not None)
     _warn_of_rope(settings, path)
-    return ModelFiles(path, _has_tokenizer(path))
+    return path, _has_tokenizer(path)
 
 
 def _warn_of_rope(settings: EngineSettings, model: Path) -> None:
