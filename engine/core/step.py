@@ -2,7 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import structlog
@@ -14,12 +14,10 @@ from octavo.engine.execution.executor import Executor
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Batch, Samples
-from octavo.engine.scheduling.image_encodes import ImageKey, image_key
+from octavo.engine.scheduling.image_encodes import readers
 from octavo.engine.scheduling.in_flight import count_in_flight
-from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler
-from octavo.engine.scheduling.sequence import SequenceGroup
 
 log = structlog.get_logger(__name__)
 
@@ -160,22 +158,13 @@ class Steps:
         self._scheduler.images.finish(done, failed)
         if failed:
             why = "the model's vision encoder failed on an image"
-            for group in [each for each in self._scheduler.running if self._reads(each, failed)]:
+            for group in readers(self._scheduler.running, self._scheduler.cache, failed):
                 self._requests.fail(group, FailureCode.INTERNAL, why)
         spilled = batch.spilled
         if spilled is not None and self._executor.spill_failed():
             why = "the file of --kv-spill cannot be read or written"
             self._requests.fail(spilled[1].group, FailureCode.INTERNAL, why)
         return launched
-
-    def _reads(self, group: SequenceGroup, images: Collection[ImageKey]) -> bool:
-        """Return whether a running group has yet to compute tokens of one of some images."""
-        request, holding = group.request, with_blocks(group, self._scheduler.cache)
-        computed = min((sequence.num_computed for sequence in holding), default=0)
-        return any(
-            image_key(request, each) in images and computed < each.span.end
-            for each in request.images
-        )
 
     def _sample(self, step: PendingStep) -> None:
         """Sample a step's tokens for the sequences whose masks are ready."""

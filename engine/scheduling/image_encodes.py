@@ -3,8 +3,10 @@
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
 
-from octavo.engine.kv_cache import Span
+from octavo.engine.kv_cache import KVCacheManager, Span
+from octavo.engine.scheduling.preemption import with_blocks
 from octavo.engine.scheduling.request import PromptImage, Request
+from octavo.engine.scheduling.sequence import SequenceGroup
 
 ImageKey = tuple[str, bytes]
 """A request's salt and an image's digest: only requests of one salt share encoded images, as the
@@ -14,6 +16,19 @@ speed of an answer must not tell what others have sent."""
 def image_key(request: Request, image: PromptImage) -> ImageKey:
     """Return the key of a request's image."""
     return request.cache_salt, image.span.digest
+
+
+def readers(
+    running: Iterable[SequenceGroup], cache: KVCacheManager, images: Collection[ImageKey]
+) -> list[SequenceGroup]:
+    """Return the running groups that have yet to compute tokens of one of some images."""
+
+    def reads(group: SequenceGroup) -> bool:
+        computed = min((each.num_computed for each in with_blocks(group, cache)), default=0)
+        wanted = (each for each in group.request.images if computed < each.span.end)
+        return any(image_key(group.request, each) in images for each in wanted)
+
+    return list(filter(reads, running))
 
 
 class ImageEncodes:

@@ -7,6 +7,7 @@ above `k`.
 
 from bisect import bisect_right, insort
 from collections import defaultdict, deque
+from collections.abc import Sequence
 
 SAFE_QUANTILE = 0.8
 """Quantile of output lengths to reserve memory for: four of five outputs need no more."""
@@ -54,7 +55,7 @@ class OutputLengths:
             sampled: Tokens of the output so far.
             quantile: Quantile to return, among outputs that get at least this far.
         """
-        known = self._by_size.get(max_tokens.bit_length(), ())
+        known: Sequence[int] = self._by_size.get(max_tokens.bit_length(), ())
         if len(known) < MIN_SAMPLES:
             length = max(DEFAULT_LENGTH, 2 * sampled)
         else:

@@ -197,7 +197,7 @@ class EnginePool:
 
     def adapter(self, model: str) -> engine_pb2.Adapter | None:
         """Return a resolved model's adapter; None for a base model."""
-        engine = min(self._known(model), key=lambda engine: engine.address)
+        engine = self._known(model)[0]
         return None if engine.info.model == model else engine.adapters[model]
 
     def resolve(self, name: str, may_use: Callable[[Collection[str]], bool]) -> str:
@@ -308,7 +308,7 @@ class EnginePool:
 
         If engines differ, the first address's defaults apply, so that all routers agree.
         """
-        return min(self._known(model), key=lambda engine: engine.address).defaults
+        return self._known(model)[0].defaults
 
     def limits(self, model: str) -> Limits:
         """Return the limits of a resolved model: the smallest of its engines'.
@@ -329,12 +329,12 @@ class EnginePool:
 
     def embedding(self, model: str) -> engine_pb2.EmbeddingInfo | None:
         """Return how a resolved model embeds; None if it does not."""
-        info = min(self._known(model), key=lambda engine: engine.address).info
+        info = self._known(model)[0].info
         return info.embedding if info.HasField("embedding") else None
 
     def classifier(self, model: str) -> engine_pb2.ClassifierInfo | None:
         """Return how a resolved model classifies; None if it does not."""
-        info = min(self._known(model), key=lambda engine: engine.address).info
+        info = self._known(model)[0].info
         return info.classifier if info.HasField("classifier") else None
 
     def other_purpose(self, model: str) -> rpc.RpcError:
@@ -405,7 +405,7 @@ class EnginePool:
         return aliases
 
     def _known(self, model: str) -> list[Engine]:
-        """Return the model's engines that are up, or else those that last were.
+        """Return the model's engines that are up, or else those that last were, by address.
 
         Raises:
             rpc.RpcError: UNAVAILABLE if there are none.
@@ -414,7 +414,7 @@ class EnginePool:
         known = self.up(model) or [e for e in engines if e.serves(model)]
         if not known:  # it was just removed
             raise self._none_up(model)
-        return known
+        return sorted(known, key=lambda engine: engine.address)
 
     def link(self, address: str) -> EngineLink:
         """Return the link to an address.
