@@ -1,8 +1,10 @@
 """The response format that the chat and completions APIs share."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
+from octavo.router.http.schema import Parameters
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.v1.generation_pb2 import Accepted, Delta, Usage
 from octavo.v1.sampling_pb2 import (
@@ -22,8 +24,12 @@ NO_LOGPROB = -9999.0
 """Value for minus infinity, which JSON cannot express; OpenAI's API uses the same."""
 
 
-class AnswerFormat(Protocol):
+class AnswerFormat(ABC):
     """Build the choices of one HTTP response; may keep state between chunks.
+
+    Args:
+        request: The body of the HTTP request.
+        logprobs: Whether responses contain log-probabilities.
 
     Attributes:
         id_prefix: Prefix of the response's id.
@@ -32,14 +38,35 @@ class AnswerFormat(Protocol):
         members: Members of a whole response and of a stream's first chunks, besides the usual.
     """
 
-    id_prefix: str
-    object: str
-    chunk_object: str
-    members: dict[str, Any]
+    id_prefix: ClassVar[str]
+    object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
+    def __init__(self, request: Parameters, *, logprobs: bool) -> None:
+        self.members: dict[str, Any] = {}
+        self._logprobs = logprobs
+        self._token_ids = bool(request.return_token_ids)
+        self._prompt_logprobs = request.prompt_logprobs is not None
+
+    def _prompt_report(self, accepted: Accepted, vocabulary: Vocabulary) -> dict[str, Any]:
+        """Return what vLLM's API reports of a prompt: its tokens, and their log-probabilities."""
+        report: dict[str, Any] = {}
+        if self._token_ids:
+            report["prompt_token_ids"] = list(accepted.prompt_token_ids)
+        if self._prompt_logprobs:
+            # The first token has no log-probability: nothing precedes it.
+            shown = [_prompt_logprobs(one, vocabulary) for one in accepted.prompt_logprobs]
+            report["prompt_logprobs"] = [None, *shown]
+        return report
+
+    def _shown_tokens(self, delta: Delta) -> dict[str, Any]:
+        return {"token_ids": list(delta.token_ids)} if self._token_ids else {}
+
+    @abstractmethod
     def opening(self, index: int) -> Choice | None:
         """Return the first choice of an output's stream, if the API has one."""
 
+    @abstractmethod
     def accept(
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
@@ -52,6 +79,7 @@ class AnswerFormat(Protocol):
             vocabulary: The model's vocabulary.
         """
 
+    @abstractmethod
     def piece(
         self, index: int, delta: Delta, logprobs: Sequence[TokenLogprob], vocabulary: Vocabulary
     ) -> Choice | None:
@@ -64,9 +92,11 @@ class AnswerFormat(Protocol):
             vocabulary: The model's vocabulary.
         """
 
+    @abstractmethod
     def ending(self, index: int, reason: Reason) -> Choice:
         """Return the choice of an output's last chunk."""
 
+    @abstractmethod
     def whole(
         self,
         index: int,
@@ -76,6 +106,20 @@ class AnswerFormat(Protocol):
         vocabulary: Vocabulary,
     ) -> Choice:
         """Return the choice of a whole output, which arrives as one delta."""
+
+
+def _prompt_logprobs(one: TokenLogprob, vocabulary: Vocabulary) -> dict[str, dict[str, Any]]:
+    """Return a token and the most likely ones, by their ids; others have no rank."""
+    ranks = {top.token_id: rank for rank, top in enumerate(one.top, 1)}
+    logprobs = {one.token_id: one.logprob, **{top.token_id: top.logprob for top in one.top}}
+    return {
+        str(token_id): {
+            "logprob": finite(logprob),
+            "rank": ranks.get(token_id),
+            "decoded_token": vocabulary.token(token_id).text,
+        }
+        for token_id, logprob in logprobs.items()
+    }
 
 
 def finish_reason(reason: Reason) -> str:

@@ -21,6 +21,7 @@ from octavo.common import rpc
 from octavo.common.version import own_version
 from octavo.router.generate import Generator
 from octavo.router.http import headers, tokens
+from octavo.router.http.answer_format import AnswerFormat
 from octavo.router.http.answers import Answer, Vocabularies
 from octavo.router.http.anthropic.answer import MessageAnswer
 from octavo.router.http.anthropic.schema import CountRequest, MessagesRequest
@@ -227,25 +228,11 @@ class Api:
 
     async def _chat(self, request: Request) -> Response:
         tenant, body = await self._parse(request, ChatRequest)
-        answer_format = ChatFormat(
-            logprobs=bool(body.logprobs),
-            reasoning=body.include_reasoning is not False,
-            token_ids=bool(body.return_token_ids),
-            prompt_logprobs=body.prompt_logprobs is not None,
-        )
-        return await self._complete(request, tenant, body, answer_format)
+        return await self._complete(request, tenant, body, ChatFormat(body))
 
     async def _completions(self, request: Request) -> Response:
         tenant, body = await self._parse(request, CompletionRequest)
-        answer_format = CompletionFormat(
-            logprobs=body.logprobs is not None,
-            echo=bool(body.echo),
-            prompt_only=body.prompt_only,
-            keep_special=bool(body.options().get("keep_special_tokens")),
-            token_ids=bool(body.return_token_ids),
-            prompt_logprobs=body.prompt_logprobs is not None,
-        )
-        return await self._complete(request, tenant, body, answer_format)
+        return await self._complete(request, tenant, body, CompletionFormat(body))
 
     async def _messages(self, request: Request) -> Response:
         tenant, body = await self._parse(request, MessagesRequest)
@@ -281,7 +268,7 @@ class Api:
         request: Request,
         tenant: Tenant,
         body: ChatRequest | CompletionRequest,
-        answer_format: ChatFormat | CompletionFormat,
+        answer_format: AnswerFormat,
     ) -> Response:
         answer = Answer(body, answer_format, self._vocabularies, request.state.request_id)
         return await self._answer(request, tenant, body, answer)

@@ -5,40 +5,27 @@ from typing import Any
 
 from octavo.client import ToolCall
 from octavo.client.responses import tool_calls
-from octavo.router.http.answer_format import Choice, Reason, finish_reason, finite
-from octavo.router.http.prompt_report import prompt_report
+from octavo.router.http.answer_format import AnswerFormat, Choice, Reason, finish_reason, finite
+from octavo.router.http.schema import ChatRequest
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.v1.generation_pb2 import Accepted, Delta, ToolCallDelta
 from octavo.v1.sampling_pb2 import TokenLogprob
 
 
-class ChatFormat:
+class ChatFormat(AnswerFormat):
     """The response format of chat completions.
 
     Args:
-        logprobs: Whether responses contain log-probabilities.
-        reasoning: Whether reasoning is shown.
-        token_ids: Whether responses contain token ids.
-        prompt_logprobs: Whether responses contain the prompt's log-probabilities.
+        request: The body of the HTTP request.
     """
 
     id_prefix = "chatcmpl-"
     object = "chat.completion"
     chunk_object = "chat.completion.chunk"
 
-    def __init__(
-        self,
-        *,
-        logprobs: bool,
-        reasoning: bool = True,
-        token_ids: bool = False,
-        prompt_logprobs: bool = False,
-    ) -> None:
-        self._logprobs = logprobs
-        self._reasoning = reasoning
-        self._token_ids = token_ids
-        self._prompt_logprobs = prompt_logprobs
-        self.members: dict[str, Any] = {}
+    def __init__(self, request: ChatRequest) -> None:
+        super().__init__(request, logprobs=bool(request.logprobs))
+        self._reasoning = request.include_reasoning is not False
 
     def opening(self, index: int) -> Choice:
         """Return the first choice of an output's stream, with the message's role."""
@@ -52,9 +39,7 @@ class ChatFormat:
         vocabulary: Vocabulary,
     ) -> list[Choice]:
         """Return nothing: chat responses do not echo the prompt."""
-        self.members = prompt_report(
-            accepted, vocabulary, token_ids=self._token_ids, logprobs=self._prompt_logprobs
-        )
+        self.members = self._prompt_report(accepted, vocabulary)
         return []
 
     def piece(
@@ -103,9 +88,6 @@ class ChatFormat:
             "finish_reason": finish_reason(reason),
             **self._shown_tokens(delta),
         }
-
-    def _shown_tokens(self, delta: Delta) -> dict[str, Any]:
-        return {"token_ids": list(delta.token_ids)} if self._token_ids else {}
 
     def _shown_reasoning(self, delta: Delta) -> dict[str, str]:
         """Return reasoning under DeepSeek's name, which most clients read, and vLLM's newer one."""

@@ -3,50 +3,33 @@
 from collections.abc import Sequence
 from typing import Any
 
-from octavo.router.http.answer_format import Choice, Reason, finish_reason
+from octavo.router.http.answer_format import AnswerFormat, Choice, Reason, finish_reason
 from octavo.router.http.echo import Columns, Echo, columns
-from octavo.router.http.prompt_report import prompt_report
+from octavo.router.http.schema import CompletionRequest
 from octavo.router.http.vocabulary import Vocabulary
 from octavo.router.text.text_offsets import TextOffsets
 from octavo.v1.generation_pb2 import Accepted, Delta
 from octavo.v1.sampling_pb2 import FINISH_REASON_LENGTH, TokenLogprob
 
 
-class CompletionFormat:
+class CompletionFormat(AnswerFormat):
     """The response format of text completions.
 
     Args:
-        logprobs: Whether responses contain log-probabilities.
-        echo: Whether outputs begin with the prompt.
-        prompt_only: Whether outputs are left out.
-        keep_special: Whether texts contain special tokens.
-        token_ids: Whether responses contain token ids.
-        prompt_logprobs: Whether responses contain the prompt's log-probabilities.
+        request: The body of the HTTP request.
     """
 
     id_prefix = "cmpl-"
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(
-        self,
-        *,
-        logprobs: bool,
-        echo: bool = False,
-        prompt_only: bool = False,
-        keep_special: bool = False,
-        token_ids: bool = False,
-        prompt_logprobs: bool = False,
-    ) -> None:
-        self.members: dict[str, Any] = {}
-        self._token_ids = token_ids
-        self._prompt_logprobs = prompt_logprobs
+    def __init__(self, request: CompletionRequest) -> None:
+        super().__init__(request, logprobs=request.logprobs is not None)
         self._prompts: dict[int, dict[str, Any]] = {}
-        self._logprobs = logprobs
-        self._echo = echo
-        self._prompt_only = prompt_only
+        self._echo = bool(request.echo)
+        self._prompt_only = request.prompt_only
         self._echoes: dict[int, Echo] = {}
-        self._keep_special = keep_special
+        self._keep_special = bool(request.options().get("keep_special_tokens"))
         self._offsets: dict[int, TextOffsets] = {}
 
     def opening(self, index: int) -> None:
@@ -56,9 +39,7 @@ class CompletionFormat:
         self, indices: Sequence[int], accepted: Accepted, prompt: str | None, vocabulary: Vocabulary
     ) -> list[Choice]:
         """Return choices with the prompt or its tokens, if the request asks for them."""
-        report = prompt_report(
-            accepted, vocabulary, token_ids=self._token_ids, logprobs=self._prompt_logprobs
-        )
+        report = self._prompt_report(accepted, vocabulary)
         self._prompts |= dict.fromkeys(indices, report)
         echo = Echo("", None)
         if self._echo:
@@ -100,9 +81,6 @@ class CompletionFormat:
                 shown = {name: echo.columns[name] + values for name, values in shown.items()}
         choice = _choice(index, text, shown, self._reason(reason))
         return choice | self._shown_tokens(delta) | self._prompts.get(index, {})
-
-    def _shown_tokens(self, delta: Delta) -> dict[str, Any]:
-        return {"token_ids": list(delta.token_ids)} if self._token_ids else {}
 
     def _reason(self, reason: Reason) -> str:
         return finish_reason(FINISH_REASON_LENGTH if self._prompt_only else reason)
