@@ -67,7 +67,7 @@ def make_core(scheduler, executor, *, async_scheduling=False):
         scheduler,
         executor,
         EngineMetrics(),
-        lambda _events, _load: None,
+        lambda *_: None,
         max_waiting=1 << 20,
         async_scheduling=async_scheduling,
     )

@@ -134,7 +134,9 @@ def test_events_are_published_between_prepare_and_launch(tiny_model, monkeypatch
 
     monkeypatch.setattr(executor, "prepare", watched_prepare)
     monkeypatch.setattr(executor, "launch", watched_launch)
-    monkeypatch.setattr(stepper.core, "_publish_events", lambda events, _: seen.append(len(events)))
+    monkeypatch.setattr(
+        stepper.core, "_publish_events", lambda outputs, *_: seen.append(len(outputs))
+    )
     stepper.submit(range(3, 10), 2)
     stepper.run()
     assert seen == ["prepare", 1, "launch", "prepare", 1, "launch"]  # Started, then a token

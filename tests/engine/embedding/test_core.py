@@ -39,7 +39,7 @@ def core(encoder, **options):
     options = {"capacity": 64, "max_tokens": 20, "max_waiting": 3, "max_failed_steps": 2} | options
     loads = []
     made = EmbeddingCore(
-        encoder, EngineMetrics(), lambda _events, load: loads.append(load), **options
+        encoder, EngineMetrics(), lambda _outputs, _changes, load: loads.append(load), **options
     )
     return made, loads
 
