@@ -109,14 +109,13 @@ class Asked:
         """Return a prompt's images as the engine takes them."""
         tokens, placed, *_ = self.prompts[number]
         (places,) = np.nonzero(np.array(tokens) == self.processor.image_token_id)
-        spans = [image.span for image in placed]
         return tuple(
             PromptImage(
                 span,
                 places[(places >= span.start) & (places < span.end)],
-                load(image.image.tensors),
+                load(image.tensors),
             )
-            for span, image in zip(spans, placed, strict=True)
+            for span, image in placed
         )
 
 
@@ -233,7 +232,7 @@ def test_prefixes_are_reused_for_the_same_images_alone(asked):
     asked.expected.append(asked.generate(tokens, [images[0].rotate(180)], text))
     (group,) = (changed := ask(engine, asked, [len(asked.prompts) - 1])).values()
     check(asked, changed)
-    assert group.cached_tokens == placed[0].span.start // 16 * 16
+    assert group.cached_tokens == placed[0][0].start // 16 * 16
 
 
 @pytest.mark.slow
