@@ -49,7 +49,7 @@ class AnswerFormat(ABC):
         self._prompt_logprobs = request.prompt_logprobs is not None
 
     def _prompt_report(self, accepted: Accepted, vocabulary: Vocabulary) -> dict[str, Any]:
-        """Return what vLLM's API reports of a prompt: its tokens, and their log-probabilities."""
+        """Return a prompt's tokens and their log-probabilities in the form of vLLM's API."""
         report: dict[str, Any] = {}
         if self._token_ids:
             report["prompt_token_ids"] = list(accepted.prompt_token_ids)
