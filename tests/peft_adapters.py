@@ -1,7 +1,10 @@
-"""Adapters saved by peft, and peft's results with them."""
+"""Adapters saved by peft or in its format, and peft's results with them."""
+
+import json
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM
 
 
@@ -14,6 +17,29 @@ def save_adapter(base, path, *, seed=0, std=0.15, **config):
         if "lora_" in name:
             torch.nn.init.normal_(parameter, std=std)
     adapted.save_pretrained(path, save_embedding_layers=False)
+    return path
+
+
+def write_adapter(path, layers, *, rank, seed=0, std=0.15):
+    """Write an adapter of any layers, which peft may not adapt, with random weights.
+
+    Args:
+        path: The adapter's directory.
+        layers: The numbers of inputs and outputs of each layer, by name.
+        rank: The rank.
+        seed: The seed of the weights.
+        std: Their standard deviation.
+    """
+    path.mkdir(parents=True)
+    numbers = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, (inputs, outputs) in layers.items():
+        for part, shape in {"A": (rank, inputs), "B": (outputs, rank)}.items():
+            weight = std * torch.randn(shape, generator=numbers)
+            weights[f"base_model.model.{name}.lora_{part}.weight"] = weight
+    save_file(weights, path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": 16, "target_modules": sorted(layers)}
+    (path / "adapter_config.json").write_text(json.dumps(config))
     return path
 
 

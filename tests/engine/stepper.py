@@ -104,6 +104,7 @@ class Stepper:
         adapter=None,
         deadline=None,
         bad_words=(),
+        constraint=None,
         **sampling,
     ):
         request = Request(
@@ -122,6 +123,7 @@ class Stepper:
             adapter=adapter,
             deadline=deadline,
             bad_words=bad_words,
+            constraint=constraint,
         )
         return submit(self.core, request)
 

@@ -53,7 +53,7 @@ PLACEMENTS: dict[str, Callable[[str, Tensor], Placement]] = {
     WHOLE: lambda *_: Replicate(),
     KEYS_VALUES: lambda *_: Replicate(),
     COLUMNS_TRANSPOSED: lambda _, weight: Shard(weight.dim() - 1),
-    ROWS_TRANSPOSED: lambda name, _: _whole_bias(name, Shard(0)),
+    ROWS_TRANSPOSED: lambda name, weight: _whole_bias(name, Shard(max(0, weight.dim() - 2))),
     THREE_TRANSPOSED: lambda _, weight: _StridedShard(weight.dim() - 1, split_factor=3),
 }
 """Returns a rank's part of a weight, from its module's style, its name and itself."""

@@ -29,7 +29,8 @@ KEYS_VALUES = "octavo_keys_values"
 """Style of keys and values with fewer heads than ranks: several ranks share a head."""
 THREE_TRANSPOSED, ROWS_TRANSPOSED = "octavo_three_transposed", "octavo_rows_transposed"
 COLUMNS_TRANSPOSED = "octavo_columns_transposed"
-"""Styles of GPT-2's `Conv1D`, whose weights have inputs first; q, k and v are one layer."""
+"""Styles of weights that have inputs first: GPT-2's `Conv1D`, whose q, k and v are one layer, and
+GPT-OSS's experts, whose gates and up projections alternate."""
 
 SAME = {"replicated_with_grad_allreduce": WHOLE, HEAD: WHOLE}
 """Own styles by transformers': some differ only in training, and each rank has all of layers whose
@@ -45,6 +46,17 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "transformer.h.*.attn.c_proj": ROWS_TRANSPOSED,
         "transformer.h.*.mlp.c_fc": COLUMNS_TRANSPOSED,
         "transformer.h.*.mlp.c_proj": ROWS_TRANSPOSED,
+    },
+    "gpt_oss": {
+        "model.layers.*.self_attn.q_proj": COLUMNS,
+        "model.layers.*.self_attn.k_proj": COLUMNS,
+        "model.layers.*.self_attn.v_proj": COLUMNS,
+        "model.layers.*.self_attn.o_proj": ROWS,
+        "model.layers.*.self_attn.sinks": COLUMNS,
+        "model.layers.*.mlp.experts": EXPERTS,
+        "model.layers.*.mlp.experts.gate_up_proj": COLUMNS_TRANSPOSED,
+        "model.layers.*.mlp.experts.gate_up_proj_bias": COLUMNS_TRANSPOSED,
+        "model.layers.*.mlp.experts.down_proj": ROWS_TRANSPOSED,
     },
     "falcon_h1": {
         "model.layers.*.self_attn.q_proj": COLUMNS,
@@ -245,7 +257,13 @@ def _parameter_problems(
             continue
         if style == WHOLE_EXPERTS and len(weight) % size:
             yield f"{full} has {len(weight)} experts"
-        count = {COLUMNS: weight.shape[-2], ROWS: weight.shape[-1], PACKED: weight.shape[-2] // 2}
+        count = {
+            COLUMNS: weight.shape[-2],
+            ROWS: weight.shape[-1],
+            PACKED: weight.shape[-2] // 2,
+            COLUMNS_TRANSPOSED: weight.shape[-1] // 2,
+            ROWS_TRANSPOSED: weight.shape[-2],
+        }
         if style in count and count[style] % size:
             yield f"{full} has {count[style]} parts"
 

@@ -58,6 +58,8 @@ KINDS = {
 """Numbers of ranks and of stages, and whether ranks have whole experts, by name."""
 TYPES = ("llama", "qwen3_moe", "deepseek_v3", "gpt_oss", "falcon_h1", "gemma3_text", "qwen3_next")
 """Types with experts, latents, sinks, states and windows."""
+CLEAR = {"deepseek_v3": {"num_experts_per_tok": 8}}
+"""Settings of a type: rounding decided between two experts of a token, so each gets all of them."""
 WITH_EXPERTS = {"qwen3_moe", "deepseek_v3", "gpt_oss", "qwen3_next"}
 WITH_STATES = {"falcon_h1", "qwen3_next"}
 WITH_WINDOWS = {"gpt_oss", "gemma3_text"}
@@ -76,7 +78,8 @@ def save_models(names, folder):
 def save_tiny(names, folder):
     """Save tiny models of some types, with a tokenizer of bytes; return their paths."""
     for name in names:
-        config = tiny_config(name, OVERRIDES.get(name, {}) | {"vocab_size": VOCABULARY})
+        own = OVERRIDES.get(name, {}) | CLEAR.get(name, {})
+        config = tiny_config(name, own | {"vocab_size": VOCABULARY})
         make_model(config).save_pretrained(folder / name)
         save_tokenizer(folder / name)
     return [str(folder / name) for name in names]

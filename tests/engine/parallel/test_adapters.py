@@ -1,17 +1,34 @@
 """Ranks and stages apply their parts of adapters: they sample the tokens of one process."""
 
 import pytest
+import torch
+from transformers import AutoConfig
 
+from octavo.engine.lora.adapted_model import linear_layers
+from octavo.engine.models.empty_model import make_empty
 from tests.engine.lora.conftest import CONFIGS
-from tests.engine.parallel.harness import MODELS, run_ranks, save_models
+from tests.engine.parallel.harness import (
+    KINDS,
+    MODELS,
+    TYPES,
+    WITH_STATES,
+    few_blocks,
+    run_kind,
+    run_ranks,
+    save_models,
+    save_tiny,
+    type_of,
+)
 from tests.engine.parallel.test_equality import assert_same_tokens
 from tests.engine.parallel.test_stages import in_stages
-from tests.peft_adapters import save_adapter
+from tests.peft_adapters import save_adapter, write_adapter
 
 ALL = {"r": 6, "target_modules": "all-linear"}
 ATTENTION = {"r": 5, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}
 HEAD = {"r": 8, "target_modules": ["lm_head", "q_proj"]}
 QUICK = ("few key and value heads",)
+EXPANSION = "kv_b_proj"
+"""The expansion of latents, which adapters may not adapt."""
 SHORT = {"num_blocks": 32, "preemption": "swap", "speculation": "suffix"}
 
 
@@ -58,3 +75,38 @@ def test_all_families_apply_adapters_on_ranks(size, stages, tmp_path):
         given |= cases(save_models([name], tmp_path), tmp_path, {"usual": usual} | head)
     one = run_ranks(1, given, tmp_path)
     assert_same_tokens(run_ranks(size, in_stages(given, stages), tmp_path), one)
+
+
+def write_adapters(model, folder):
+    """Write an adapter of all layers that may have one and another of some; see `save_adapters`."""
+    empty = make_empty(AutoConfig.from_pretrained(model), torch.float32)
+    layers = {
+        name: target.sizes
+        for name, target in linear_layers(empty).items()
+        if not name.endswith(EXPANSION)
+    }
+    some = {name: sizes for i, (name, sizes) in enumerate(layers.items()) if i % 3 == 0}
+    given = {"all": (layers, 5), "some": (some, 16)}
+    return [
+        f"{name}={write_adapter(folder / name, own, rank=rank, seed=rank, std=0.1)}"
+        for name, (own, rank) in given.items()
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_latents_states_and_sinks_take_adapters(kind, tmp_path):
+    """With drafts, constraints, swap, recomputing and chunks of prompts."""
+    given = {}
+    for model in save_tiny(TYPES, tmp_path):
+        name = type_of(model)
+        lora = write_adapters(model, tmp_path / f"adapters of {name}")
+        drafts = "off" if name in WITH_STATES else "ngram"
+        usual = {"lora": lora, "speculation": drafts, "compile": "auto", "max_num_seqs": 24}
+        short = {"num_blocks": few_blocks(model, 24), "max_num_batched_tokens": 40}
+        for mode in ("swap", "recompute"):
+            settings = usual | short | {"preemption": mode}
+            work = "adapted constrained"
+            given[f"{name} {mode}"] = {"model": model, "work": work, "settings": settings}
+    one, found = run_ranks(1, given, tmp_path), run_kind(kind, given, tmp_path)
+    assert_same_tokens(found, one, calm=("qwen3_next",))  # few of its requests fit at once

@@ -23,10 +23,13 @@ def cases(models, num_blocks=96):
     }
 
 
-def assert_same_tokens(found, alone):
+def assert_same_tokens(found, alone, calm=()):
+    """Assert that ranks gave the tokens of one process, and preempted, but for `calm` models."""
     assert found.keys() == alone.keys()
     for case, one in alone.items():
         assert found[case]["tokens"] == one["tokens"], case
+        if case.startswith(calm):
+            continue
         if case.endswith("swap"):
             assert found[case]["swapped"] > 0, case
         if case.endswith("recompute"):

@@ -3,7 +3,18 @@
 import numpy as np
 import pytest
 
-from tests.engine.parallel.harness import run_ranks, save_models, score_errors
+from tests.engine.parallel.harness import (
+    KINDS,
+    TYPES,
+    WITH_STATES,
+    few_blocks,
+    run_kind,
+    run_ranks,
+    save_models,
+    save_tiny,
+    score_errors,
+    type_of,
+)
 
 STAGES = [1, pytest.param(2, marks=pytest.mark.slow)]
 
@@ -32,6 +43,31 @@ def test_features_give_the_same_in_float32(stages, tmp_path):
     assert ours["tokens"][6:10] == ours["tokens"][10:]
     assert ours["cached"] == theirs["cached"] >= 4 * 32
     assert ours["accepted"] == theirs["accepted"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_features_of_all_types_give_the_same(kind, tmp_path):
+    """Constraints, scores of prompts, drafted tokens and cached prompts, in a short cache."""
+    given = {}
+    for model in save_tiny(TYPES, tmp_path):
+        drafts = "off" if type_of(model) in WITH_STATES else "ngram"
+        usual = {"speculation": drafts, "compile": "auto"}
+        few = {"num_blocks": few_blocks(model, 24), "max_num_seqs": 24}
+        short = {"max_num_batched_tokens": 40} | few
+        for work, own in {"constrained scored": short, "repetitive again": {}}.items():
+            case = {"model": model, "work": work, "settings": usual | own}
+            given[f"{type_of(model)} {work}"] = case
+    one, found = run_ranks(1, given, tmp_path), run_kind(kind, given, tmp_path)
+    for case, alone in one.items():
+        assert found[case]["tokens"] == alone["tokens"], case
+        assert np.abs(score_errors(found[case], alone)).max(initial=0) < 1e-3, case
+        if case.split()[0] not in WITH_STATES:  # a rank's blocks hold fewer bytes, its states not
+            assert found[case]["cached"] == alone["cached"], case
+        assert "again" not in case or found[case]["cached"] > 0, case
+        assert found[case]["compiled"], case
+    for name in set(TYPES) - WITH_STATES:  # forced tokens of constraints
+        assert found[f"{name} constrained scored"]["accepted"] > 0, name
 
 
 @pytest.mark.slow

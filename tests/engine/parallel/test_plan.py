@@ -4,6 +4,7 @@ import pytest
 from transformers import (
     GPT2Config,
     GPTJConfig,
+    GptOssConfig,
     LlamaConfig,
     MixtralConfig,
     Olmo2Config,
@@ -12,9 +13,11 @@ from transformers import (
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.sharding.plan import (
     COLUMNS,
+    COLUMNS_TRANSPOSED,
     KEYS_VALUES,
     PACKED,
     ROWS,
+    ROWS_TRANSPOSED,
     THREE_TRANSPOSED,
     VOCABULARY,
     make_plan,
@@ -56,6 +59,24 @@ def test_experts_are_split_within():
     assert plan.style_of("model.layers.0.mlp.gate") is None
     with pytest.raises(UnsupportedModelError, match=r"has 144 parts|has 8 heads"):
         make_plan(config, 5)
+
+
+def test_sinks_are_split_by_heads_and_alternating_gates_in_pairs():
+    config = GptOssConfig(
+        **SMALL | {"hidden_size": 64},
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        num_local_experts=4,
+    )
+    plan = make_plan(config, 4)
+    assert plan.style_of("model.layers.0.self_attn.sinks") == COLUMNS
+    experts = "model.layers.1.mlp.experts"
+    assert plan.style_of(f"{experts}.gate_up_proj_bias") == COLUMNS_TRANSPOSED
+    assert plan.style_of(f"{experts}.down_proj") == ROWS_TRANSPOSED
+    assert plan.style_of(f"{experts}.down_proj_bias") is None
+    config.intermediate_size = 6
+    with pytest.raises(UnsupportedModelError, match=r"has 6 parts\. Sizes that fit: 2$"):
+        make_plan(config, 4)
 
 
 def test_a_family_without_a_plan_has_its_own_or_is_refused():

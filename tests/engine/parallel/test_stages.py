@@ -5,11 +5,17 @@ from transformers import LlamaConfig
 
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.sharding.stages import balance, plan_stages
-from tests.architectures.entries import OVERRIDES
-from tests.architectures.tiny import make_model, tiny_config
-from tests.engine.parallel.harness import MODELS, run_ranks, save_models
+from tests.engine.parallel.harness import (
+    KINDS,
+    MODELS,
+    TYPES,
+    few_blocks,
+    run_kind,
+    run_ranks,
+    save_models,
+    save_tiny,
+)
 from tests.engine.parallel.test_equality import assert_same_tokens, cases
-from tests.engine.parallel.workload import VOCABULARY
 from tools import rank_table
 
 SMALL = {"vocab_size": 500, "hidden_size": 72, "intermediate_size": 144, "num_attention_heads": 4}
@@ -52,49 +58,15 @@ def test_two_stages_give_the_tokens_of_one_process(tmp_path):
         assert two[case]["block_bytes"] * 2 == alone["block_bytes"]
 
 
-OTHERS = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma3_text", "falcon_h1", "qwen3_next")
-
-
-def save_tiny(names, folder):
-    """Save tiny models of some types; return their paths."""
-    for name in names:
-        config = tiny_config(name, OVERRIDES.get(name, {}) | {"vocab_size": VOCABULARY})
-        make_model(config).save_pretrained(folder / name)
-    return [str(folder / name) for name in names]
-
-
-@pytest.fixture(scope="module")
-def others(tmp_path_factory):
-    """Return the paths of models with experts, latents, windows and states."""
-    return save_tiny(OTHERS, tmp_path_factory.mktemp("models"))
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(("stages", "mode"), [(2, "auto"), (2, "off"), (4, "off")])
-def test_experts_latents_windows_and_states_give_the_same_in_stages(stages, mode, others, tmp_path):
-    given = {
-        name: case | {"settings": case["settings"] | {"compile": mode}}
-        for name, case in cases(others, num_blocks=192).items()
-    }
-    one = run_ranks(1, given, tmp_path)
-    found = run_ranks(stages, in_stages(given, stages), tmp_path)
-    for case, alone in one.items():
-        assert found[case]["tokens"] == alone["tokens"], case
-    assert any(case["swapped"] for case in found.values())
-    assert any(case["recomputed"] for case in found.values())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2)])
-def test_experts_latents_windows_and_states_give_the_same_on_ranks(size, stages, others, tmp_path):
-    with_plan = [path for path in others if "gpt_oss" not in path]
-    given = cases(with_plan, num_blocks=192)
-    one = run_ranks(1, given, tmp_path)
-    found = run_ranks(size, in_stages(given, stages), tmp_path)
-    for case, alone in one.items():
-        assert found[case]["tokens"] == alone["tokens"], case
-    assert any(case["swapped"] for case in found.values())
-    assert any(case["recomputed"] for case in found.values())
+@pytest.mark.parametrize("mode", ["auto", "off"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_experts_latents_sinks_windows_and_states_give_the_same(kind, mode, tmp_path):
+    given = {}
+    for model in save_tiny(TYPES, tmp_path):
+        for name, case in cases([model], few_blocks(model, 96)).items():
+            given[name] = case | {"settings": case["settings"] | {"compile": mode}}
+    assert_same_tokens(run_kind(kind, given, tmp_path), run_ranks(1, given, tmp_path))
 
 
 @pytest.mark.slow

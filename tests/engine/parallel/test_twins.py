@@ -2,9 +2,8 @@
 
 import pytest
 
-from tests.engine.parallel.harness import MODELS, run_ranks, save_models
+from tests.engine.parallel.harness import MODELS, TYPES, run_ranks, save_models, save_tiny
 from tests.engine.parallel.test_experts import WHOLE
-from tests.engine.parallel.test_stages import OTHERS, save_tiny
 
 CHECKED = {"work": "scored", "large": True, "settings": {"dtype": "bfloat16"}}
 
@@ -34,7 +33,6 @@ def test_whole_experts_in_bfloat16_pass_the_checks(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(("size", "stages"), [(2, 1), (4, 2), (2, 2)])
 def test_all_families_divide_a_twin(size, stages, tmp_path):
-    with_plan = OTHERS if size == stages else [name for name in OTHERS if name != "gpt_oss"]
-    models = save_models(MODELS, tmp_path) + save_tiny(with_plan, tmp_path)
+    models = save_models(MODELS, tmp_path) + save_tiny(TYPES[1:], tmp_path)  # but llama
     given = {model: CHECKED | {"model": model, "stages": stages} for model in models}
     assert_checked(size, given, tmp_path)

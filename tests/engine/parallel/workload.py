@@ -23,6 +23,9 @@ from octavo.common.models.errors import ModelError
 from octavo.engine.compilation import jit, load_forward, traced_forward
 from octavo.engine.compilation.load_forward import compiled_for_gpu
 from octavo.engine.compilation.trace import UntraceableError
+from octavo.engine.constraints.constraint import Constraint, ConstraintKind
+from octavo.engine.constraints.grammar import compile_grammar
+from octavo.engine.constraints.matcher import Matcher
 from octavo.engine.execution.cuda_graphs import RecordingError
 from octavo.engine.execution.graph_sizes import step_sizes
 from octavo.engine.execution.recorded_steps import RecordedSteps
@@ -50,6 +53,16 @@ SETTINGS = {
     "max_num_batched_tokens": 96,
     "max_num_seqs": 64,
 }
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string"}, "old": {"type": "boolean"}},
+    "required": ["name", "old"],
+}
+CONSTRAINTS = (
+    Constraint(ConstraintKind.JSON_SCHEMA, (json.dumps(SCHEMA),)),
+    Constraint(ConstraintKind.REGEX, ("[a-h]+(-[0-9]+)*",)),
+)
 
 
 def prompts(engine, count, length=9, seed=3):
@@ -93,6 +106,33 @@ def masked(engine):
         yield group
 
 
+class Compiler:
+    """Compiles constraints in the calling thread."""
+
+    def __init__(self, table):
+        self._tokens, self._words = table.build(), -(-table.size // 32)
+
+    def prepare(self, preparation):
+        grammar = compile_grammar(preparation.constraint, self._tokens)
+        matchers = [Matcher(grammar.deep_copy(), self._words, preparation.rule)]
+        for matcher in matchers:
+            matcher.advance(())
+        preparation.done(matchers)
+
+
+def constrained(engine):
+    """Submit prompts held to a JSON schema or a regular expression, with each adapter and none."""
+    table = engine.parts.read_tokens()
+    engine.core.requests._constraints = Compiler(table)
+    adapters = [*(engine.parts.adapters or ()), None]
+    for i, prompt in enumerate(prompts(engine, 8 * len(adapters), length=12)):
+        seeded = {"temperature": 0.9, "seed": i} if i % 2 else {}
+        given = {"adapter": adapters[i % len(adapters)], "eos": table.eos_token_ids}
+        kind = CONSTRAINTS[i // 2 % len(CONSTRAINTS)]
+        yield engine.submit(prompt, 20, constraint=kind, **given, **seeded)
+        engine.core._take_calls()
+
+
 def repetitive(engine):
     """Submit repetitive prompts, so that tokens are drafted."""
     for i, prompt in enumerate(prompts(engine, 6, length=4)):
@@ -115,7 +155,9 @@ def adapted(engine):
         yield engine.submit(prompt * 3, 12, adapter=adapters[i % len(adapters)], **seeded)
 
 
-WORKS = {work.__name__: work for work in (mixed, scored, masked, repetitive, again, adapted)}
+WORKS = {
+    work.__name__: work for work in (mixed, scored, masked, constrained, repetitive, again, adapted)
+}
 
 
 def run(case, place):
