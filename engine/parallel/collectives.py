@@ -20,9 +20,15 @@ def sum_over_ranks(x: Tensor) -> Tensor:
     return total
 
 
-def add_up(x: Tensor, residual: Tensor | None = None) -> Tensor:
-    """Sum over the ranks of this process' world, which must be set; add a residual."""
-    total = x.clone() if _alone.get() else _world().sum(x)
+def add_up(x: Tensor, residual: Tensor | None = None, out: Tensor | None = None) -> Tensor:
+    """Sum over the ranks of this process' world, which must be set; add a residual.
+
+    Args:
+        x: The tensor.
+        residual: What to add.
+        out: See `World.sum`.
+    """
+    total = x.clone() if _alone.get() else _world().sum(x, out)
     return total if residual is None else total + residual
 
 

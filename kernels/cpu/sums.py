@@ -37,21 +37,23 @@ class RankSums:
         self._function: Any = None  # what C++ points to, like the next
         self._memory: Any = None
 
-    def set(self, *functions: Callable[[Tensor], Tensor]) -> None:
+    def set(self, *functions: Callable[..., Tensor]) -> None:
         """Set the functions of traced steps.
 
         The thread that runs a step calls them, with the interpreter's lock held.
 
         Args:
             *functions: Return, from a flat tensor, its sum over ranks that share no memory, the
-                previous stage's tensor, and the same that is sent to the next stage. An error fails
-                the step.
+                previous stage's tensor, and the same that is sent to the next stage. They may write
+                it into their argument `out`. An error fails the step.
         """
 
         def call(what: int, x: int, out: int, elements: int, dtype: int) -> int:
             try:
                 own, made = (_tensor_at(at, elements, DTYPES[dtype]) for at in (x, out))
-                made.copy_(functions[what](own))
+                result = functions[what](own, out=made)
+                if result is not made:
+                    made.copy_(result)
             except Exception as error:  # noqa: BLE001 - the step fails
                 log.error("a message between ranks failed: %s", error)  # noqa: TRY400 - one line
                 return 1

@@ -3,7 +3,7 @@
 import pytest
 from transformers import LlamaConfig, MixtralConfig
 
-from tests.engine.parallel.harness import start_ranks
+from tests.engine.parallel.harness import run_ranks, start_ranks
 from tests.engine.random_model import save_random_model
 
 SIZES = {
@@ -19,6 +19,7 @@ EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
 MODELS = {"llama": LlamaConfig(**SIZES), "mixtral": MixtralConfig(**SIZES | EXPERTS)}
 WHOLE = {"expert_parallel": True}
 SHARE = 1.1
+GROWTH = 32 << 20
 
 
 @pytest.mark.few(1)
@@ -43,3 +44,14 @@ def test_no_rank_holds_more_than_its_share(family, size, stages, settings, tmp_p
     held = [of_rank[family]["weight_bytes"] for of_rank in found]
     assert max(held) <= SHARE * one[family]["weight_bytes"] / size
     assert sum(held) >= one[family]["weight_bytes"]
+
+
+@pytest.mark.slow
+def test_ranks_that_sum_through_sockets_do_not_grow(tmp_path):
+    config = LlamaConfig(**SIZES | {"hidden_size": 256, "num_hidden_layers": 24})
+    save_random_model(config, tmp_path / "deep", std=0.02)
+    rounds = 12
+    case = {"work": " ".join(["mixed"] * rounds), "sockets": True, "settings": {"compile": "auto"}}
+    found = run_ranks(2, {"deep": case | {"model": str(tmp_path / "deep")}}, tmp_path)["deep"]
+    assert found["compiled"]
+    assert found["resident"][-1] < found["resident"][0] + GROWTH

@@ -4,9 +4,9 @@ python -m tests.engine.parallel.workload SIZE CASES
 
 CASES is JSON: each case has the functions that submit requests, a model, more settings, the ranks
 whose step cannot be traced or whose kernels are refused; the number of stages, if the ranks are
-not one; whether to check the model as a large one; whether to schedule ahead, as on GPUs; how steps
-are recorded, see `Recording`; and the ranks that cannot compile their step, if all compile it as on
-GPUs.
+not one; whether ranks share no memory; whether to check the model as a large one; whether to
+schedule ahead, as on GPUs; how steps are recorded, see `Recording`; and the ranks that cannot
+compile their step, if all compile it as on GPUs.
 """
 
 import json
@@ -16,6 +16,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 
+import psutil
 import torch
 
 from octavo.common import logging
@@ -36,7 +37,7 @@ from octavo.engine.models.linear import packed_linear
 from octavo.engine.parallel.place import RankError, place_from_launcher
 from octavo.engine.scheduling.request import BeamSearch
 from octavo.engine.settings import EngineSettings
-from octavo.engine.startup import follower
+from octavo.engine.startup import follower, load
 from octavo.engine.startup.build import build
 from tests.engine.execution.recording import Again
 from tests.engine.parallel.frozen_ranks import FrozenRanks, OtherSumsError
@@ -171,10 +172,11 @@ def run(case, place):
         with suppress(RecordingError):
             longest = engine.parts.limits.max_model_len
             engine.parts.executor.record_graphs(sizes, longest, record)
-    groups = []
+    groups, resident = [], []
     for work in case.get("work", "mixed").split():
         groups += WORKS[work](engine)
         engine.run()
+        resident.append(psutil.Process().memory_info().rss)
     counters = engine.scheduler.counters
     if engine.parts.leader is not None:
         engine.parts.leader.stop()
@@ -191,6 +193,7 @@ def run(case, place):
         "recomputed": counters["preemptions_recompute"],
         "accepted": counters["accepted_tokens"],
         "cached": sum(group.cached_tokens for group in groups),
+        "resident": resident,
         "block_bytes": engine.parts.block_bytes,
         "weight_bytes": weight_bytes(engine.parts.executor._loaded),
     } | (recording.found() if recording else {})
@@ -321,6 +324,8 @@ def main():
             load_model._pack = lambda *given: load_model._pack_on_gpu(given[0], *given[3:], CPU)
         if "uncompilable" in case:
             compile_as_on_gpus(refused=rank in case["uncompilable"])
+        if case.get("sockets"):
+            load.share_memory = lambda _: None
         twins = check_as_large() if case.get("large") else []
         if rank in case.get("refused", ()):
             load_model.check_kernels = refuse_kernels
