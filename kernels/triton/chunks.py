@@ -304,6 +304,7 @@ def scan(  # noqa: PLR0917
         KEYS_FIRST=keys_first,
         DELTA=solved is not None,
         HAS_SKIP=skip is not None,
+        PRECISION=precision_of(describe_gpu(value.device)),
         **shared_constants(value.device),
         num_warps=WARPS,
         num_stages=STAGES,
@@ -335,8 +336,7 @@ def chunk_arguments(rows: StateRows) -> dict[str, Any]:
 
 def shared_constants(device: torch.device) -> dict[str, Any]:
     """Return the constants that all kernels of chunks have."""
-    precision = precision_of(describe_gpu(device))
-    return {"CHUNK": CHUNK, "FEW": FEW, "UPCAST": device.type == "cpu", "PRECISION": precision}
+    return {"CHUNK": CHUNK, "FEW": FEW, "UPCAST": device.type == "cpu"}
 
 
 def precision_of(gpu: Gpu) -> str:

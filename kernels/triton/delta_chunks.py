@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from octavo.kernels.gpu import describe_gpu
 from octavo.kernels.reference_states import EPSILON
 from octavo.kernels.state_rows import StateRows
 from octavo.kernels.triton.chunks import (
@@ -27,6 +28,7 @@ from octavo.kernels.triton.chunks import (
     chunk_grid,
     find_chunk,
     padded_size,
+    precision_of,
     product,
     scan,
     shared_constants,
@@ -179,6 +181,7 @@ def compute_delta_chunks(  # noqa: PLR0917
         PADDED_KEY=padded_size(key_dim),
         EPSILON=EPSILON,
         NORMALIZE=normalize,
+        PRECISION=precision_of(describe_gpu(value.device)),
         **shared_constants(value.device),
         num_warps=WARPS,
     )

@@ -94,6 +94,8 @@ def launched(monkeypatch):
     def launch(kernel, *args, grid, warmup, **kwargs):
         bind = create_function_from_signature(kernel.signature, kernel.params, backend)
         bound, specialization, options = bind(*args, **kwargs)
+        unknown = options.keys() - vars(backend.parse_options({})).keys()
+        assert not unknown, f"{kernel.fn.__name__} has no {unknown}: a GPU's launch raises"
         variant = f"{specialization} {options}"
         found.add((kernel.fn.__name__, variant))
         if found.watch is not None:
