@@ -16,7 +16,7 @@ PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test compose-test test-floor architectures serve bench gpu gpu-serving peers lint format \
+.PHONY: help demo test compose-test test-floor architectures variants serve bench gpu gpu-serving peers lint format \
 	protos contracts contracts-release docs lock clean
 
 help: ## This list
@@ -36,6 +36,9 @@ test-floor: $(STAMP) ## Run tests with the lowest versions that pyproject.toml a
 
 architectures: $(STAMP) ## Hold every decoder of transformers to "right or refused" (ARGS="llama gpt2")
 	$(BIN)/python -m tests.architectures.sweep $(ARGS)
+
+variants: $(STAMP) ## Compile every kernel that engines of real models launch on NVIDIA's GPUs (ARGS="--gpus sm_90")
+	$(BIN)/python -m tests.variants.sweep $(ARGS)
 
 serve: $(STAMP) ## Serve MODEL (default: demo)
 	$(BIN)/octavo serve --model $(MODEL) $(ARGS)

@@ -43,6 +43,12 @@ from octavo.kernels.triton.write_kv import _write_codes_kernel, _write_kv_kernel
 from octavo.kernels.whole_numbers import SCALE_BYTES
 
 KIB = 1024
+A100 = Gpu("A100", "sm_80", 32, 163 * KIB, 108)
+RTX_3090 = Gpu("RTX 3090", "sm_86", 32, 99 * KIB, 82)
+RTX_4090 = Gpu("RTX 4090", "sm_89", 32, 99 * KIB, 128)
+H100 = Gpu("H100", "sm_90", 32, 227 * KIB, 132)
+B200 = Gpu("B200", "sm_100", 32, 227 * KIB, 148)
+RTX_5090 = Gpu("RTX 5090", "sm_120", 32, 99 * KIB, 170)
 NAMES = {
     torch.bfloat16: "bf16",
     torch.float16: "fp16",

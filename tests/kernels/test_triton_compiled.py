@@ -7,7 +7,6 @@ registers suffice, programs fit into shared memory, and the number of instructio
 
 import itertools
 import re
-import subprocess
 from dataclasses import replace
 
 import pytest
@@ -15,17 +14,23 @@ import torch
 
 triton = pytest.importorskip("triton")
 
-from octavo.kernels.gpu import MAX_THREADS, Gpu  # noqa: E402
+from octavo.kernels.gpu import MAX_THREADS  # noqa: E402
 from octavo.kernels.triton.tiles import count_resident  # noqa: E402
 from tests.kernels.compiling import (  # noqa: E402
+    A100,
+    B200,
     BF16,
     COMMON,
     E4M3,
     E5M2,
     FP32,
+    H100,
     INT8,
     KIB,
     LATENT,
+    RTX_3090,
+    RTX_4090,
+    RTX_5090,
     VARIANTS,
     compile_attention,
     compile_beside_products,
@@ -44,16 +49,11 @@ from tests.kernels.compiling import (  # noqa: E402
     compile_write,
 )
 from tests.kernels.quantized_weights import KINDS, random_weight  # noqa: E402
+from tests.kernels.sass import disassembled, first_loop, resources  # noqa: E402
 
 if triton.knobs.runtime.interpret:
     pytest.skip("interpreted: there is nothing to compile", allow_module_level=True)
 
-A100 = Gpu("A100", "sm_80", 32, 163 * KIB, 108)
-RTX_3090 = Gpu("RTX 3090", "sm_86", 32, 99 * KIB, 82)
-RTX_4090 = Gpu("RTX 4090", "sm_89", 32, 99 * KIB, 128)
-H100 = Gpu("H100", "sm_90", 32, 227 * KIB, 132)
-B200 = Gpu("B200", "sm_100", 32, 227 * KIB, 148)
-RTX_5090 = Gpu("RTX 5090", "sm_120", 32, 99 * KIB, 170)
 OTHERS = (RTX_3090, RTX_4090, RTX_5090, B200)
 IN_PLACE = {H100: "wgmma.mma_async", B200: "tcgen05.mma"}
 SPARED = 40  # bytes of stack: Triton 3.6 spills some values, 3.9 hardly any
@@ -62,23 +62,6 @@ SPARED = 40  # bytes of stack: Triton 3.6 spills some values, 3.9 hardly any
 @pytest.fixture(autouse=True)
 def compile_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-
-
-def resources(made, path):
-    """Return a compiled kernel's registers, and its bytes of stack, where registers spill."""
-    path.write_bytes(made.asm["cubin"])
-    tool = triton.knobs.nvidia.cuobjdump.path
-    command = [tool, "--dump-resource-usage", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return {name: int(re.search(rf"{name}:(\d+)", told)[1]) for name in ("REG", "STACK")}
-
-
-def disassembled(path):
-    """Return a kernel's code, as pairs of a label and an instruction, one of them empty."""
-    command = [triton.knobs.nvidia.nvdisasm.path, "--print-code", str(path)]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    label_or_instruction = r"^(\.L_\w+):|/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(.+?)\s*;"
-    return re.findall(label_or_instruction, told, re.MULTILINE)
 
 
 def overwritten(instructions):
@@ -105,20 +88,6 @@ def overwritten(instructions):
             if written & last.union(*groups):
                 found.append(instruction)
     return found
-
-
-def first_loop(path):
-    """Return the instructions of a kernel's first loop; in attention, tiles need no mask there."""
-    instructions, labels = [], {}
-    for label, instruction in disassembled(path):
-        if label:
-            labels[label] = len(instructions)
-            continue
-        instructions.append(instruction)
-        branch = re.match(r"BRA.*`\((\.L_\w+)\)", instruction)
-        if branch and branch[1] in labels:
-            return instructions[labels[branch[1]] :]
-    raise AssertionError("there is no loop")
 
 
 # Maximum instructions of a warp per tile: on an H100, reading 64 keys of a bf16 cache at full

@@ -15,8 +15,8 @@ from octavo.kernels.triton.selective_scan import selective_scan_kernel  # noqa: 
 from octavo.kernels.triton.ssd import WARPS as SSD_WARPS  # noqa: E402
 from octavo.kernels.triton.ssd import ssd_kernel  # noqa: E402
 from octavo.kernels.triton.ssd_chunks import prepare_ssd_kernel  # noqa: E402
-from tests.kernels.compiling import compile_for  # noqa: E402
-from tests.kernels.test_triton_compiled import A100, H100, resources  # noqa: E402
+from tests.kernels.compiling import A100, H100, compile_for  # noqa: E402
+from tests.kernels.sass import resources, spills_in_loops  # noqa: E402
 from tests.kernels.test_triton_compiled_amd import MI300X, RX_7900, read  # noqa: E402
 
 if triton.knobs.runtime.interpret:
@@ -92,6 +92,10 @@ each = pytest.mark.parametrize(
 )
 
 
+OUTSIDE_LOOPS = 8
+"""Maximum bytes of stack of a thread: for sm_80, `ssd` keeps one address there while it loops."""
+
+
 @pytest.fixture(autouse=True)
 def compile_anew(monkeypatch, tmp_path):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
@@ -120,7 +124,8 @@ def compiled(gpu, name, changes):
 def test_on_nvidia(gpu, name, changes, tmp_path, record_property):
     taken = resources(compiled(gpu, name, changes), tmp_path / "cubin")
     record_property("code", str(taken))
-    assert taken["STACK"] == 0
+    assert not spills_in_loops(tmp_path / "cubin")
+    assert taken["STACK"] <= OUTSIDE_LOOPS
 
 
 @each
