@@ -66,8 +66,8 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     device: Device = Field(
         "auto",
         description="Device that runs the model. auto: a GPU if there is one, else the CPU."
-        " cuda is an NVIDIA GPU, or an AMD GPU with PyTorch's build for ROCm; it is untried: Octavo"
-        " has not run on a GPU yet.",
+        " cuda is an NVIDIA GPU, or an AMD GPU with PyTorch's build for ROCm; it is hardly"
+        " tried: an earlier version has run on one H200.",
     )
     tensor_parallel_size: int = Field(
         1,
