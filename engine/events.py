@@ -93,38 +93,48 @@ Publish = Callable[[Mapping[int, StepOutput], Sequence[PrefixChange], Load], Non
 """Takes the new events of each session, the changes of the prefix cache, and the load."""
 
 
-def prefix_changes(
-    prefixes: PrefixCache, disk: DiskTier | None, session: int | None = None
-) -> list[PrefixChange]:
-    """Return the changes since the last call, if any; for a new session, all keys.
+class PrefixReport:
+    """Reports the prefix cache to the sessions: all keys to a new one, then changes to all.
 
     Args:
         prefixes: The prefix cache.
         disk: Its tier on disk.
-        session: The new session.
     """
-    parts: list[PrefixCache | DiskTier] = [prefixes] if disk is None else [prefixes, disk]
-    if session is None:
-        changes = [part.take_changes() for part in parts]
-    else:
-        changes = [(set(part.published), set[bytes]()) for part in parts]
-    if session is None and not any(map(any, changes)):
-        return []
-    stored, evicted = changes[0]
-    change = PrefixChange(session, stored, evicted, prefixes.contents_of(stored))
-    if disk is None:
-        return [change]
-    disk_stored, disk_removed = (set(filter(is_shared_key, keys)) for keys in changes[1])
-    return [replace(change, disk_stored=disk_stored, disk_removed=disk_removed)]
+
+    def __init__(self, prefixes: PrefixCache, disk: DiskTier | None) -> None:
+        self._prefixes, self._disk = prefixes, disk
+        self._parts: list[PrefixCache | DiskTier] = [prefixes] if disk is None else [prefixes, disk]
+        self._snapshots: list[PrefixChange] = []
+
+    def open_session(self, session: int) -> None:
+        """Report all keys to a new session."""
+        keys = [(set(part.published), set[bytes]()) for part in self._parts]
+        self._snapshots.append(self._change(session, keys))
+
+    def take(self) -> list[PrefixChange]:
+        """Return the snapshots for new sessions and the changes since the last call, if any."""
+        changes, self._snapshots = self._snapshots, []
+        keys = [part.take_changes() for part in self._parts]
+        return [*changes, self._change(None, keys)] if any(map(any, keys)) else changes
+
+    def _change(
+        self, session: int | None, keys: Sequence[tuple[set[bytes], set[bytes]]]
+    ) -> PrefixChange:
+        stored, evicted = keys[0]
+        change = PrefixChange(session, stored, evicted, self._prefixes.contents_of(stored))
+        if self._disk is None:
+            return change
+        disk_stored, disk_removed = (set(filter(is_shared_key, each)) for each in keys[1])
+        return replace(change, disk_stored=disk_stored, disk_removed=disk_removed)
 
 
 def measure_load(
     scheduler: Scheduler,
     waiting: int,
     step_seconds: float,
+    read_ahead: ReadAhead | None,
     *,
     draining: bool,
-    read_ahead: ReadAhead | None,
 ) -> Load:
     """Return the current load, as routers get it.
 
@@ -132,8 +142,8 @@ def measure_load(
         scheduler: The scheduler.
         waiting: Number of requests not yet started.
         step_seconds: Duration of the last step.
-        draining: Whether new requests are refused.
         read_ahead: Reads prefixes from disk or other engines; None if there are none.
+        draining: Whether new requests are refused.
     """
     cache = scheduler.cache
     return Load(

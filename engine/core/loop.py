@@ -8,9 +8,10 @@ from queue import Empty, SimpleQueue
 from octavo.engine.constraints.compiler import ConstraintCompiler
 from octavo.engine.core.masks import Masks
 from octavo.engine.core.requests import OnEnd, Requests
-from octavo.engine.core.step import StepError, Steps
-from octavo.engine.events import Publish, measure_load
+from octavo.engine.core.step import Steps
+from octavo.engine.events import PrefixReport, Publish, measure_load
 from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.failures import StepError
 from octavo.engine.kv_disk.disk_tier import DiskTier
 from octavo.engine.kv_disk.read_ahead import Peers, ReadAhead
 from octavo.engine.metrics import EngineMetrics
@@ -78,6 +79,7 @@ class EngineCore:
             self.read_ahead = ReadAhead(
                 scheduler, executor.cache, self.call, tier=disk, peers=peers
             )
+        self._prefix_report = PrefixReport(scheduler.cache.prefixes, disk)
         self.requests = Requests(
             scheduler,
             metrics,
@@ -115,7 +117,7 @@ class EngineCore:
 
     def open_session(self, session: int) -> None:
         """Publish the prefix cache's keys to a new session."""
-        self.call(self.requests.open_session, session)
+        self.call(self._prefix_report.open_session, session)
 
     def close_session(self, session: int) -> None:
         """Stop all requests of a session."""
@@ -204,14 +206,10 @@ class EngineCore:
         for part in (scheduler, scheduler.cache.moves, self._constraints, self.read_ahead):
             if part is not None:
                 self._metrics.observe_counters(part.counters)
-        self._publish_events(*self.requests.take_events(), self.load)
+        self._publish_events(self.requests.take_events(), self._prefix_report.take(), self.load)
 
     def _measured(self) -> Load:
         waiting, draining = self.requests.num_waiting, self.requests.draining
         return measure_load(
-            self._scheduler,
-            waiting,
-            self.steps.seconds,
-            draining=draining,
-            read_ahead=self.read_ahead,
+            self._scheduler, waiting, self.steps.seconds, self.read_ahead, draining=draining
         )

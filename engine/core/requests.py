@@ -14,7 +14,7 @@ from octavo.engine.constraints.compiler import (
     TokensMissingError,
 )
 from octavo.engine.constraints.constraint import Constraint, ConstraintError
-from octavo.engine.events import FailureCode, PrefixChange, StepOutput, prefix_changes
+from octavo.engine.events import FailureCode, StepOutput
 from octavo.engine.kv_disk.read_ahead import ReadAhead
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.output_events import add_outputs
@@ -58,7 +58,6 @@ class Requests:
         self.groups: dict[tuple[int, str], SequenceGroup] = {}
         self.preparing: dict[SequenceGroup, Preparation] = {}
         self._events: defaultdict[int, StepOutput] = defaultdict(StepOutput)
-        self._snapshots: list[PrefixChange] = []  # for new sessions
         self._next_deadline = math.inf  # no request has an earlier one
         self._ids = count()
         self.draining = False
@@ -130,10 +129,6 @@ class Requests:
         if not group.live:
             self.forget(group, "aborted" if index is None else "finished")
 
-    def open_session(self, session: int) -> None:
-        """Report the prefix cache's keys to a new session."""
-        self._snapshots += self._prefix_changes(session)
-
     def abort_session(self, session: int) -> None:
         """Stop all requests of a session."""
         for owner, request_id in list(self.groups):
@@ -150,15 +145,10 @@ class Requests:
         left = [group.request.deadline for group in self.groups.values()]
         self._next_deadline = min((d for d in left if d is not None), default=math.inf)
 
-    def take_events(self) -> tuple[Mapping[int, StepOutput], list[PrefixChange]]:
-        """Return the events of each session since the last call, and the prefix cache's changes."""
+    def take_events(self) -> Mapping[int, StepOutput]:
+        """Return the events of each session since the last call."""
         events, self._events = self._events, defaultdict(StepOutput)
-        changes, self._snapshots = self._snapshots + self._prefix_changes(), []
-        return events, changes
-
-    def _prefix_changes(self, session: int | None = None) -> list[PrefixChange]:
-        disk = None if self._read_ahead is None else self._read_ahead.tier
-        return prefix_changes(self._scheduler.cache.prefixes, disk, session)
+        return events
 
     def report_starts(self, batch: Batch) -> None:
         """Report each request that is computed for the first time."""

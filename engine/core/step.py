@@ -2,8 +2,7 @@
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import structlog
 
@@ -11,6 +10,7 @@ from octavo.engine.core.masks import Masks
 from octavo.engine.core.requests import Requests
 from octavo.engine.events import FailureCode
 from octavo.engine.execution.executor import Executor
+from octavo.engine.execution.failures import EngineFailedError, StepError, step_errors
 from octavo.engine.execution.pending_step import PendingStep
 from octavo.engine.metrics import EngineMetrics
 from octavo.engine.scheduling.batch import Batch, Samples
@@ -20,22 +20,6 @@ from octavo.engine.scheduling.progress import advance, update
 from octavo.engine.scheduling.scheduler import Scheduler
 
 log = structlog.get_logger(__name__)
-
-
-class StepError(Exception):
-    """The executor failed on a step.
-
-    Attributes:
-        batch: The step's batch.
-    """
-
-    def __init__(self, batch: Batch) -> None:
-        super().__init__("step failed")
-        self.batch = batch
-
-
-class EngineFailedError(Exception):
-    """The engine can no longer compute: its process must be restarted."""
 
 
 class Steps:
@@ -96,7 +80,9 @@ class Steps:
         launched: PendingStep | None = None
         output: Samples | None = None
         self._masks.begin_step()
-        batch = self._schedule(previous)
+        # It may need the previous step's tokens.
+        now = previous is None or self._scheduler.can_overlap(previous.batch)
+        batch = self._scheduler.schedule() if now else Batch()
         constrained = bool(batch.constrained)
         if batch:
             launched = self._launch(batch, previous)
@@ -135,15 +121,10 @@ class Steps:
         self._sample(done)
         return self._collect(done)
 
-    def _schedule(self, previous: PendingStep | None) -> Batch:
-        """Schedule a step; an empty one if it needs the previous step's tokens."""
-        now = previous is None or self._scheduler.can_overlap(previous.batch)
-        return self._scheduler.schedule() if now else Batch()
-
     def _launch(self, batch: Batch, previous: PendingStep | None) -> PendingStep:
         """Prepare a step's inputs, publish earlier steps' events, and run the model."""
         self._requests.report_starts(batch)
-        with _step_errors(batch):
+        with step_errors(batch):
             inputs = self._executor.prepare(batch, previous)
             # The event loop sends the messages while the model runs: the model releases the
             # interpreter's lock, which the rest of a step holds.
@@ -170,13 +151,13 @@ class Steps:
         """Sample a step's tokens for the sequences whose masks are ready."""
         # A mask not ready when read is late: here, or in a model that samples itself.
         late = step.batch.late if step.greatest is None else step.late
-        with _step_errors(step.batch):
+        with step_errors(step.batch):
             self._executor.sample(step, late)
         advance(self._scheduler, step.batch, late)
 
     def _collect(self, done: PendingStep) -> Samples:
         """Collect a step's tokens and update their sequences."""
-        with _step_errors(done.batch):
+        with step_errors(done.batch):
             output = done.collect()
         update(self._scheduler, done.batch, output)
         self._masks.request(done.batch)
@@ -219,12 +200,3 @@ class Steps:
             raise EngineFailedError("the device is lost: every later step would fail") from error
         if self._num_failed >= self._max_failed:
             raise EngineFailedError(f"{self._num_failed} steps in a row failed") from error
-
-
-@contextmanager
-def _step_errors(batch: Batch) -> Iterator[None]:
-    """Raise the executor's errors as `StepError`."""
-    try:
-        yield
-    except Exception as error:
-        raise StepError(batch) from error
