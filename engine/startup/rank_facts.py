@@ -17,10 +17,12 @@ OF_A_MACHINE = frozenset(
         *(ConnectionSettings.model_fields | TlsSettings.model_fields),
         *TracingSettings.model_fields,
         *("host", "port", "metrics_port", "node_rank", "master_addr", "master_port"),
-        *("peer_ca", "peer_tls_name", "model", "revision", "served_model_name"),
+        *("peer_ca", "peer_tls_name", "model", "revision", "served_model_name", "lora"),
+        *("cache_memory", "num_blocks", "gpu_memory_utilization", "swap_space"),
     }
 )
-"""Settings that may differ, as machines have their own; models are compared by their files."""
+"""Settings that may differ, as machines have their own: ranks keep as many blocks as the smallest
+machine has room for, models are compared by their files, and adapters by their names."""
 SAMPLE_BYTES = 4096
 
 
@@ -37,7 +39,8 @@ def rank_facts(settings: EngineSettings, path: Path) -> dict[str, str]:
         if name not in OF_A_MACHINE
     }
     versions = {"version": own_version(), "PyTorch": torch.__version__}
-    return versions | {"a --model with the digest": _digest(path)} | flags
+    adapters = ", ".join(sorted(settings.adapters)) or "no adapters"
+    return versions | {"a --model with the digest": _digest(path), "--lora": adapters} | flags
 
 
 def _digest(path: Path) -> str:

@@ -109,10 +109,11 @@ def test_facts_tell_models_and_flags_apart(tmp_path):
         rank_facts(EngineSettings(**shared | own), path)
         for path, own in (
             (paths[0], {"model": "one"}),
-            (paths[0], {"model": "a/copy", "node_rank": 1, "port": 4, "log_level": "error"}),
+            (paths[0], {"model": "a/copy", "node_rank": 1, "port": 4, "cache_memory": 3}),
             (paths[1], {"model": "one"}),
             (paths[0], {"model": "one", "block_size": 32}),
+            (paths[0], {"model": "one", "lora": ["other=here"]}),
         )
     )
     differing = [[name for name in one if other[name] != one[name]] for other in others]
-    assert differing == [[], ["a --model with the digest"], ["--block-size"]]
+    assert differing == [[], ["a --model with the digest"], ["--block-size"], ["--lora"]]
