@@ -28,11 +28,11 @@ def lose_events_once() -> None:
     """Lose the ends of some outputs between the core and a session."""
     add = Session.add
 
-    def fail(self, events, load):
-        if any(getattr(event, "finish_reason", None) for event in events):
+    def fail(self, output, load):
+        if any(event.finish_reason for event in output.outputs):
             Session.add = add
             raise ValueError("events that cannot be handed over, for a test")
-        add(self, events, load)
+        add(self, output, load)
 
     Session.add = fail
 
