@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from octavo.common.background import start_thread
 from octavo.common.models.errors import first_line
 from octavo.common.shutdown import exit_at_once
 from octavo.engine.parallel.meeting import meet
@@ -49,6 +50,9 @@ FAILURE = "octavo/failure"
 """Key of the first failure of a rank in the ranks' store."""
 STORE_PATIENCE = timedelta(seconds=5)
 """Maximum time to wait for the store, which may have left with another rank."""
+
+ANSWER_SECONDS = 1.0
+"""Maximum seconds in which the store says why a rank has left."""
 
 log = structlog.get_logger(__name__)
 
@@ -353,12 +357,19 @@ class World:
             self.store.compare_set(FAILURE, "", f"rank {self.place.rank} failed: {why}")
 
     def failure(self) -> str | None:
-        """Return why the first rank that failed has left; None if it did not say so."""
-        with suppress(RuntimeError):
-            if self.store.check([FAILURE]):
-                why: str = self.store.get(FAILURE).decode()
-                return why
-        return None
+        """Return why the first rank that failed has left; None if it did not say so.
+
+        The store is cut off where rank 0 is: then its sockets would answer only after minutes.
+        """
+        answers: list[str] = []
+
+        def ask() -> None:
+            with suppress(RuntimeError):
+                if self.store.check([FAILURE]):
+                    answers.append(self.store.get(FAILURE).decode())
+
+        start_thread(ask, "rank-failure").join(ANSWER_SECONDS)
+        return answers[0] if answers else None
 
     @contextmanager
     def step(self) -> Iterator[None]:
