@@ -55,7 +55,7 @@ SCHEDULERS, WARP = 4, 32
 
 @dataclass(frozen=True)
 class Machine:
-    """What a multiprocessor does in a cycle.
+    """Maximum rates of a multiprocessor, per cycle.
 
     Attributes:
         gpu: The GPU.

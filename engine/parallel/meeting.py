@@ -23,8 +23,8 @@ from torch.distributed.rendezvous import rendezvous
 from octavo.engine.parallel.place import RankError, RankPlace
 
 STORE = "OCTAVO_RANK_STORE"
-"""Environment variable: the file through which ranks on one machine find each other. Without it,
-they use a launcher's MASTER_ADDR and MASTER_PORT."""
+"""Environment variable with the path of the file by which ranks on one machine find each other.
+Without it, they use a launcher's MASTER_ADDR and MASTER_PORT."""
 AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """Environment variable of torchrun: whether its agent has the store."""
 MEETING_SECONDS = 1800.0

@@ -21,7 +21,7 @@ def image_key(request: Request, image: PromptImage) -> ImageKey:
 def readers(
     running: Iterable[SequenceGroup], cache: KVCacheManager, images: Collection[ImageKey]
 ) -> list[SequenceGroup]:
-    """Return the running groups that have yet to compute tokens of one of some images."""
+    """Return the running groups that still need one of these images."""
 
     def reads(group: SequenceGroup) -> bool:
         computed = min((each.num_computed for each in with_blocks(group, cache)), default=0)

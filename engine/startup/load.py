@@ -136,7 +136,7 @@ def make_adapters(
 ) -> tuple[AdapterRegistry, DeviceAdapters] | None:
     """Return the registry of adapters and those of the device, both empty; None if it takes none.
 
-    Adapters are limited on a GPU only: on a CPU nothing is copied.
+    Only on a GPU adapters' memory is limited: on a CPU they are not copied.
     """
     if loaded.targets is None:
         return None

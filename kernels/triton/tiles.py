@@ -193,8 +193,8 @@ def _nvidia_tiles(kind: WorkKind, gpu: Gpu, *, rows: int, padded: int, size: int
         return Tiles(32, 32 if padded <= 64 else 16, warps=8, stages=2)
     if padded <= 128:
         # If operands come from registers, registers are the limit.
-        # On Hopper, Triton waits for all products before it uses logits. So per 64 keys 1,024
-        # cycles of products and 742 of instructions add up, to 58% of the products' rate
+        # On Hopper, Triton ends all products before it computes the softmax. So for 64 keys 1,024
+        # cycles of products and 742 of other instructions add up, to 58% of the products' rate
         # (`python -m benchmarks.gpu.roofline`). Two programs of 64 rows would overlap, but read
         # all keys twice: 2,300 cycles of the L2 cache. Tiles of 128 keys need 580 cycles (64%),
         # but spill up to 72 bytes: `--tune` tries them. Triton specializes warps on Blackwell

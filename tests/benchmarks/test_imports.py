@@ -6,7 +6,7 @@ import pkgutil
 import benchmarks
 
 PEERS = {"llama_cpp", "openvino", "openvino_genai", "optimum", "vllm", "pace"}
-"""Packages of peers, which each have an environment of their own."""
+"""Packages of other servers, each installed in an environment of its own."""
 
 
 def test_benchmarks_can_be_imported():

@@ -33,7 +33,7 @@ def check_twin(
     block_size: int,
     world: World | None,
 ) -> bool:
-    """Check the structure of a large model with a small twin, which ranks divide like the model.
+    """Check the structure of a large model with a small twin, split over the ranks like the model.
 
     Args:
         model: The large model, or this rank's part of it.

@@ -31,7 +31,7 @@ def is_small(model: nn.Module) -> bool:
 
 
 def all_small(model: nn.Module, world: World) -> bool:
-    """Return whether all ranks' parts are small: ranks check alike, as they check together."""
+    """Return whether all ranks' parts are small, so that all ranks run the same checks."""
     return bool(world.least(is_small(model))[0])
 
 

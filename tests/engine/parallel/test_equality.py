@@ -24,7 +24,7 @@ def cases(models, num_blocks=96):
 
 
 def assert_same_tokens(found, alone, calm=()):
-    """Assert that ranks gave the tokens of one process, and preempted, but for `calm` models."""
+    """Assert the tokens of one process, and preemptions of all models but those in `calm`."""
     assert found.keys() == alone.keys()
     for case, one in alone.items():
         assert found[case]["tokens"] == one["tokens"], case

@@ -1,4 +1,4 @@
-"""Ranks wait for each other, say for whom, and refuse those that run something else."""
+"""Ranks log which ranks they wait for, and refuse ranks with other flags, models or versions."""
 
 from concurrent.futures import ThreadPoolExecutor
 
