@@ -28,7 +28,7 @@ from octavo.engine.models.linear.fuse_linears import FusedPart
 from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.read_weights import read_config
-from octavo.engine.models.sharding.layer_part import part_of
+from octavo.engine.models.sharding.cuts import part_of
 from octavo.engine.models.sharding.plan import make_plan
 from octavo.engine.models.sharding.sharded_layers import SummedLinear
 from octavo.engine.parallel.collectives import stages_apart

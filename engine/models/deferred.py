@@ -12,12 +12,17 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
+
+from octavo.engine.models.cut import Cut
+
+if TYPE_CHECKING:
+    from octavo.engine.models.quantization.formats.base import StoredWeight
 
 SMALL = 1 << 16
 """Maximum elements of a weight that is read immediately."""
@@ -36,14 +41,14 @@ class DeferredTensor(Tensor):
 
     Attributes:
         make: Function that computes the values.
-        stored: The name of the stored weight, in any type, if it is one.
+        stored: Function that reads a quantized weight, or a rank's part of one; else None.
         exact: Function that dequantizes a quantized weight to float32, rounding once; else None.
         rows: Function that computes a range of rows, in float32 for a quantized weight. None if
             only the whole can be computed.
     """
 
     make: Callable[[], Tensor]
-    stored: str | None
+    stored: "Callable[[], StoredWeight] | None"
     exact: Callable[[], Tensor] | None
     rows: Callable[[int, int], Tensor] | None
 
@@ -53,7 +58,7 @@ class DeferredTensor(Tensor):
         like: Tensor,
         make: Callable[[], Tensor],
         *,
-        stored: str | None = None,
+        stored: "Callable[[], StoredWeight] | None" = None,
         device: torch.device | None = None,
         exact: Callable[[], Tensor] | None = None,
         rows: Callable[[int, int], Tensor] | None = None,
@@ -66,7 +71,7 @@ class DeferredTensor(Tensor):
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
         """Return a text without the values."""
-        return f"DeferredTensor({tuple(self.shape)}, {self.dtype}, stored={self.stored!r})"
+        return f"DeferredTensor({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, _: dict[int, Any]) -> "DeferredTensor":
         """Return a tensor that computes the same values."""
@@ -185,6 +190,41 @@ def _part(run: Callable[[], Any], number: int) -> Tensor:
 def present(value: Any) -> Any:  # noqa: ANN401 - operators' arguments
     """Return a deferred tensor's values; other objects unchanged."""
     return value.make() if isinstance(value, DeferredTensor) else value
+
+
+def take(weight: Tensor, cut: Cut) -> Tensor:
+    """Return a part of a weight: a copy, or a deferred part of a deferred weight."""
+    if not isinstance(weight, DeferredTensor):
+        return cut.take(weight).clone()
+    like = cut.take(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+    stored, exact = weight.stored, weight.exact
+    return DeferredTensor(
+        like,
+        partial(_taken, weight.make, cut),
+        stored=None if stored is None else partial(_stored_part, stored, cut),
+        device=weight.device,
+        exact=None if exact is None else partial(_taken, exact, cut),
+        rows=None if weight.rows is None else _rows_of_part(weight.rows, cut, weight.dim()),
+    )
+
+
+def _taken(make: Callable[[], Tensor], cut: Cut) -> Tensor:
+    return cut.take(make()).clone()  # a view would keep the whole in memory
+
+
+def _stored_part(read: "Callable[[], StoredWeight]", cut: Cut) -> "StoredWeight":
+    return read().cut(cut)
+
+
+def _rows_of_part(
+    rows: Callable[[int, int], Tensor], cut: Cut, dims: int
+) -> Callable[[int, int], Tensor] | None:
+    """Return the function that computes rows of a part; None if the part has no range of rows."""
+    if cut.dim == -1:
+        return lambda start, end: cut.take(rows(start, end))
+    if cut.groups == 1 and cut.dim == -dims:
+        return lambda start, end: rows(cut.start + start, cut.start + end)
+    return None
 
 
 def in_float32(weight: Tensor) -> DeferredTensor:

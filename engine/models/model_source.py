@@ -1,15 +1,12 @@
 """A model's files, and how to read its weights from them."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.attention_layers import reference_attention
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import set_attention
@@ -24,8 +21,8 @@ from octavo.engine.models.read_weights import (
     open_checkpoint,
     read_config,
 )
-from octavo.engine.models.sharding.plan import make_plan
-from octavo.engine.parallel.served import CHECKPOINTS
+from octavo.engine.models.sharding.keep_part import keep_part
+from octavo.engine.models.sharding.plan import ShardingPlan, make_plan
 from octavo.engine.parallel.world import World
 
 
@@ -89,43 +86,26 @@ class ModelSource:
             ModelError: Its weights are not those of its class.
             UnsupportedModelError: The weights cannot be split over the ranks.
         """
-        if world is None and self.deferred:
-            loaded: tuple[PreTrainedModel, dict[str, Any]] = self._load(
-                deferred=True, ignore_mismatched_sizes=True, output_loading_info=True
-            )
-            check_loading(self.path, *loaded)
-            return loaded[0]
-        check_weights(self.path)  # before they are read, which takes long
-        if world is None:
+        plan = None if world is None else self._plan(self.config, world)
+        if world is None and not self.deferred:
+            check_weights(self.path)  # before they are read, which takes long
             whole: PreTrainedModel = self._load()
             return whole
-        if self.checkpoint is not None:
-            raise UnsupportedModelError(
-                f"{self.path} has quantized weights ({self.checkpoint.format.description}):"
-                f" {CHECKPOINTS.tensor}: use --tensor-parallel-size 1"
-            )
-        return self._read_part(
-            partial(load_weights, self.path, self.config, None), self.config, self.dtype, world
+        loaded: tuple[PreTrainedModel, dict[str, Any]] = self._load(
+            deferred=True, ignore_mismatched_sizes=True, output_loading_info=True
         )
+        check_loading(self.path, *loaded)
+        model = loaded[0]
+        if plan is not None and world is not None:
+            keep_part(model, plan, world)
+        return model
 
-    def part_of(self, model: PreTrainedModel, world: World) -> PreTrainedModel:
-        """Return this rank's part of a small model of the same type, with float32 weights."""
-        read = partial(
-            type(model).from_pretrained, None, config=model.config, state_dict=model.state_dict()
-        )
-        return self._read_part(read, model.config, torch.float32, world)
+    def keep_part_of(self, model: PreTrainedModel, world: World) -> None:
+        """Keep this rank's part of a small model of the same type."""
+        keep_part(model, self._plan(model.config, world), world)
 
-    def _read_part(
-        self,
-        read: Callable[..., PreTrainedModel],
-        config: PreTrainedConfig,
-        dtype: torch.dtype,
-        world: World,
-    ) -> PreTrainedModel:
-        from octavo.engine.models.sharding.load_shard import load_shard  # noqa: PLC0415 - slow
-
-        plan = make_plan(config, world.size, whole_experts=self.whole_experts)
-        return load_shard(read, dtype, plan, world)
+    def _plan(self, config: PreTrainedConfig, world: World) -> ShardingPlan:
+        return make_plan(config, world.size, whole_experts=self.whole_experts)
 
     def _load(self, **options: Any) -> Any:  # noqa: ANN401 - see `load_weights`
         """Load the model with transformers."""

@@ -45,26 +45,24 @@ class LazyWeight:
     """A deferred weight of a file, in transformers' form.
 
     Attributes:
-        name: The weight's name.
         shape: Its shape.
-        dtype: Its dtype.
+        dtype: Its dtype: float32 of a quantized weight.
         read: Returns the weight.
-        quantized: Whether it is a quantized weight, in float32.
         rows: Returns some of its rows, if possible; see `DeferredTensor`.
+        stored: Returns a quantized weight as stored; None of others.
     """
 
-    name: str
     shape: tuple[int, ...]
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    quantized: bool = False
     rows: Callable[[int, int], Tensor] | None = None
+    stored: Callable[[], StoredWeight] | None = None
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         """Return the weight."""
         like = torch.empty(self.shape, dtype=self.dtype, device="meta")
-        exact = self.read if self.quantized else None
-        return DeferredTensor(like, self.read, stored=self.name, exact=exact, rows=self.rows)
+        exact = None if self.stored is None else self.read
+        return DeferredTensor(like, self.read, stored=self.stored, exact=exact, rows=self.rows)
 
 
 class QuantizedCheckpoint:
@@ -103,8 +101,9 @@ class QuantizedCheckpoint:
         plain = {name: self._tensors[name] for name in self._plain}
         return _lazy(plain) | {
             name: LazyWeight(
-                *(name, shape, torch.float32, partial(self._dequantize, name), True),
+                *(shape, torch.float32, partial(self._dequantize, name)),
                 partial(self._dequantize_rows, name) if self.format.has_rows else None,
+                partial(self.read, name),
             )
             for name, shape in self.shapes.items()
         }
@@ -136,15 +135,6 @@ class QuantizedCheckpoint:
         for tensor in self._latest:
             tensor.give_back()
         self._latest.clear()
-
-    def find(self, weight: Tensor) -> StoredWeight | None:
-        """Return the stored form of a model's weight; None if it is not quantized.
-
-        Raises:
-            ModelError: See `read`.
-        """
-        name = weight.stored if isinstance(weight, DeferredTensor) else None
-        return self.read(name) if name in self.shapes else None
 
     def _dequantize(self, name: str) -> Tensor:
         made = self.read(name).dequantize()
@@ -199,6 +189,16 @@ class QuantizedCheckpoint:
                     f"{self._directory} has {name} of type {header.dtype}, which is not a weight of"
                     f" its format ({self.format.description})"
                 )
+
+
+def find_stored(weight: Tensor) -> StoredWeight | None:
+    """Return the stored form of a model's weight; None if it is not quantized.
+
+    Raises:
+        ModelError: Its values cannot be right.
+    """
+    read = weight.stored if isinstance(weight, DeferredTensor) else None
+    return None if read is None else read()
 
 
 def open_checkpoint(path: str) -> QuantizedCheckpoint | None:
@@ -317,7 +317,7 @@ def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
             weights[name] = tensor
         else:
             weights[name] = LazyWeight(
-                name, shape, dtype, partial(read, tensor), rows=partial(rows, tensor)
+                shape, dtype, partial(read, tensor), rows=partial(rows, tensor)
             )
     return weights
 

@@ -30,10 +30,6 @@ KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
 IMAGES = _refused("images", "ranks do not encode images yet")
 EMBEDDING = _refused("embedding models", "they run in one process")
 FP8_CACHE = Feature("`--kv-cache-dtype fp8`", "it is not measured over ranks yet")
-CHECKPOINTS = Feature(
-    "checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)",
-    "quantized weights are not split over ranks yet",
-)
 GPUS = Feature("GPUs", pipeline="stages run on CPUs only yet")
 FEATURES = (
     Feature("decoders with transformers' plan, mixtures of experts, windows, sinks (GPT-OSS)"),
@@ -48,8 +44,7 @@ FEATURES = (
     Feature("sampling, beams, constraints, prompt log-probabilities"),
     Feature("`--speculation ngram`, `suffix`, `auto`"),
     Feature("`--quantization`"),
-    Feature("GGUF files (tensor parallel converts them to floats)"),
-    CHECKPOINTS,
+    Feature("GGUF files, and checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)"),
     Feature("`--kv-cache-dtype int8`"),
     FP8_CACHE,
     Feature("adapters (`--lora`, `--enable-lora`)"),

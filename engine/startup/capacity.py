@@ -150,10 +150,7 @@ def longest_sequence(
 def keeps_blocks(settings: EngineSettings) -> bool:
     """Return whether the weights of a GGUF file stay in its blocks.
 
-    They do not with several ranks, nor with adapters on a CPU, whose block kernels take none.
+    They do not with adapters on a CPU, whose block kernels take none.
     """
-    return (
-        settings.quantization == "none"
-        and settings.tensor_parallel_size == 1
-        and not (settings.takes_adapters and choose_device(settings.device).type == "cpu")
-    )
+    on_cpu = choose_device(settings.device).type == "cpu"
+    return settings.quantization == "none" and not (settings.takes_adapters and on_cpu)

@@ -12,7 +12,7 @@ from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
 from octavo.engine.models.checks.module_routing import ModuleRouting
 from octavo.engine.models.checks.probe import attention_of
-from octavo.engine.models.checks.reference import Reference, reference
+from octavo.engine.models.checks.reference import reference
 from octavo.engine.models.checks.structure import check_in_float32
 from octavo.engine.models.checks.twin import make_twin
 from octavo.engine.models.dimensions import find_dimensions
@@ -59,7 +59,9 @@ def check_twin(
         with attention_of(twin, reference_attention(twin.config)):
             expected = reference(twin, twin_shape, routing)
         if divided is not None:
-            twin, expected = _part_of(twin, expected, source, divided)
+            source.keep_part_of(twin, divided)
+            if source.whole_experts:
+                expected = replace(expected, choices=own_choices(twin, expected.choices, divided))
             twin_shape = find_dimensions(twin, source.max_model_len)
             routing = ModuleRouting(twin)
     except Exception as error:  # noqa: BLE001 - transformers raises many types
@@ -82,16 +84,3 @@ def check_twin(
         routing=routing,
     )
     return True
-
-
-def _part_of(
-    twin: PreTrainedModel, expected: Reference, source: ModelSource, world: World
-) -> tuple[PreTrainedModel, Reference]:
-    """Return this rank's part of a twin and of its results."""
-    part = source.part_of(twin, world)
-    nn.Module.to(part, source.device)
-    part.train(mode=False)
-    replace_attention(part)
-    if source.whole_experts:
-        expected = replace(expected, choices=own_choices(part, expected.choices, world))
-    return part, expected

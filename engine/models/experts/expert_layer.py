@@ -5,7 +5,7 @@ or alternating), in biases and in activations. `ExpertLayer` hides the first two
 recognized by its results for some inputs, not by its code.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from octavo.engine.models.cut import Cut
 from octavo.engine.models.experts.interface import (
     REPLACEMENT,
     ZEROS,
@@ -26,6 +27,8 @@ from octavo.kernels.activation import KINDS, Activation
 log = structlog.get_logger(__name__)
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
+CUTS = "octavo_cuts"
+"""Attribute of an expert layer of which a rank holds a part: the `Cut` of each weight by name."""
 FAR = (12.0, 60.0, 300.0)
 """Magnitudes for trying an activation, besides common ones: most limits are smaller."""
 
@@ -68,6 +71,12 @@ class ExpertLayer:
     def elements(self) -> int:
         """Elements of the weights of all experts."""
         return self._weights(self._up_name).numel() + self.downs().numel()
+
+    @property
+    def cuts(self) -> tuple[Cut | None, Cut | None]:
+        """The parts of the first and the second weights that this rank holds; None: the whole."""
+        cuts: Mapping[str, Cut] = getattr(self.module, CUTS, {})
+        return cuts.get(self._up_name), cuts.get("down_proj")
 
     def ups(self) -> Tensor:
         """Return the first weights of all experts, `[experts, projected, hidden]`."""

@@ -99,8 +99,8 @@ def stored_weight(stored: StoredWeight | None) -> GpuWeight | None:
 
 
 def _integers(stored: Integers) -> GpuWeight | None:
-    inputs, groups = stored.codes.shape[1], stored.scale.shape[1]
-    if not takes_group(inputs // groups, inputs):
+    size = stored.group_size
+    if size is None or not takes_group(size, stored.codes.shape[1]):
         return None
     order = stored.order()
     codes = stored.codes if order is None else stored.codes[:, order]
@@ -112,7 +112,7 @@ def _integers(stored: Integers) -> GpuWeight | None:
     made = make_weight(
         codes if nibbles else (codes.short() - shift).to(torch.int8),
         stored.scale,
-        group=inputs // groups,
+        group=size,
         numbers=Numbers.NIBBLES if nibbles else Numbers.BYTES,
         zero_point=int(shared) if alike else 0,
         zero_points=None if alike else zero_points,

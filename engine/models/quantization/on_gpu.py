@@ -22,7 +22,7 @@ from octavo.engine.models.linear.plain_linears import replace_conv1d
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear, bias_of
 from octavo.engine.models.quantization.experts_on_gpu import pack_experts, round_experts
 from octavo.engine.models.quantization.gpu_weight import GpuWeight, stored_weight
-from octavo.engine.models.read_weights import QuantizedCheckpoint, log_widened
+from octavo.engine.models.read_weights import QuantizedCheckpoint, find_stored, log_widened
 from octavo.kernels import ops
 from octavo.kernels.quantized import FP8_MULTIPLE, join
 
@@ -80,7 +80,7 @@ def pack_checkpoint_on_gpu(
     groups = group_linears_by_input(model)
     while groups:
         whole = groups.pop()
-        stored = [stored_weight(checkpoint.find(each.layer.weight)) for each in whole]
+        stored = [stored_weight(find_stored(each.layer.weight)) for each in whole]
         for group, weights in split_alike(whole, stored):
             made = _make(group, weights, device, is_head=group[0].layer is head)
             if isinstance(made, Fp8Linear):

@@ -29,17 +29,19 @@ class SummedLinear(nn.Module):
         super().__init__()
         self.linear = linear
         if world.rank:
-            _clear_biases(linear)
+            _clear_bias(linear, "bias")
 
     def forward(self, x: Tensor) -> Tensor:
         """Map this rank's inputs `[..., in_features / ranks]` to all ranks' outputs."""
         return sum_over_ranks(self.linear(x))
 
 
-def _clear_biases(module: nn.Module) -> None:
-    for name, weight in module.named_parameters(recurse=False):
-        if name.endswith("bias"):
-            weight.zero_()
+def _clear_bias(module: nn.Module, name: str) -> None:
+    """Replace a module's bias, which may be in its file, by zeros."""
+    bias = getattr(module, name, None)
+    if isinstance(bias, Tensor):
+        zeros = torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
+        setattr(module, name, nn.Parameter(zeros, requires_grad=False))
 
 
 class VocabularyEmbedding(nn.Module):
@@ -55,19 +57,19 @@ class VocabularyEmbedding(nn.Module):
         self.embedding = embedding
         self.first = first
         marked: Any = embedding
-        marked.num_embeddings = len(marked.weight)
+        self.count = marked.num_embeddings = len(marked.weight)
         marked.padding_idx = None  # only matters in training
 
     @property
     def weight(self) -> Tensor:
-        """This rank's embeddings, `[tokens, hidden]`."""
+        """This rank's embeddings, `[tokens, hidden]`, until they are packed."""
         weight: Tensor = self.embedding.weight  # type: ignore[assignment]
         return weight
 
     def forward(self, token_ids: Tensor) -> Tensor:
         """Map `[...]` token ids to `[..., hidden]`."""
         local_ids = token_ids - self.first
-        is_here = (local_ids >= 0) & (local_ids < len(self.weight))
+        is_here = (local_ids >= 0) & (local_ids < self.count)
         rows: Tensor = self.embedding(torch.where(is_here, local_ids, 0))
         return sum_over_ranks(rows * is_here[..., None])
 
@@ -75,9 +77,7 @@ class VocabularyEmbedding(nn.Module):
 def sum_experts(experts: nn.Module, world: World) -> None:
     """Make an expert layer, split by inner outputs, return sums over ranks."""
     if world.rank:
-        down = getattr(experts, "down_proj_bias", None)
-        if isinstance(down, Tensor):
-            down.zero_()
+        _clear_bias(experts, "down_proj_bias")
     experts.register_forward_hook(lambda _, __, output: sum_over_ranks(output))
 
 

@@ -23,7 +23,7 @@ from octavo.engine.models.checks.probe import set_attention
 from octavo.engine.models.dimensions import find_dimensions
 from octavo.engine.models.empty_model import make_empty, running_empty
 from octavo.engine.models.forward import EagerForward
-from octavo.engine.models.sharding.load_shard import _add_up
+from octavo.engine.models.sharding.keep_part import _add_up
 from octavo.engine.models.sharding.plan import make_plan
 from octavo.engine.parallel.messages import MessageRoom
 from tests.engine.execution.frozen import NoHostCopies

@@ -1,14 +1,16 @@
 """The interface of a format of quantized checkpoints."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
+from octavo.engine.models.cut import Cut
 from octavo.kernels.cpu.linear import GROUP
 from octavo.kernels.quantized import E2M1, E8M0_BIAS, takes_group
 
@@ -43,6 +45,9 @@ class StoredWeight(Protocol):
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""
 
+    def cut(self, cut: Cut) -> "StoredWeight":
+        """Return a part, whose float32 values are that part of this weight's."""
+
 
 @runtime_checkable
 class Rows(StoredWeight, Protocol):
@@ -71,6 +76,31 @@ class Integers:
     bits: int
     group_of: Tensor
     rounds_inputs: bool = False
+
+    @property
+    def group_size(self) -> int | None:
+        """Inputs of each group; None if groups differ in size, as in some parts of a weight."""
+        sizes = set(self.group_of.bincount(minlength=self.scale.shape[1]).tolist())
+        return sizes.pop() if len(sizes) == 1 else None
+
+    def cut(self, cut: Cut) -> "Integers":
+        """Return a part; groups that it splits become smaller ones of one size, if in order."""
+        if cut.dim == -2:
+            codes, scale, zero = map(cut.take, (self.codes, self.scale, self.zero))
+            return replace(self, codes=codes, scale=scale, zero=zero)
+        group_of = cut.take(self.group_of)
+        kept, numbers = torch.unique(group_of, return_inverse=True)
+        runs, sizes = torch.unique_consecutive(group_of, return_counts=True)
+        if len(runs) == len(kept):
+            size = math.gcd(*sizes.tolist())
+            kept, numbers = group_of[::size], torch.arange(len(group_of)) // size
+        return replace(
+            self,
+            codes=cut.take(self.codes),
+            scale=self.scale[:, kept],
+            zero=self.zero[:, kept],
+            group_of=numbers,
+        )
 
     def order(self) -> Tensor | None:
         """Return the inputs sorted by group, `[inputs]` int64; None if they are in order."""
@@ -101,6 +131,22 @@ class ScaledFp8:
         """Return the weight in float32, `[outputs, inputs]`."""
         return times_blocks(self.codes.float(), self.scale, self.block)
 
+    def cut(self, cut: Cut) -> "ScaledFp8 | Floats":
+        """Return a part; in floats if it splits blocks of inputs."""
+        codes = cut.take(self.codes)
+        if self.block is None:
+            return replace(self, codes=codes)
+        height, width = self.block
+        if cut.dim == -2:
+            return ScaledFp8(codes, cut.take(self.scale_of_outputs()), (1, width))
+        if self.scale.shape[1] == 1:
+            return ScaledFp8(codes, self.scale, (height, codes.shape[1]))
+        if cut.groups > 1 or cut.start % width:
+            return Floats(cut.take(self.dequantize()))
+        first = cut.start // width
+        scale = self.scale[:, first : first + -(-cut.length // width)]
+        return ScaledFp8(codes, scale, (height, min(width, cut.length)))
+
     def scale_of_outputs(self) -> Tensor:
         """Return the scales of each output, `[outputs, blocks of inputs]` float32."""
         outputs = len(self.codes)
@@ -120,6 +166,17 @@ class ScaledE2m1:
 
     codes: Tensor
     exponents: Tensor
+
+    def cut(self, cut: Cut) -> "ScaledE2m1 | Floats":
+        """Return a part; in floats if it splits groups of inputs."""
+        size = self.codes.shape[-1] // self.exponents.shape[-1]
+        if cut.dim != -2:  # its outputs are last in float32
+            cut = replace(cut, dim=-2 if cut.dim == -1 else cut.dim)
+            return ScaledE2m1(cut.take(self.codes), cut.take(self.exponents))
+        if cut.groups > 1 or cut.start % size or cut.length % size:
+            return Floats(cut.take(self.dequantize()))
+        groups = replace(cut, dim=-1, start=cut.start // size, length=cut.length // size)
+        return ScaledE2m1(replace(cut, dim=-1).take(self.codes), groups.take(self.exponents))
 
     def expert(self, number: int) -> "ScaledE2m1":
         """Return one expert's weights."""
@@ -146,6 +203,10 @@ class Floats:
     """
 
     values: Tensor
+
+    def cut(self, cut: Cut) -> "Floats":
+        """Return a part."""
+        return Floats(cut.take(self.values))
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""

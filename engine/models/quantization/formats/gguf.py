@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 
 from octavo.common.models.gguf.tensor_locations import BLOCKS, ORDER
+from octavo.engine.models.cut import Cut
 from octavo.engine.models.quantization.formats.base import (
+    Floats,
     Format,
     Settings,
     TensorHeader,
@@ -62,6 +65,18 @@ class Blocks:
         if self.order is None:
             return replace(self, stored=self.stored[start:end])
         return replace(self, order=self.order[start:end])
+
+    def cut(self, cut: Cut) -> "Blocks | Floats":
+        """Return a part; in floats if it splits units of inputs."""
+        if cut.dim == -2:
+            rows = torch.arange(len(self.stored)) if self.order is None else self.order
+            return replace(self, order=cut.take(rows[:, None])[:, 0])
+        unit, size = self.format.unit, self.format.unit_bytes
+        if cut.groups > 1 or cut.start % unit or cut.length % unit:
+            return Floats(cut.take(self.dequantize()))
+        start, length = (count // unit * size for count in (cut.start, cut.length))
+        stored = replace(cut, start=start, length=length).take(self.stored)
+        return replace(self, stored=stored.contiguous())
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32, `[outputs, inputs]`."""

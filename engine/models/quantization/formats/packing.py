@@ -54,7 +54,8 @@ from octavo.engine.models.quantization.formats.stored_experts import (
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.engine.models.quantization.rounding import sum_rows
-from octavo.engine.models.read_weights import QuantizedCheckpoint, log_widened
+from octavo.engine.models.read_weights import QuantizedCheckpoint, find_stored, log_widened
+from octavo.engine.models.sharding.sharded_layers import VocabularyEmbedding
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
 from octavo.kernels.cpu.blocks import FORMATS, to_q4_1
@@ -142,7 +143,7 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
     """Return a stored weight for the kernels; None if no kernel supports it."""
     if not isinstance(weight, Integers):
         return None
-    groups, inputs = weight.scale.shape[1], weight.codes.shape[1]
+    groups, size = weight.scale.shape[1], weight.group_size
     if weight.bits == 8:
         as_bytes = (
             weight.rounds_inputs and groups == 1 and bool((weight.zero == ZERO_OF_BYTES).all())
@@ -151,14 +152,14 @@ def for_kernels(weight: object) -> Nibbles | Bytes | None:
             return None
         codes = (weight.codes.short() - ZERO_OF_BYTES).to(torch.int8)
         return Bytes(codes, weight.scale[:, 0].contiguous())
-    if not in_groups(inputs, inputs // groups):
+    if size is None or not in_groups(weight.codes.shape[1], size):
         return None
     order = weight.order()
     # Codes and zero points are shifted together, so that zero points are near 0: experts' zero
     # points are rounded to bfloat16, which is more precise near 0.
     shift = MIDDLE - (1 << (weight.bits - 1))
     codes = (weight.codes if order is None else weight.codes[:, order]) + shift
-    repeats = inputs // groups // GROUP
+    repeats = size // GROUP
     scale = weight.scale.float()
     zero = (MIDDLE - shift - weight.zero) * scale
     return Nibbles(
@@ -206,6 +207,8 @@ class _Packing:
     def pack_ends(self) -> None:
         """Replace embeddings and the head, if they are in blocks; tied ones share them."""
         embeddings: nn.Module = self._model.get_input_embeddings()
+        if isinstance(embeddings, VocabularyEmbedding):
+            embeddings = embeddings.embedding
         head: nn.Module | None = self._model.get_output_embeddings()  # type: ignore[no-untyped-call]
         paths = {module: path for path, module in self._model.named_modules()}
         shared: dict[Tensor, BlockWeights] = {}
@@ -249,12 +252,12 @@ class _Packing:
 
     def _find_blocks(self, weight: Tensor) -> BlockWeights | None:
         """Return a weight in blocks; None if the file stores it otherwise."""
-        stored = self._checkpoint.find(weight)
+        stored = find_stored(weight)
         return block_weights(stored, weight.dtype)
 
     def _find(self, located: LocatedLinear) -> Packable | None:
         """Return a layer's weights for the kernels; None if the file stores them otherwise."""
-        stored = self._checkpoint.find(located.layer.weight)
+        stored = find_stored(located.layer.weight)
         if (blocks := block_weights(stored, located.layer.weight.dtype)) is not None:
             return blocks
         if not has_quantized_kernels(located.layer):

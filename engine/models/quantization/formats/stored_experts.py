@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
+from octavo.engine.models.cut import Cut
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.quantization.formats.base import ScaledE2m1, StoredWeight
 from octavo.engine.models.read_weights import QuantizedCheckpoint
@@ -37,15 +39,27 @@ def stored_experts(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Itera
 def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
     whole = [f"{layer.path}.{name}" for name in ("gate_up_proj", "down_proj")]
     if all(name in checkpoint.shapes for name in whole):
-        up, down = map(checkpoint.read, whole)
+        up, down = map(_part, map(checkpoint.read, whole), layer.cuts)
         if isinstance(up, ScaledE2m1) and isinstance(down, ScaledE2m1):
             for number in range(len(up.codes)):
                 weights = up.expert(number)
                 first = (layer.gates_first(part, 1) for part in (weights.codes, weights.exponents))
                 yield [ScaledE2m1(*first)], down.expert(number)
         return
-    for gate, up_name, down_name in expert_names(checkpoint, layer.path):
-        yield [checkpoint.read(gate), checkpoint.read(up_name)], checkpoint.read(down_name)
+    experts = expert_names(checkpoint, layer.path)
+    up_cut, down_cut = layer.cuts
+    if up_cut is not None and up_cut.dim == -3:  # whole experts
+        experts = experts[up_cut.start : up_cut.start + up_cut.length]
+        up_cut = down_cut = None
+    elif up_cut is not None:  # gates and up projections are apart
+        up_cut = replace(up_cut, groups=1)
+    for gate, up_name, down_name in experts:
+        ups = [_part(checkpoint.read(name), up_cut) for name in (gate, up_name)]
+        yield ups, _part(checkpoint.read(down_name), down_cut)
+
+
+def _part(weight: StoredWeight, cut: Cut | None) -> StoredWeight:
+    return weight if cut is None else weight.cut(cut)
 
 
 def _same(layer: ExpertLayer, number: int, ups: Sequence[StoredWeight], down: StoredWeight) -> bool:
