@@ -9,7 +9,6 @@ from pathlib import Path
 from types import EllipsisType
 from typing import Any
 
-import structlog
 import torch
 from torch import Tensor
 from transformers import AutoConfig, GenerationConfig, PreTrainedConfig
@@ -36,8 +35,6 @@ TYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 JOINED = 4
 """Maximum number of weights joined into one, such as queries, keys and values."""
-
-log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,22 +317,3 @@ def _lazy(tensors: Mapping[str, StoredTensor]) -> dict[str, Any]:
                 shape, dtype, partial(read, tensor), rows=partial(rows, tensor)
             )
     return weights
-
-
-def log_widened(checkpoint: QuantizedCheckpoint, packed: int, dtype: torch.dtype) -> None:
-    """Log how a checkpoint's quantized weights run.
-
-    Args:
-        checkpoint: The checkpoint.
-        packed: The number of its quantized weights that run unchanged.
-        dtype: Dtype to which the others are dequantized.
-    """
-    total = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
-    widened = max(0, total - packed)
-    log.info(
-        "quantized weights",
-        format=checkpoint.format.description,
-        as_stored_percent=round(100 * packed / total),
-        widened_to=str(dtype).removeprefix("torch.") if widened else None,
-        widened_gib=round(widened * dtype.itemsize / (1 << 30), 3),
-    )

@@ -21,8 +21,9 @@ from octavo.engine.models.linear.fuse_linears import (
 from octavo.engine.models.linear.plain_linears import replace_conv1d
 from octavo.engine.models.linear.quantized_linear import Fp8Linear, QuantizedLinear, bias_of
 from octavo.engine.models.quantization.experts_on_gpu import pack_experts, round_experts
+from octavo.engine.models.quantization.formats.report import log_widened
 from octavo.engine.models.quantization.gpu_weight import GpuWeight, stored_weight
-from octavo.engine.models.read_weights import QuantizedCheckpoint, find_stored, log_widened
+from octavo.engine.models.read_weights import QuantizedCheckpoint, find_stored
 from octavo.kernels import ops
 from octavo.kernels.quantized import FP8_MULTIPLE, join
 
@@ -92,7 +93,7 @@ def pack_checkpoint_on_gpu(
             if experts := pack_experts(layer, checkpoint, device):
                 packed += layer.elements
                 layer.replace(experts)
-    log_widened(checkpoint, packed, model.dtype)
+    log_widened(model, checkpoint, packed)
     return tolerance
 
 

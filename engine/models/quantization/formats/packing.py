@@ -47,6 +47,7 @@ from octavo.engine.models.quantization.formats.block_layers import (
     embedding_factor,
 )
 from octavo.engine.models.quantization.formats.e2m1_experts import pack_e2m1
+from octavo.engine.models.quantization.formats.report import log_widened
 from octavo.engine.models.quantization.formats.stored_experts import (
     StoredExpert,
     stored_experts,
@@ -54,7 +55,7 @@ from octavo.engine.models.quantization.formats.stored_experts import (
 from octavo.engine.models.quantization.int8 import SCHEME as INT8
 from octavo.engine.models.quantization.int8 import PackedInt8Linear
 from octavo.engine.models.quantization.rounding import sum_rows
-from octavo.engine.models.read_weights import QuantizedCheckpoint, find_stored, log_widened
+from octavo.engine.models.read_weights import QuantizedCheckpoint, find_stored
 from octavo.engine.models.sharding.sharded_layers import VocabularyEmbedding
 from octavo.kernels.cpu import experts as expert_kernels
 from octavo.kernels.cpu import linear as kernels
@@ -290,7 +291,7 @@ def pack_checkpoint(model: PreTrainedModel, checkpoint: QuantizedCheckpoint) -> 
         packing.pack_linears()
         packing.pack_experts()
         packing.pack_ends()
-    log_widened(checkpoint, packing.packed, model.dtype)
+    log_widened(model, checkpoint, packing.packed)
     return packing.tolerance
 
 

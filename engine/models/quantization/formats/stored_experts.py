@@ -36,8 +36,19 @@ def stored_experts(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Itera
             yield expert
 
 
+def are_stored(checkpoint: QuantizedCheckpoint, path: str) -> bool:
+    """Return whether a checkpoint has the quantized experts of the layer at a path."""
+    whole = _joined_names(path)
+    return all(name in checkpoint.shapes for name in whole) or bool(expert_names(checkpoint, path))
+
+
+def _joined_names(path: str) -> list[str]:
+    """Return the names of the weights of all experts of a layer, stored as two tensors."""
+    return [f"{path}.{name}" for name in ("gate_up_proj", "down_proj")]
+
+
 def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
-    whole = [f"{layer.path}.{name}" for name in ("gate_up_proj", "down_proj")]
+    whole = _joined_names(layer.path)
     if all(name in checkpoint.shapes for name in whole):
         up, down = map(_part, map(checkpoint.read, whole), layer.cuts)
         if isinstance(up, ScaledE2m1) and isinstance(down, ScaledE2m1):
