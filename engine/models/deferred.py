@@ -10,6 +10,7 @@ Of embeddings, only the rows that are looked up are computed.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ SMALL = 1 << 16
 UNCHANGED = {torch.ops.aten.detach.default, torch.ops.aten.alias.default}
 """Operators that return the same values, like `CASTS`."""
 CASTS = {torch.ops.aten._to_copy.default}  # noqa: SLF001 - no public name
+STACK, CONCATENATE = torch.ops.aten.stack.default, torch.ops.aten.cat.default
 LINEAR = torch.ops.aten.linear.default
 EMBEDDING = torch.ops.aten.embedding.default
 PART = 240 << 10
@@ -45,12 +47,14 @@ class DeferredTensor(Tensor):
         exact: Function that dequantizes a quantized weight to float32, rounding once; else None.
         rows: Function that computes a range of rows, in float32 for a quantized weight. None if
             only the whole can be computed.
+        source: The operator, the arguments and the keywords that it is the result of, if any.
     """
 
     make: Callable[[], Tensor]
     stored: "Callable[[], StoredWeight] | None"
     exact: Callable[[], Tensor] | None
     rows: Callable[[int, int], Tensor] | None
+    source: tuple[Any, tuple[Any, ...], dict[str, Any]] | None
 
     @staticmethod
     def __new__(  # noqa: D102, PYI034 - as the class; torch's typing wants no Self here
@@ -62,11 +66,13 @@ class DeferredTensor(Tensor):
         device: torch.device | None = None,
         exact: Callable[[], Tensor] | None = None,
         rows: Callable[[int, int], Tensor] | None = None,
+        source: tuple[Any, tuple[Any, ...], dict[str, Any]] | None = None,
     ) -> "DeferredTensor":
         made: DeferredTensor = Tensor._make_wrapper_subclass(  # noqa: SLF001
             cls, like.shape, dtype=like.dtype, device=device or torch.device("cpu")
         )
         made.make, made.stored, made.exact, made.rows = make, stored, exact, rows
+        made.source = source
         return made
 
     def __repr__(self) -> str:  # type: ignore[override] # torch's takes what it prints
@@ -144,7 +150,14 @@ def _defer(
         return operator(*tree_map(present, args), **tree_map(present, kwargs))
 
     if isinstance(shapes, Tensor):
-        return DeferredTensor(shapes, run, stored=stored, device=where, exact=exact, rows=rows)
+        return DeferredTensor(
+            *(shapes, run),
+            stored=stored,
+            device=where,
+            exact=exact,
+            rows=rows,
+            source=(operator, args, kwargs),
+        )
     return type(shapes)(
         DeferredTensor(like, partial(_part, run, number), device=where)
         for number, like in enumerate(shapes)
@@ -196,6 +209,8 @@ def take(weight: Tensor, cut: Cut) -> Tensor:
     """Return a part of a weight: a copy, or a deferred part of a deferred weight."""
     if not isinstance(weight, DeferredTensor):
         return cut.take(weight).clone()
+    if (joined := _join_parts(weight, cut)) is not None:
+        return joined
     like = cut.take(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
     stored, exact = weight.stored, weight.exact
     return DeferredTensor(
@@ -206,6 +221,25 @@ def take(weight: Tensor, cut: Cut) -> Tensor:
         exact=None if exact is None else partial(_taken, exact, cut),
         rows=None if weight.rows is None else _rows_of_part(weight.rows, cut, weight.dim()),
     )
+
+
+def _join_parts(weight: DeferredTensor, cut: Cut) -> Tensor | None:
+    """Return a part of a layer's experts, each cut before they are joined; None of others."""
+    operator, args, kwargs = weight.source or (None, (), {})
+    if operator in CASTS | UNCHANGED and weight.stored is None:
+        inner = _join_parts(args[0], cut)
+        return None if inner is None else operator(inner, *args[1:], **kwargs)
+    dim = (args[1] if len(args) > 1 else 0) - weight.dim()
+    if operator is STACK and dim == -weight.dim():
+        if cut.dim != dim:
+            return torch.stack([take(each, cut) for each in args[0]])
+        return torch.stack(args[0][cut.start : cut.start + cut.length])
+    if operator is CONCATENATE and cut.dim != dim:
+        return torch.cat([take(each, cut) for each in args[0]], dim)
+    sizes = {each.shape[dim] for each in args[0]} if operator is CONCATENATE else set()
+    if len(sizes) == 1 and cut.groups == len(args[0]):
+        return torch.cat([take(each, replace(cut, groups=1)) for each in args[0]], dim)
+    return None
 
 
 def _taken(make: Callable[[], Tensor], cut: Cut) -> Tensor:

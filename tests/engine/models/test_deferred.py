@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from octavo.engine.models import deferred, read_weights
 from octavo.engine.models.checks import widened
-from octavo.engine.models.deferred import DeferredTensor, held, hold, in_float32, present
+from octavo.engine.models.cut import Cut
+from octavo.engine.models.deferred import DeferredTensor, held, hold, in_float32, present, take
 from octavo.engine.models.empty_model import running_empty
 from octavo.engine.models.read_weights import load_weights, read_config
 from tests.architectures.entries import entries
@@ -166,3 +167,51 @@ def test_models_compute_the_same(name, tmp_path, monkeypatch):
         assert torch.allclose(wide, kept.float()(TOKENS).logits, atol=1e-5)
     after = chain(model.parameters(), model.buffers())
     assert all(own is other for own, other in zip(before, after, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("cut", "reads"),
+    [
+        (Cut(-2, 2, 3, 3), [1] * 4),  # half of the outputs of each gate and up projection
+        (Cut(-3, 1, 1, 1), [0, 1, 0, 1]),  # the second expert
+        (Cut(-1, 1, 0, 2), [1] * 4),
+        (Cut(-2, 1, 4, 5), [1] * 4),
+    ],
+)
+def test_a_part_of_experts_reads_no_others_and_joins_parts(cut, reads):
+    weights = [Weight(6, 4) for _ in range(4)]
+
+    def join(tensors):
+        gates, ups = torch.stack(tensors[:2]), torch.stack(tensors[2:], 0)
+        return torch.cat([gates, ups], dim=1).to(torch.bfloat16)
+
+    part = take(join([weight.deferred() for weight in weights]), cut)
+    assert isinstance(part, DeferredTensor)
+    assert torch.equal(present(part), cut.take(join([weight.numbers for weight in weights])))
+    assert [weight.reads for weight in weights] == reads
+
+
+def test_a_part_of_a_weight_keeps_its_form_and_its_rows():
+    exact = torch.randn(9, 6)
+
+    class Stored:
+        def cut(self, cut):
+            return cut.take(exact)
+
+    like = torch.empty(9, 6, device="meta")
+    whole = DeferredTensor(
+        like,
+        lambda: exact,
+        stored=Stored,
+        rows=lambda start, end: exact[start:end],
+        exact=lambda: exact,
+    )
+    for cut in (Cut(-2, 1, 4, 5), Cut(-1, 1, 2, 3), Cut(-2, 3, 1, 2)):
+        part, expected = take(whole.to(torch.bfloat16), cut), cut.take(exact)
+        assert torch.equal(part.stored(), expected)
+        assert torch.equal(in_float32(part).make(), expected)
+        assert torch.equal(present(part), expected.bfloat16())
+        if cut.groups == 1:
+            assert torch.equal(part.rows(1, 3), expected[1:3])
+        else:
+            assert part.rows is None
