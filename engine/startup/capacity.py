@@ -17,7 +17,6 @@ from octavo.engine.memory.cache_tensors import (
     memory_of,
 )
 from octavo.engine.memory.swap import staging_memory
-from octavo.engine.models.device import choose_device
 from octavo.engine.settings import EngineSettings
 from octavo.kernels.uncompiled import why_uncompiled
 
@@ -148,9 +147,5 @@ def longest_sequence(
 
 
 def keeps_blocks(settings: EngineSettings) -> bool:
-    """Return whether the weights of a GGUF file stay in its blocks.
-
-    They do not with adapters on a CPU, whose block kernels take none.
-    """
-    on_cpu = choose_device(settings.device).type == "cpu"
-    return settings.quantization == "none" and not (settings.takes_adapters and on_cpu)
+    """Return whether the weights of a GGUF file stay in its blocks."""
+    return settings.quantization == "none"

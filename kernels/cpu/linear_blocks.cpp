@@ -152,9 +152,10 @@ void packed_linear_blocks(const Result& result, const View& x, int64_t outputs, 
 OCTAVO_OPERATOR(packed_linear_blocks)
 
 void packed_linear_blocks_wide(const Result& result, const View& x, int64_t outputs,
-                               const View& blocks, const View& bias, int64_t format) {
+                               const View& blocks, const View& bias, int64_t format,
+                               int64_t adapted) {
   const Stopwatch stopwatch(spent.linear);
-  linear_blocks(result, {x, outputs, blocks, bias}, format, true);
+  linear_blocks(result, {x, outputs, blocks, bias, 0, adapted}, format, true);
 }
 OCTAVO_OPERATOR(packed_linear_blocks_wide)
 

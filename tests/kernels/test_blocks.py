@@ -51,7 +51,7 @@ def multiply(kernels, x, outputs, packed, bias, number, *fused):
 
 
 def multiply_wide(kernels, *arguments):
-    return kernels[1].operators.packed_linear_blocks_wide(*arguments)
+    return kernels[1].operators.packed_linear_blocks_wide(*arguments, -1)
 
 
 def meaning(own, rows):

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import embedding
 
-from octavo.engine.models.linear.packed_linear import FUSED, PackedLayer, define_operator
+from octavo.engine.models.linear.packed_linear import (
+    ADAPTED,
+    FUSED,
+    PackedLayer,
+    define_operator,
+)
 from octavo.engine.models.quantization.formats.gguf import Blocks
 from octavo.kernels.cpu import blocks as kernels
 from octavo.kernels.cpu.blocks import BlockFormat, row_addresses
@@ -131,7 +136,7 @@ class PackedBlocksLinear(PackedLayer):
         ordered = rows if self.order is None else rows.index_select(1, self.order)
         arguments = (ordered, self.outputs, self.blocks, self.bias, self.number)
         out: Tensor = (
-            torch.ops.octavo.packed_linear_blocks_wide(*arguments)
+            torch.ops.octavo.packed_linear_blocks_wide(*arguments, self.adapted)
             if self.wide
             else torch.ops.octavo.packed_linear_blocks(*arguments, *self.stages)
         )
@@ -188,8 +193,8 @@ define_operator(
     f" {FUSED}) -> Tensor",
 )
 define_operator(
-    "packed_linear_blocks_wide(Tensor x, int outputs, Tensor blocks, Tensor bias, int number)"
-    " -> Tensor",
+    "packed_linear_blocks_wide(Tensor x, int outputs, Tensor blocks, Tensor bias, int number,"
+    f" {ADAPTED}) -> Tensor",
     torch.float32,
 )
 define_operator(

@@ -28,6 +28,8 @@ from octavo.engine.models.quantization.formats.block_layers import (
 )
 from octavo.engine.models.read_weights import load_weights, read_config
 from octavo.engine.models.resolve_or_convert import resolve
+from octavo.engine.settings import EngineSettings
+from octavo.engine.startup.build import build
 from octavo.kernels.cpu.blocks import FORMATS, dequantize
 from tests.common.models import tiny_gguf
 from tests.engine.models.quantization.formats.test_quantized_checkpoints import (
@@ -236,6 +238,19 @@ def test_weights_that_the_models_class_lacks_are_refused(tmp_path):
 def weight_bytes(model):
     tensors = {t.data_ptr(): t.nbytes for t in [*model.parameters(), *model.buffers()]}
     return sum(tensors.values())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_apply_to_all_weights_in_blocks(tmp_path, dtype):
+    """The start checks a trial adapter of all layers, the head too."""
+    file = write(tmp_path / "tiny.gguf", "llama", q4_k_m, untied=True)
+    settings = EngineSettings(
+        model=str(file), dtype=dtype, enable_lora=True, compile="off", num_blocks=64
+    )
+    parts = build(settings)
+    layers = parts.adapters._targets.layers
+    assert sum(name.endswith("lm_head") for name in layers) == 1
+    assert all(layer.placement is not None for layer in layers.values())
 
 
 @pytest.mark.parametrize("case", ["Q4_1", "Q8_0", "Q4_K_M"])
