@@ -453,7 +453,6 @@ def join(
     if device.type == "cuda":
         torch.cuda.set_device(place.local_rank)
         backend = "cpu:gloo,cuda:nccl"
-    os.environ.update(place.variables())  # transformers reads them too
     store, rank, size = meet(place, facts or {})
     dist.init_process_group(backend, store=store, rank=rank, world_size=size)
     size = place.size // stages
