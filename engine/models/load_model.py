@@ -49,7 +49,6 @@ from octavo.engine.models.refusals import (
     check_quantization,
     check_room,
 )
-from octavo.engine.models.sharding.plan import check_splittable
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.models.sharding.sharded_layers import own_choices
 from octavo.engine.models.sharding.stages import keep_stage, plan_stages
@@ -215,9 +214,7 @@ def load_unchecked(
         if scheme is not None:
             stored_format = None if checkpoint is None else checkpoint.format
             check_quantization(model, path, quantization, target, stored_format)
-        if world is not None and world.size > 1:
-            check_splittable(measured_cache=cache_kind in FP8_DTYPES)
-        elif world is None:
+        if world is None:
             check_room(model, source, quantization)
         routing = ModuleRouting(model)
         place = None if small or world is not None else source.place(block_size)

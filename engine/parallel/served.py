@@ -29,7 +29,6 @@ KV_DISK = _refused("`--kv-disk`", "ranks do not write their blocks yet")
 KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
 IMAGES = _refused("images", "ranks do not encode images yet")
 EMBEDDING = _refused("embedding models", "they run in one process")
-FP8_CACHE = Feature("`--kv-cache-dtype fp8`", "it is not measured over ranks yet")
 GPUS = Feature("GPUs", pipeline="stages run on CPUs only yet")
 FEATURES = (
     Feature("decoders with transformers' plan, mixtures of experts, windows, sinks (GPT-OSS)"),
@@ -45,8 +44,7 @@ FEATURES = (
     Feature("`--speculation ngram`, `suffix`, `auto`"),
     Feature("`--quantization`"),
     Feature("GGUF files, and checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)"),
-    Feature("`--kv-cache-dtype int8`"),
-    FP8_CACHE,
+    Feature("`--kv-cache-dtype int8`, `fp8`"),
     Feature("adapters (`--lora`, `--enable-lora`)"),
     DRAFT_MODEL,
     KV_DISK,

@@ -17,7 +17,6 @@ from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.models.attention_layers import METHODS
 from octavo.engine.models.checks.latents import LINEAR as LATENT_EXPANSION
 from octavo.engine.models.empty_model import make_on_meta
-from octavo.engine.parallel.served import FP8_CACHE
 
 COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
 HEAD = "colwise_gather_output"
@@ -76,7 +75,6 @@ DIVIDED: dict[str, dict[str, tuple[str, ...]]] = {
 KEY_VALUE_NAMES = {"k_proj", "v_proj"}
 QUERY_NAMES = {"q_proj", "q_b_proj"}
 MAX_RANKS = 64
-ALONE = "use --tensor-parallel-size 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,16 +290,3 @@ def _shares_heads(model: nn.Module, path: str, module: nn.Module, size: int) -> 
         return False
     heads = count_heads(model, path, module)
     return heads is not None and heads % size != 0
-
-
-def check_splittable(*, measured_cache: bool) -> None:
-    """Refuse a cache that ranks cannot divide yet.
-
-    Args:
-        measured_cache: Whether the cache has scales that the whole model is measured for.
-
-    Raises:
-        NotImplementedError: The message names it.
-    """
-    if measured_cache:
-        raise NotImplementedError(f"{FP8_CACHE.name}: {FP8_CACHE.tensor}: {ALONE}")

@@ -80,9 +80,10 @@ def test_rounding_is_as_small_as_on_one_rank(stages, tmp_path):
     (model,) = save_models(["wide"], tmp_path)
     rounding = {
         name: {"dtype": "bfloat16", "quantization": name} for name in ("none", "int8", "int4")
-    } | {"int8 cache": {"kv_cache_dtype": "int8", "block_size": 16}}
-    if stages > 1:
-        rounding["fp8 cache"] = {"kv_cache_dtype": "fp8"}
+    } | {
+        "int8 cache": {"kv_cache_dtype": "int8", "block_size": 16},
+        "fp8 cache": {"kv_cache_dtype": "fp8"},
+    }
     given = {
         name: {"model": model, "work": "scored", "settings": own, "stages": stages}
         for name, own in ({"exact": {}} | rounding).items()
