@@ -14,7 +14,7 @@ from octavo.common.tls import Tls
 from octavo.common.tracing_settings import TracingSettings
 from octavo.engine.models.quantization import SCHEMES
 from octavo.engine.parallel.place import Machines
-from octavo.engine.parallel.served import DRAFT_MODEL, KV_DISK, KV_SPILL
+from octavo.engine.parallel.served import KV_DISK, KV_SPILL
 from octavo.engine.scheduling.swap_or_recompute import PreemptionMode
 from octavo.engine.speculation.method_names import METHOD_TEXTS
 from octavo.kernels import BACKENDS
@@ -373,8 +373,6 @@ class EngineSettings(TracingSettings, ConnectionSettings, TlsSettings):
     def _draft_model_drafts(self) -> Self:
         if (self.speculation == "draft") is not (self.draft_model is not None):
             raise ValueError("--speculation draft and --draft-model need each other")
-        if self.draft_model is not None and self.ranks > 1:
-            raise ValueError(f"--draft-model {self._with_ranks}: {DRAFT_MODEL.tensor}")
         return self
 
     @model_validator(mode="after")

@@ -22,9 +22,6 @@ def _refused(name: str, why: str) -> Feature:
     return Feature(name, why, why)
 
 
-DRAFT_MODEL = _refused(
-    "`--draft-model`", "ranks do not hold a draft model yet; use --speculation auto"
-)
 KV_DISK = _refused("`--kv-disk`", "ranks do not write their blocks yet")
 KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
 IMAGES = _refused("images", "ranks do not encode images yet")
@@ -46,7 +43,7 @@ FEATURES = (
     Feature("GGUF files, and checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)"),
     Feature("`--kv-cache-dtype int8`, `fp8`"),
     Feature("adapters (`--lora`, `--enable-lora`)"),
-    DRAFT_MODEL,
+    Feature("`--draft-model` (rank 0 has all of it, and drafts alone)"),
     KV_DISK,
     KV_SPILL,
     EMBEDDING,

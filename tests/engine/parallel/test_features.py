@@ -94,3 +94,18 @@ def test_rounding_is_as_small_as_on_one_rank(stages, tmp_path):
             np.sqrt(np.mean(score_errors(found[name], one["exact"]) ** 2)) for found in (one, two)
         )
         assert 0 < of_two < 1.5 * of_one + 0.005, name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["two ranks", "two stages of two"])
+def test_a_draft_model_on_rank_0_drafts_for_all(kind, tmp_path):
+    """It is the model itself, so nearly all drafts are right."""
+    (model,) = save_models(["llama"], tmp_path)
+    drafting = {"speculation": "draft", "draft_model": model, "num_speculative_tokens": 3}
+    given = {
+        name: {"model": model, "work": "mixed repetitive", "settings": settings}
+        for name, settings in {"alone": {}, "drafting": drafting}.items()
+    }
+    one, found = run_ranks(1, given, tmp_path), run_kind(kind, given, tmp_path)
+    assert found["drafting"]["tokens"] == one["alone"]["tokens"]
+    assert found["drafting"]["accepted"] > 0.9 * one["drafting"]["accepted"] > 0

@@ -173,10 +173,6 @@ def test_models_that_cannot_draft(tmp_path, decided_model, config, why):
     [
         ({"speculation": "draft"}, "need each other"),
         ({"speculation": "auto", "draft_model": "demo"}, "need each other"),
-        (
-            {"speculation": "draft", "draft_model": "demo", "tensor_parallel_size": 2},
-            "ranks do not hold a draft model",
-        ),
     ],
 )
 def test_settings_that_do_not_fit(settings, why):
