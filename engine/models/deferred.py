@@ -8,7 +8,7 @@ with float32 inputs compute the weight in parts that stay in a core's cache.
 Of embeddings, only the rows that are looked up are computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -209,8 +209,8 @@ def take(weight: Tensor, cut: Cut) -> Tensor:
     """Return a part of a weight: a copy, or a deferred part of a deferred weight."""
     if not isinstance(weight, DeferredTensor):
         return cut.take(weight).clone()
-    if (joined := _join_parts(weight, cut)) is not None:
-        return joined
+    if (part := _cut_before(weight, cut)) is not None:
+        return part
     like = cut.take(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
     stored, exact = weight.stored, weight.exact
     return DeferredTensor(
@@ -223,22 +223,34 @@ def take(weight: Tensor, cut: Cut) -> Tensor:
     )
 
 
-def _join_parts(weight: DeferredTensor, cut: Cut) -> Tensor | None:
-    """Return a part of a layer's experts, each cut before they are joined; None of others."""
-    operator, args, kwargs = weight.source or (None, (), {})
-    if operator in CASTS | UNCHANGED and weight.stored is None:
-        inner = _join_parts(args[0], cut)
-        return None if inner is None else operator(inner, *args[1:], **kwargs)
-    dim = (args[1] if len(args) > 1 else 0) - weight.dim()
-    if operator is STACK and dim == -weight.dim():
-        if cut.dim != dim:
-            return torch.stack([take(each, cut) for each in args[0]])
-        return torch.stack(args[0][cut.start : cut.start + cut.length])
-    if operator is CONCATENATE and cut.dim != dim:
-        return torch.cat([take(each, cut) for each in args[0]], dim)
-    sizes = {each.shape[dim] for each in args[0]} if operator is CONCATENATE else set()
-    if len(sizes) == 1 and cut.groups == len(args[0]):
-        return torch.cat([take(each, replace(cut, groups=1)) for each in args[0]], dim)
+def _cut_before(weight: DeferredTensor, cut: Cut) -> Tensor | None:
+    """Return a part of an operator's result from parts of its arguments; None if there is none.
+
+    So a rank reads no experts but its own, and joins only its parts of them.
+    """
+    if weight.source is None:
+        return None
+    operator, args, kwargs = weight.source
+    tensors: Tensor | Sequence[Tensor] | None = None
+    if operator in UNCHANGED or operator in CASTS:
+        tensors = take(args[0], cut)
+    elif operator in {STACK, CONCATENATE}:
+        dim = (args[1] if len(args) > 1 else 0) % weight.dim() - weight.dim()
+        tensors = _cut_joined(args[0], dim, cut, stacked=operator is STACK)
+    return None if tensors is None else operator(tensors, *args[1:], **kwargs)
+
+
+def _cut_joined(
+    tensors: Sequence[Tensor], dim: int, cut: Cut, *, stacked: bool
+) -> Sequence[Tensor] | None:
+    """Return the parts of tensors that make a part of their join along `dim`; None of others."""
+    if cut.dim > dim or (cut.dim < dim and not stacked):
+        return [take(each, cut) for each in tensors]
+    if cut.dim == dim and stacked and cut.groups == 1:
+        return tensors[cut.start : cut.start + cut.length]
+    is_each = not stacked and cut.groups == len(tensors)
+    if cut.dim == dim and is_each and len({each.shape[dim] for each in tensors}) == 1:
+        return [take(each, replace(cut, groups=1)) for each in tensors]
     return None
 
 

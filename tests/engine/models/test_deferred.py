@@ -191,6 +191,23 @@ def test_a_part_of_experts_reads_no_others_and_joins_parts(cut, reads):
     assert [weight.reads for weight in weights] == reads
 
 
+@pytest.mark.parametrize(
+    "cut", [Cut(-1, 1, 1, 2), Cut(-1, 2, 1, 1), Cut(-2, 1, 2, 2), Cut(-3, 1, 0, 1)]
+)
+@pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
+def test_a_part_is_the_same_however_weights_are_joined(cut, dim):
+    def stack(tensors):
+        return torch.stack(tensors, dim)
+
+    def concatenate(tensors):
+        return torch.cat([each[None] for each in tensors], dim)
+
+    for join in (stack, concatenate):
+        weights = [Weight(4, 4) for _ in range(4)]
+        part = take(join([weight.deferred() for weight in weights]), cut)
+        assert torch.equal(present(part), cut.take(join([weight.numbers for weight in weights])))
+
+
 def test_a_part_of_a_weight_keeps_its_form_and_its_rows():
     exact = torch.randn(9, 6)
 
