@@ -14,7 +14,9 @@ from octavo.engine.models.quantization.formats.block_layers import block_weights
 from octavo.engine.models.quantization.formats.gguf import Blocks
 from octavo.engine.models.quantization.formats.mxfp4 import Mxfp4
 from octavo.engine.models.quantization.formats.packing import for_kernels
+from octavo.engine.models.quantization.gpu_weight import stored_weight
 from octavo.kernels.cpu.blocks import FORMATS
+from octavo.kernels.quantized import dequantize
 from tests.engine.models.quantization.formats import packers, test_gguf
 from tests.engine.models.quantization.formats.test_quantized_checkpoints import CASES
 
@@ -61,6 +63,22 @@ def test_kernels_take_parts_that_whole_groups_make(name):
         assert part is not None, cut
 
 
+def assert_same_on_gpus(part):
+    """Check the values that a GPU's kernels unpack, if they take the part."""
+    if (weight := stored_weight(part)) is not None:
+        values = torch.empty_like(part.dequantize())
+        columns = slice(None) if weight.order is None else weight.order
+        values[:, columns] = dequantize(weight.weight).float()
+        torch.testing.assert_close(values, part.dequantize(), rtol=2e-3, atol=2e-3)
+    return weight is not None
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_gpus_unpack_the_values_of_a_part(name):
+    taken = [assert_same_on_gpus(stored(name).cut(cut)) for cut in ALIGNED]
+    assert all(taken[:2])  # parts of outputs have whole groups
+
+
 def test_permuted_groups_of_unequal_size_are_left_to_floats():
     weight = stored("gptq order")
     assert for_kernels(weight.cut(ALIGNED[0])) is not None
@@ -78,6 +96,7 @@ def test_a_part_of_blocks_stays_in_blocks_between_units(kind, ordered):
         part = same_part(weight, cut)
         assert isinstance(part, Blocks)
         assert block_weights(part, torch.bfloat16) is not None
+        assert assert_same_on_gpus(part)
     assert isinstance(same_part(weight, Cut(-1, 1, 8, 40)), Floats)
 
 
