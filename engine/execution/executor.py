@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +25,7 @@ from octavo.engine.execution.inputs import (
 )
 from octavo.engine.execution.leader import Leader
 from octavo.engine.execution.pending_step import PendingStep
+from octavo.engine.execution.rank_images import share_images
 from octavo.engine.execution.rank_messages import Kind
 from octavo.engine.execution.recorded_steps import NO_GRAPH, RecordedSteps
 from octavo.engine.kv_cache import Transfers
@@ -31,6 +33,7 @@ from octavo.engine.lora.adapter import Adapter
 from octavo.engine.lora.device_adapters import DeviceAdapters
 from octavo.engine.lora.weights import blank_weights
 from octavo.engine.memory.cache_tensors import CacheTensors
+from octavo.engine.models.forward import Forward
 from octavo.engine.models.linear.adapted_layers import applying
 from octavo.engine.models.sharding.rank_forward import RankForward
 from octavo.engine.sampling.reports import Report
@@ -135,6 +138,7 @@ class Executor:
                 adapters=() if inputs.adapters is None else adapters,
                 graph=inputs.graph,
                 filled=filled,
+                has_images=inputs.images is not None,
             )
         self.cache.apply(batch.transfers)
         if previous is not None and filled:
@@ -324,28 +328,33 @@ class Executor:
 
     def _forward(self, inputs: StepInputs) -> torch.Tensor:
         """Return logits `[num_rows, vocab_size]` of the needed tokens."""
-        if (images := inputs.images) is not None:
-            eager = self._loaded.eager
-            assert eager is not None
-            assert self._encoder is not None
-            encoded = self._encoder.embeddings
-            positions = inputs.positions if images.positions is None else images.positions
-            embeddings = torch.cat([encoded[key][:, part] for key, part in images.parts], 1)
-            with self._attending(inputs):
-                return eager.with_images(
-                    inputs.token_ids, positions, inputs.logit_rows, images.rows, embeddings
-                )
         if inputs.graph != NO_GRAPH:
             return self._recorded.replay(inputs.graph, inputs)
+        run, positions = self._placing(inputs) or (self._loaded.forward, inputs.positions)
         with self._attending(inputs):
-            return self._loaded.forward(inputs.token_ids, inputs.positions, inputs.logit_rows)
+            return run(inputs.token_ids, positions, inputs.logit_rows)
+
+    def _placing(self, inputs: StepInputs) -> tuple[Forward, torch.Tensor] | None:
+        """Return the step that places embeddings of images, and its positions; None without."""
+        images, eager = inputs.images, self._loaded.eager
+        if images is None:
+            return None
+        assert eager is not None
+        assert self._encoder is not None
+        encoded = self._encoder.embeddings
+        embeddings = torch.cat([encoded[key][:, part] for key, part in images.parts], 1)
+        if self._leader is not None:
+            share_images(self._leader.world, images, embeddings)
+        positions = inputs.positions if images.positions is None else images.positions
+        return partial(eager.with_images, rows=images.rows, embeddings=embeddings), positions
 
     def _columns(self, forward: RankForward, inputs: StepInputs) -> torch.Tensor:
         """Return this rank's columns of logits of the needed tokens."""
         if inputs.graph != NO_GRAPH:
             return self._recorded.replay(inputs.graph, inputs)
+        run, positions = self._placing(inputs) or (None, inputs.positions)
         with self._attending(inputs):
-            return forward.begin(inputs.token_ids, inputs.positions, inputs.logit_rows)
+            return forward.begin(inputs.token_ids, positions, inputs.logit_rows, run)
 
     def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
         """Return the most likely next token of each needed row; None if the step gives logits."""

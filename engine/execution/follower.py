@@ -6,6 +6,7 @@ it decides how far the others are ahead of their devices.
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import structlog
@@ -17,6 +18,7 @@ from octavo.engine.execution.cuda_graphs import Record, RecordingError
 from octavo.engine.execution.graph_sizes import GraphSize
 from octavo.engine.execution.inputs import to_inputs
 from octavo.engine.execution.rank_adapters import FollowerAdapters
+from octavo.engine.execution.rank_images import receive_images
 from octavo.engine.execution.rank_messages import Kind, RankStep, read_message, unpack_transfers
 from octavo.engine.execution.recorded_steps import NO_GRAPH, RecordedSteps, agreeing
 from octavo.engine.kv_cache import Transfers
@@ -139,13 +141,21 @@ class Follower:
             spans = list(zip(step.adapters, step.arrays.query_lens.tolist(), strict=True))
             adapters = self._adapters.lay_out(spans, step.arrays.rows)
             inputs = replace(inputs, adapters=adapters)
+        run, groups, positions = None, inputs.groups, inputs.positions
+        if step.has_images and self._loaded.eager is not None:
+            images, embeddings = receive_images(
+                self._world, step.arrays, self._loaded.device, self._shapes
+            )
+            run = partial(self._loaded.eager.with_images, rows=images.rows, embeddings=embeddings)
+            groups = groups if images.groups is None else images.groups
+            positions = positions if images.positions is None else images.positions
         forward = self._loaded.forward
         assert isinstance(forward, RankForward)
         if step.graph != NO_GRAPH:
             columns = self._recorded.replay(step.graph, inputs)
         else:
             cache, scales = self._cache, self._loaded.kv_scales
-            paged = PagedStep(inputs.groups, cache.layers, scales, cache.states)
+            paged = PagedStep(groups, cache.layers, scales, cache.states)
             with attending(paged), applying(inputs.adapters):
-                columns = forward.begin(inputs.token_ids, inputs.positions, inputs.logit_rows)
+                columns = forward.begin(inputs.token_ids, positions, inputs.logit_rows, run)
         (forward.most_likely if step.most_likely else forward.logits)(columns)

@@ -32,12 +32,14 @@ class StepImages:
         positions: `[3, 1, num_tokens]` int64, rotary positions of all tokens; None if the model has
             one for each, as any step.
         groups: The step's metadata if the tokens of an image attend to each other; else None.
+        split: The arrays of these metadata.
     """
 
     rows: torch.Tensor
     parts: list[tuple[ImageKey, slice]]
     positions: torch.Tensor | None
     groups: Sequence[AttentionMetadata] | None = None
+    split: StepArrays | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +165,7 @@ def make_inputs(
             tables=[table[owners] for table in tables],
         )
         groups = to_inputs(split, device=device, shapes=shapes).groups
-        images = replace(images, groups=groups)
+        images = replace(images, groups=groups, split=split)
     if device.type == "cuda":
         arrays = arrays.pack()
     inputs = replace(

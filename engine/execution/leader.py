@@ -72,6 +72,7 @@ class Leader:
         graph: int = NO_GRAPH,
         filled: bool = False,
         longest: int | None = None,
+        has_images: bool = False,
     ) -> None:
         """Make the other ranks compute a step; this rank must compute it right afterwards.
 
@@ -83,6 +84,7 @@ class Leader:
             graph: See `RankStep`.
             filled: See `RankStep`.
             longest: See `to_inputs`.
+            has_images: See `RankStep`.
         """
         if dropped := self._adapters.take_dropped():
             self._send(Kind.DROP_ADAPTERS, dropped)
@@ -94,6 +96,7 @@ class Leader:
             filled,
             longest or 0,
             list(map(self._adapters.find, adapters)),
+            has_images,
         )
         self.world.send(step.message())
 

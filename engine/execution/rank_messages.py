@@ -42,6 +42,7 @@ class RankStep:
         filled: Whether rank 0 broadcasts the token ids, as it has sampled some but not read them.
         longest: See `to_inputs`; 0 for the actual lengths.
         adapters: The number of each sequence's adapter; empty if none has one.
+        has_images: Whether rank 0 shares embeddings of images; see `rank_images.py`.
     """
 
     transfers: Transfers
@@ -51,13 +52,14 @@ class RankStep:
     filled: bool = False
     longest: int = 0
     adapters: Sequence[int] = ()
+    has_images: bool = False
 
     def message(self) -> np.ndarray:
         """Return its message."""
         arrays = self.arrays.pack()
         assert arrays.packed is not None
         sizes = arrays.sizes
-        flags = [self.most_likely, self.graph, self.filled, self.longest]
+        flags = [self.most_likely, self.graph, self.filled, self.longest, self.has_images]
         counts = [len(sizes), len(self.adapters)]
         transfers = pack_transfers(self.transfers)
         numbers = [*flags, *counts, *sizes, *self.adapters, *transfers]
@@ -66,7 +68,8 @@ class RankStep:
     @classmethod
     def read(cls, numbers: Sequence[int], packed: np.ndarray) -> "RankStep":
         """Return the step of a message's numbers and buffer."""
-        most_likely, graph, filled, longest, num_sizes, num_adapters, *rest = numbers
+        most_likely, graph, filled, longest, has_images, *rest = numbers
+        num_sizes, num_adapters, *rest = rest
         sizes, rest = rest[:num_sizes], rest[num_sizes:]
         return cls(
             unpack_transfers(rest[num_adapters:]),
@@ -76,6 +79,7 @@ class RankStep:
             bool(filled),
             longest,
             rest[:num_adapters],
+            bool(has_images),
         )
 
 

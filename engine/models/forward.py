@@ -50,8 +50,8 @@ class EagerForward(torch.nn.Module):
         hooks = []
         if len(embeddings) > 1:
             layers = self.model.base_model.language_model.layers
-            hooks = [
-                layer.register_forward_hook(partial(_add_to, rows, added))
+            hooks = [  # before a stage's last layer sends its hidden states
+                layer.register_forward_hook(partial(_add_to, rows, added), prepend=True)
                 for layer, added in zip(layers, embeddings[1:], strict=False)
             ]
         try:

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
+from octavo.common.models.image_families import IMAGE_FAMILIES
 from octavo.engine.attention.latent import absorb_expansions, absorbed_linears
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.attention_layers import reference_attention, replace_attention
@@ -54,7 +55,6 @@ from octavo.engine.models.sharding.sharded_layers import own_choices
 from octavo.engine.models.sharding.stages import keep_stage, plan_stages
 from octavo.engine.models.sharding.whole_reference import whole_reference
 from octavo.engine.models.vision import Vision, split_vision
-from octavo.engine.parallel.served import IMAGES
 from octavo.engine.parallel.world import World
 from octavo.kernels import huge_pages
 from octavo.kernels.ops import FP8_DTYPES
@@ -201,11 +201,13 @@ def load_unchecked(
     kind, checkpoint = source.dtype, source.checkpoint
     cache_kind = choose_cache_dtype(options.get("kv_cache_dtype", "auto"), kind, target)
     model.train(mode=False)
-    vision = None if world is not None else split_vision(model)
+    vision = split_vision(model)
+    if world is not None and world.place.rank:
+        vision = None  # rank 0 encodes images for all
     replace_attention(model)
     with as_unsupported(path):
         with running_empty():
-            shape = find_dimensions(model, max_model_len)
+            shape = whole_shape = find_dimensions(model, max_model_len)
             small = is_small(model) if world is None else all_small(model, world)
             left_out = _absorbed_names(model) if adapters else None
             if own is not None and world is not None:
@@ -251,7 +253,7 @@ def load_unchecked(
             measure=source.measure_rounding if world is None and not small else None,
         )
     if vision is not None:
-        vision.place(target, shape)
+        vision.place(target, whole_shape)
     adapted = None if trial is None else TrialCheck(check.against(trial.expected), trial.scales)
     return LoadedModel(
         model,
@@ -274,8 +276,9 @@ def _own_layers(source: ModelSource, world: World | None, asked: Sequence[int]) 
     Raises:
         UnsupportedModelError: Several processes cannot serve the model.
     """
-    if world is not None and not writes_text(source.config):
-        why = f"{source.path} reads images, and {IMAGES.tensor}: serve it in one process"
+    kind = source.config.model_type
+    if world is not None and kind not in IMAGE_FAMILIES and not writes_text(source.config):
+        why = f"{source.path} is of the type {kind!r}, which ranks do not serve: use one process"
         raise UnsupportedModelError(why)
     if world is None or world.stages == 1:
         return None

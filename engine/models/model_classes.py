@@ -20,8 +20,13 @@ def writes_text(config: PreTrainedConfig) -> bool:
 
 
 def without_vision(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model's text part, if transformers has a class for it alone."""
+    """Return the config of a model's text part, if its images are not served.
+
+    Transformers must have a class for the text part alone.
+    """
     kind = config.model_type
+    if kind in IMAGE_FAMILIES:
+        return config
     whole = auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(kind)
     alone = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)
     return config if whole is None or alone in {None, whole} else config.get_text_config()

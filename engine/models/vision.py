@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.activations import GELUActivation, GELUTanh
 
 from octavo.common.models.image_families import IMAGE_FAMILIES
@@ -16,6 +16,7 @@ from octavo.common.pausable import pause_point
 from octavo.engine.attention.ragged import TILED_ATTENTION
 from octavo.engine.model_shape import ModelShape
 from octavo.engine.models.deferred import hold, present
+from octavo.engine.models.empty_model import make_on_meta
 from octavo.engine.models.linear.plain_linears import make_linear
 
 BIDIRECTIONAL = frozenset({"gemma3"})
@@ -237,6 +238,13 @@ class _Gelu(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = torch.ops.octavo_cpu.gelu(x.contiguous(), self._tanh)
         return out
+
+
+def make_text_part(config: PreTrainedConfig) -> PreTrainedModel:
+    """Return a model without weights and without its vision part."""
+    model = make_on_meta(config, torch.bfloat16)
+    split_vision(model)
+    return model
 
 
 def split_vision(model: PreTrainedModel) -> Vision | None:

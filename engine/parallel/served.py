@@ -24,7 +24,6 @@ def _refused(name: str, why: str) -> Feature:
 
 KV_DISK = _refused("`--kv-disk`", "ranks do not write their blocks yet")
 KV_SPILL = _refused("`--kv-spill`", "ranks do not spill their blocks yet")
-IMAGES = _refused("images", "ranks do not encode images yet")
 EMBEDDING = _refused("embedding models", "they run in one process")
 GPUS = Feature("GPUs", pipeline="stages run on CPUs only yet")
 FEATURES = (
@@ -47,6 +46,6 @@ FEATURES = (
     KV_DISK,
     KV_SPILL,
     EMBEDDING,
-    IMAGES,
+    Feature("images (rank 0 has the vision part, and encodes for all)"),
     GPUS,
 )

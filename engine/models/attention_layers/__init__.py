@@ -34,6 +34,9 @@ A file is imported when a model needs it, as it may import the model's code from
 replacement takes the module, the replaced method, and the method's arguments.
 """
 
+SPLITTABLE = {"Llama4TextAttention", "Llama4TextDecoderLayer", "Llama4TextMoe"}
+"""Classes whose replacements also compute a rank's part."""
+
 REFERENCES = {"falcon": "sdpa"}
 """transformers' reference implementations by model type, if not "eager". Falcon's eager code adds
 ALiBi twice (transformers 5.23)."""

@@ -13,6 +13,8 @@ from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from octavo.engine.models.attention_layers.attend import attend
+from octavo.engine.models.experts.expert_layer import CUTS
+from octavo.engine.parallel.collectives import sum_over_ranks
 
 
 def layer_forward(
@@ -67,7 +69,10 @@ def experts_forward(
     scaled = rows * scores.transpose(0, 1)[..., None]
     gate, up = torch.bmm(scaled, experts.gate_up_proj).chunk(2, dim=-1)
     routed = torch.bmm(up * experts.act_fn(gate), experts.down_proj)
-    return module.shared_expert(rows) + routed.sum(0), logits
+    together = routed.sum(0)
+    if hasattr(experts, CUTS):  # a rank has a part of each expert
+        together = sum_over_ranks(together)
+    return module.shared_expert(rows) + together, logits
 
 
 def _temperatures(module: Any, positions: Tensor) -> Tensor:  # noqa: ANN401

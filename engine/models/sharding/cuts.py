@@ -12,6 +12,7 @@ from octavo.engine.models.sharding.plan import (
     COLUMNS_TRANSPOSED,
     KEYS_VALUES,
     PACKED,
+    PACKED_TRANSPOSED,
     ROWS,
     ROWS_TRANSPOSED,
     THREE_TRANSPOSED,
@@ -26,11 +27,11 @@ BY_INPUTS = {ROWS, ROWS_TRANSPOSED}
 """Styles of layers that are split by inputs: their outputs are sums over ranks."""
 DIMS = {
     **dict.fromkeys((COLUMNS, KEYS_VALUES, PACKED, ROWS_TRANSPOSED, VOCABULARY), -2),
-    **dict.fromkeys((ROWS, COLUMNS_TRANSPOSED, THREE_TRANSPOSED), -1),
+    **dict.fromkeys((ROWS, COLUMNS_TRANSPOSED, PACKED_TRANSPOSED, THREE_TRANSPOSED), -1),
     WHOLE_EXPERTS: -3,
 }
 """The dimension along which a style splits a weight."""
-GROUPS = {PACKED: 2, THREE_TRANSPOSED: 3}
+GROUPS = {PACKED: 2, PACKED_TRANSPOSED: 2, THREE_TRANSPOSED: 3}
 """Number of layers that a layer of a style joins; each of them is split."""
 
 

@@ -14,13 +14,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from octavo.common.models.errors import UnsupportedModelError
-from octavo.engine.models.attention_layers import METHODS
+from octavo.engine.models.attention_layers import METHODS, SPLITTABLE
 from octavo.engine.models.checks.latents import LINEAR as LATENT_EXPANSION
-from octavo.engine.models.empty_model import make_on_meta
+from octavo.engine.models.vision import make_text_part
 
 COLUMNS, ROWS, VOCABULARY = "colwise", "rowwise", "embedding_rowwise"
 HEAD = "colwise_gather_output"
 PACKED, EXPERTS = "packed_colwise", "moe_tp_experts"
+PACKED_TRANSPOSED = "packed_rowwise"
+"""Style of Llama 4's gates and up projections, whose inputs are first."""
 WHOLE = "replicate"
 WHOLE_EXPERTS = "octavo_whole_experts"
 """Style of experts' weights of which each rank has whole experts."""
@@ -36,7 +38,7 @@ SAME = {"replicated_with_grad_allreduce": WHOLE, HEAD: WHOLE}
 outputs ranks would gather, such as those of states."""
 LATENT_STYLES = {"q_proj": COLUMNS, "q_b_proj": COLUMNS, LATENT_EXPANSION: COLUMNS, "o_proj": ROWS}
 """Styles of latent attention's layers; each rank has all of the others, and caches all latents."""
-STYLES = {COLUMNS, ROWS, VOCABULARY, PACKED, EXPERTS, WHOLE}
+STYLES = {COLUMNS, ROWS, VOCABULARY, PACKED, PACKED_TRANSPOSED, EXPERTS, WHOLE}
 OWN_PLANS: dict[str, dict[str, str]] = {
     "gpt2": {
         "transformer.wte": VOCABULARY,
@@ -56,6 +58,15 @@ OWN_PLANS: dict[str, dict[str, str]] = {
         "model.layers.*.mlp.experts.gate_up_proj": COLUMNS_TRANSPOSED,
         "model.layers.*.mlp.experts.gate_up_proj_bias": COLUMNS_TRANSPOSED,
         "model.layers.*.mlp.experts.down_proj": ROWS_TRANSPOSED,
+    },
+    "qwen3_vl_text": {
+        "model.language_model.layers.*.self_attn.q_proj": COLUMNS,
+        "model.language_model.layers.*.self_attn.k_proj": COLUMNS,
+        "model.language_model.layers.*.self_attn.v_proj": COLUMNS,
+        "model.language_model.layers.*.self_attn.o_proj": ROWS,
+        "model.language_model.layers.*.mlp.gate_proj": COLUMNS,
+        "model.language_model.layers.*.mlp.up_proj": COLUMNS,
+        "model.language_model.layers.*.mlp.down_proj": ROWS,
     },
     "falcon_h1": {
         "model.layers.*.self_attn.q_proj": COLUMNS,
@@ -120,7 +131,7 @@ def make_plan(config: PreTrainedConfig, size: int, *, whole_experts: bool = Fals
     Raises:
         UnsupportedModelError: It cannot be split; the message names the module or possible sizes.
     """
-    model = make_on_meta(config, torch.bfloat16)
+    model = make_text_part(config)
     kind = config.get_text_config(decoder=True).model_type
     styles = _styles(model, kind)
     _refuse_by_name(model, kind, styles)
@@ -151,7 +162,12 @@ def _styles(model: PreTrainedModel, kind: str) -> dict[str, str]:
     Raises:
         UnsupportedModelError: There is none.
     """
-    tp_plan = OWN_PLANS.get(kind) or model.tp_plan
+    parts = {_wildcard(name) for name, _ in (*model.named_modules(), *model.named_parameters())}
+    tp_plan = {
+        name: style
+        for name, style in (OWN_PLANS.get(kind) or model.tp_plan or {}).items()
+        if name in parts  # not of a vision part
+    }
     if not tp_plan or set(tp_plan.values()) <= {HEAD, VOCABULARY}:
         raise UnsupportedModelError(
             f"models of the type {kind!r} cannot be split over ranks: transformers has no tp_plan"
@@ -182,7 +198,7 @@ def _refuse_by_name(model: PreTrainedModel, kind: str, styles: Mapping[str, str]
                 f" has the style {style!r} for {name}. Use --tensor-parallel-size 1"
             )
     for module in model.modules():
-        if (name := type(module).__name__) in METHODS:
+        if (name := type(module).__name__) in METHODS.keys() - SPLITTABLE:
             raise UnsupportedModelError(
                 f"models of the type {kind!r} cannot be split over ranks yet: their {name} is"
                 " replaced by code that takes all heads. Use --tensor-parallel-size 1"
@@ -204,6 +220,10 @@ def _whole_experts(model: PreTrainedModel, kind: str, styles: Mapping[str, str])
     if not found:
         raise UnsupportedModelError(
             f"models of the type {kind!r} have no experts: leave --expert-parallel out"
+        )
+    if any(type(module).__name__ in SPLITTABLE for module in model.modules()):
+        raise UnsupportedModelError(
+            f"models of the type {kind!r} run all experts at once: leave --expert-parallel out"
         )
     return found
 
@@ -259,6 +279,7 @@ def _parameter_problems(
             COLUMNS: weight.shape[-2],
             ROWS: weight.shape[-1],
             PACKED: weight.shape[-2] // 2,
+            PACKED_TRANSPOSED: weight.shape[-1] // 2,
             COLUMNS_TRANSPOSED: weight.shape[-1] // 2,
             ROWS_TRANSPOSED: weight.shape[-2],
         }

@@ -40,10 +40,23 @@ class RankForward:
         """Return logits `[num_rows, vocab_size]`; without columns on ranks other than 0."""
         return self.logits(self.begin(token_ids, positions, logit_rows))
 
-    def begin(self, token_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
-        """Compute this rank's part; return its columns for `logits` or `most_likely`."""
+    def begin(
+        self,
+        token_ids: Tensor,
+        positions: Tensor,
+        logit_rows: Tensor,
+        run: Forward | None = None,
+    ) -> Tensor:
+        """Compute this rank's part; return its columns for `logits` or `most_likely`.
+
+        Args:
+            token_ids: See `octavo.engine.models.forward`.
+            positions: See there.
+            logit_rows: See there.
+            run: Computes the part instead, for a step with images.
+        """
         with self._world.step():
-            return self._forward(token_ids, positions, logit_rows)
+            return (run or self._forward)(token_ids, positions, logit_rows)
 
     def logits(self, columns: Tensor) -> Tensor:
         """Gather the columns of logits of all ranks; see `__call__`."""

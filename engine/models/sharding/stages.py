@@ -20,8 +20,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from octavo.common.models.errors import UnsupportedModelError
 from octavo.engine.model_shape import ModelShape, StagePart
 from octavo.engine.models.checks.probe import probe
-from octavo.engine.models.empty_model import make_on_meta
 from octavo.engine.models.experts.expert_layer import expert_modules
+from octavo.engine.models.vision import make_text_part
 from octavo.engine.parallel.collectives import receive_hidden, send_hidden
 from octavo.engine.parallel.world import World
 
@@ -48,7 +48,7 @@ def plan_stages(config: PreTrainedConfig, stages: int, asked: Sequence[int]) -> 
     Raises:
         UnsupportedModelError: The model cannot be split so; the message says why.
     """
-    model = make_on_meta(config, torch.bfloat16)
+    model = make_text_part(config)
     kind = config.get_text_config(decoder=True).model_type
     path = _layers_path(model)
     if path is None:

@@ -20,6 +20,7 @@ from octavo.engine.models.checks.routing import Choice
 from octavo.engine.models.checks.widened import is_narrow, is_small
 from octavo.engine.models.deferred import hold
 from octavo.engine.models.read_weights import QuantizedCheckpoint, load_weights
+from octavo.engine.models.vision import split_vision
 from octavo.engine.parallel.world import World
 
 CPU = torch.device("cpu")
@@ -65,6 +66,7 @@ def whole_reference(
         deferred=True,
     )
     model.train(mode=False)
+    split_vision(model)
     prepare(model)
     if is_small(model):
         hold(model)  # as a part is: its quantized weights are rounded once

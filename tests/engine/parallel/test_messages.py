@@ -100,9 +100,10 @@ class Forward(RankForward):
     def __init__(self):
         self.plans = []
 
-    def begin(self, *inputs):
+    def begin(self, _, __, logit_rows, run=None):
+        assert run is None
         self.plans += [group.plan for group in current_step().groups]
-        return torch.zeros((len(inputs[-1]), 4))
+        return torch.zeros((len(logit_rows), 4))
 
     def logits(self, _):
         pass

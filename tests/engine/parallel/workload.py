@@ -11,8 +11,10 @@ compile their step, if all compile it as on GPUs.
 
 import json
 import os
+import pickle
 import random
 import sys
+import time
 from contextlib import suppress
 from functools import partial
 
@@ -35,16 +37,18 @@ from octavo.engine.models.checks import widened
 from octavo.engine.models.checks.twin_check import check_twin
 from octavo.engine.models.linear import packed_linear
 from octavo.engine.parallel.place import RankError, place_from_launcher
-from octavo.engine.scheduling.request import BeamSearch
+from octavo.engine.scheduling.request import BeamSearch, Request
+from octavo.engine.scheduling.sampling_params import SamplingParams
 from octavo.engine.settings import EngineSettings
 from octavo.engine.startup import follower, load
 from octavo.engine.startup.build import build
 from tests.engine.execution.recording import Again
 from tests.engine.parallel.frozen_ranks import FrozenRanks, OtherSumsError
-from tests.engine.stepper import Stepper, allow_even_tokens
+from tests.engine.stepper import Stepper, allow_even_tokens, submit
 
 CPU = torch.device("cpu")
 VOCABULARY = 500
+PROMPTS = "prompts.pickle"
 SETTINGS = {
     "dtype": "float32",
     "compile": "off",
@@ -156,8 +160,27 @@ def adapted(engine):
         yield engine.submit(prompt * 3, 12, adapter=adapters[i % len(adapters)], **seeded)
 
 
+def pictured(engine):
+    """Submit the prompts with images that are saved beside the model; see `save_prompts`."""
+    prompts = pickle.loads((engine.parts.path / PROMPTS).read_bytes())
+    for number, (tokens, images, max_tokens) in enumerate(prompts):
+        rotary = engine.parts.vision.rotary_positions(tokens, images) if images else None
+        request = Request(
+            session=0,
+            request_id=str(number),
+            prompt=tuple(tokens),
+            sampling=SamplingParams(temperature=0.0),
+            max_tokens=max_tokens,
+            arrival=time.monotonic(),
+            images=images,
+            rotary=rotary,
+        )
+        yield submit(engine.core, request)
+
+
 WORKS = {
-    work.__name__: work for work in (mixed, scored, masked, constrained, repetitive, again, adapted)
+    work.__name__: work
+    for work in (mixed, scored, masked, constrained, repetitive, again, adapted, pictured)
 }
 
 
