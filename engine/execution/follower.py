@@ -142,7 +142,8 @@ class Follower:
             adapters = self._adapters.lay_out(spans, step.arrays.rows)
             inputs = replace(inputs, adapters=adapters)
         run, groups, positions = None, inputs.groups, inputs.positions
-        if step.has_images and self._loaded.eager is not None:
+        if step.has_images:
+            assert self._loaded.eager is not None
             images, embeddings = receive_images(
                 self._world, step.arrays, self._loaded.device, self._shapes
             )
