@@ -330,12 +330,12 @@ class Executor:
         """Return logits `[num_rows, vocab_size]` of the needed tokens."""
         if inputs.graph != NO_GRAPH:
             return self._recorded.replay(inputs.graph, inputs)
-        run, positions = self._placing(inputs) or (self._loaded.forward, inputs.positions)
+        run = self._with_images(inputs) or self._loaded.forward
         with self._attending(inputs):
-            return run(inputs.token_ids, positions, inputs.logit_rows)
+            return run(inputs.token_ids, inputs.positions, inputs.logit_rows)
 
-    def _placing(self, inputs: StepInputs) -> tuple[Forward, torch.Tensor] | None:
-        """Return the step that places embeddings of images, and its positions; None without."""
+    def _with_images(self, inputs: StepInputs) -> Forward | None:
+        """Return the forward pass with the step's image embeddings; None for a step without."""
         images, eager = inputs.images, self._loaded.eager
         if images is None:
             return None
@@ -345,16 +345,15 @@ class Executor:
         embeddings = torch.cat([encoded[key][:, part] for key, part in images.parts], 1)
         if self._leader is not None:
             share_images(self._leader.world, images, embeddings)
-        positions = inputs.positions if images.positions is None else images.positions
-        return partial(eager.with_images, rows=images.rows, embeddings=embeddings), positions
+        return partial(eager.with_images, rows=images.rows, embeddings=embeddings)
 
     def _columns(self, forward: RankForward, inputs: StepInputs) -> torch.Tensor:
         """Return this rank's columns of logits of the needed tokens."""
         if inputs.graph != NO_GRAPH:
             return self._recorded.replay(inputs.graph, inputs)
-        run, positions = self._placing(inputs) or (None, inputs.positions)
+        run = self._with_images(inputs)
         with self._attending(inputs):
-            return forward.begin(inputs.token_ids, positions, inputs.logit_rows, run)
+            return forward.begin(inputs.token_ids, inputs.positions, inputs.logit_rows, run)
 
     def _most_likely(self, inputs: StepInputs, late: Collection[int]) -> list[int] | None:
         """Return the most likely next token of each needed row; None if the step gives logits."""
@@ -375,9 +374,7 @@ class Executor:
     def _attending(self, inputs: StepInputs) -> Iterator[None]:
         """Set the step's batch, cache and adapters, and read its spilled blocks."""
         cache, scales = self.cache, self._loaded.kv_scales
-        images = inputs.images
-        groups = inputs.groups if images is None or images.groups is None else images.groups
-        step = PagedStep(groups, cache.layers, scales, cache.states)
+        step = PagedStep(inputs.groups, cache.layers, scales, cache.states)
         reading: AbstractContextManager[None] = nullcontext()
         if inputs.spilled is not None:
             assert cache.spill is not None

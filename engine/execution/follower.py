@@ -141,22 +141,21 @@ class Follower:
             spans = list(zip(step.adapters, step.arrays.query_lens.tolist(), strict=True))
             adapters = self._adapters.lay_out(spans, step.arrays.rows)
             inputs = replace(inputs, adapters=adapters)
-        run, groups, positions = None, inputs.groups, inputs.positions
+        run = None
         if step.has_images:
             assert self._loaded.eager is not None
             images, embeddings = receive_images(
                 self._world, step.arrays, self._loaded.device, self._shapes
             )
             run = partial(self._loaded.eager.with_images, rows=images.rows, embeddings=embeddings)
-            groups = groups if images.groups is None else images.groups
-            positions = positions if images.positions is None else images.positions
+            inputs = inputs.with_images(images)
         forward = self._loaded.forward
         assert isinstance(forward, RankForward)
         if step.graph != NO_GRAPH:
             columns = self._recorded.replay(step.graph, inputs)
         else:
             cache, scales = self._cache, self._loaded.kv_scales
-            paged = PagedStep(groups, cache.layers, scales, cache.states)
+            paged = PagedStep(inputs.groups, cache.layers, scales, cache.states)
             with attending(paged), applying(inputs.adapters):
-                columns = forward.begin(inputs.token_ids, positions, inputs.logit_rows, run)
+                columns = forward.begin(inputs.token_ids, inputs.positions, inputs.logit_rows, run)
         (forward.most_likely if step.most_likely else forward.logits)(columns)

@@ -32,7 +32,7 @@ class StepImages:
         positions: `[3, 1, num_tokens]` int64, rotary positions of all tokens; None if the model has
             one for each, as any step.
         groups: The step's metadata if the tokens of an image attend to each other; else None.
-        split: The arrays of these metadata.
+        split: The arrays from which `groups` are made, for other ranks.
     """
 
     rows: torch.Tensor
@@ -48,7 +48,7 @@ class StepInputs:
 
     Attributes:
         token_ids: `[1, num_tokens]` int64.
-        positions: `[1, num_tokens]` int64.
+        positions: `[1, num_tokens]` int64; `[3, 1, num_tokens]` with images of some models.
         logit_rows: `[num_rows]` int64, the tokens whose logits are needed; the first if none are.
         groups: Metadata for the attention of each layer group.
         samples: The tokens to sample, except beams'.
@@ -80,6 +80,12 @@ class StepInputs:
     graph: int = 0
     spilled: tuple[int, int] | None = None
     images: StepImages | None = None
+
+    def with_images(self, images: StepImages) -> "StepInputs":
+        """Return the same step with images, and with the positions and metadata that they need."""
+        positions = self.positions if images.positions is None else images.positions
+        groups = self.groups if images.groups is None else images.groups
+        return replace(self, images=images, positions=positions, groups=groups)
 
     @property
     def take_greatest(self) -> bool:
@@ -176,9 +182,8 @@ def make_inputs(
         beam_rows=beam_rows,
         scored=scored,
         spilled=None if spilled is None else (spilled[0], spilled[1].num_units),
-        images=images,
     )
-    return arrays, inputs
+    return arrays, inputs if images is None else inputs.with_images(images)
 
 
 def _images(

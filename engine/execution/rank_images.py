@@ -1,4 +1,4 @@
-"""Shares the images of a step: rank 0 encodes them, and all ranks place their embeddings."""
+"""Broadcasts the image embeddings of a step: rank 0 alone runs the vision encoder."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,7 +13,7 @@ from octavo.kernels.metadata import AttentionShape
 
 
 def share_images(world: World, images: StepImages, embeddings: Tensor) -> None:
-    """Send a step's images to the other ranks.
+    """Broadcast a step's image embeddings and the places of their tokens to the other ranks.
 
     Args:
         world: The ranks.
@@ -39,7 +39,7 @@ def receive_images(
     device: torch.device,
     shapes: Sequence[AttentionShape | None],
 ) -> tuple[StepImages, Tensor]:
-    """Return the images that rank 0 shares, and their embeddings.
+    """Return the places and the embeddings that rank 0 broadcasts; see `share_images`.
 
     Args:
         world: The ranks.

@@ -42,7 +42,7 @@ class RankStep:
         filled: Whether rank 0 broadcasts the token ids, as it has sampled some but not read them.
         longest: See `to_inputs`; 0 for the actual lengths.
         adapters: The number of each sequence's adapter; empty if none has one.
-        has_images: Whether rank 0 shares embeddings of images; see `rank_images.py`.
+        has_images: Whether rank 0 broadcasts image embeddings next; see `rank_images.py`.
     """
 
     transfers: Transfers

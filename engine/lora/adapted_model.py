@@ -28,9 +28,9 @@ from octavo.engine.models.linear.fuse_linears import FusedPart
 from octavo.engine.models.linear.packed_linear import GatedMLP, PackedLayer
 from octavo.engine.models.quantization.formats import find_format
 from octavo.engine.models.read_weights import read_config
-from octavo.engine.models.sharding.cuts import part_of
 from octavo.engine.models.sharding.plan import make_plan
 from octavo.engine.models.sharding.sharded_layers import SummedLinear
+from octavo.engine.models.sharding.shards import part_of
 from octavo.engine.parallel.collectives import stages_apart
 from octavo.engine.parallel.world import World
 from octavo.kernels import cpu

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
-from octavo.engine.models.cut import Cut
+from octavo.engine.models.shard import Shard
 
 if TYPE_CHECKING:
     from octavo.engine.models.quantization.formats.base import StoredWeight
@@ -43,11 +43,12 @@ class DeferredTensor(Tensor):
 
     Attributes:
         make: Function that computes the values.
-        stored: Function that reads a quantized weight, or a rank's part of one; else None.
+        stored: Function that reads a quantized weight or its shard; None of other weights.
         exact: Function that dequantizes a quantized weight to float32, rounding once; else None.
         rows: Function that computes a range of rows, in float32 for a quantized weight. None if
             only the whole can be computed.
-        source: The operator, the arguments and the keywords that it is the result of, if any.
+        source: Operator, arguments and keyword arguments that compute it; None for a weight of a
+            file.
     """
 
     make: Callable[[], Tensor]
@@ -205,71 +206,78 @@ def present(value: Any) -> Any:  # noqa: ANN401 - operators' arguments
     return value.make() if isinstance(value, DeferredTensor) else value
 
 
-def take(weight: Tensor, cut: Cut) -> Tensor:
-    """Return a part of a weight: a copy, or a deferred part of a deferred weight."""
+def take(weight: Tensor, shard: Shard) -> Tensor:
+    """Return a shard of a weight: a copy, or a deferred tensor if the weight is deferred."""
     if not isinstance(weight, DeferredTensor):
-        return cut.take(weight).clone()
-    if (part := _cut_before(weight, cut)) is not None:
+        return shard.take(weight).clone()
+    if (part := _shard_before_joining(weight, shard)) is not None:
         return part
-    like = cut.take(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
+    like = shard.take(torch.empty(weight.shape, dtype=weight.dtype, device="meta"))
     stored, exact = weight.stored, weight.exact
     return DeferredTensor(
         like,
-        partial(_taken, weight.make, cut),
-        stored=None if stored is None else partial(_stored_part, stored, cut),
+        partial(_taken, weight.make, shard),
+        stored=None if stored is None else partial(_stored_part, stored, shard),
         device=weight.device,
-        exact=None if exact is None else partial(_taken, exact, cut),
-        rows=None if weight.rows is None else _rows_of_part(weight.rows, cut, weight.dim()),
+        exact=None if exact is None else partial(_taken, exact, shard),
+        rows=None if weight.rows is None else _rows_of_part(weight.rows, shard, weight.dim()),
     )
 
 
-def _cut_before(weight: DeferredTensor, cut: Cut) -> Tensor | None:
-    """Return a part of an operator's result from parts of its arguments; None if there is none.
+def _shard_before_joining(weight: DeferredTensor, shard: Shard) -> Tensor | None:
+    """Shard the arguments of an operator instead of its result; None if that is not possible.
 
-    So a rank reads no experts but its own, and joins only its parts of them.
+    A rank then reads only its own experts, and stacks and concatenates only its shards of them.
     """
     if weight.source is None:
         return None
     operator, args, kwargs = weight.source
     tensors: Tensor | Sequence[Tensor] | None = None
     if operator in UNCHANGED or operator in CASTS:
-        tensors = take(args[0], cut)
+        tensors = take(args[0], shard)
     elif operator in {STACK, CONCATENATE}:
         dim = (args[1] if len(args) > 1 else 0) % weight.dim() - weight.dim()
-        tensors = _cut_joined(args[0], dim, cut, stacked=operator is STACK)
+        tensors = _shard_joined(args[0], dim, shard, stacked=operator is STACK)
     return None if tensors is None else operator(tensors, *args[1:], **kwargs)
 
 
-def _cut_joined(
-    tensors: Sequence[Tensor], dim: int, cut: Cut, *, stacked: bool
+def _shard_joined(
+    tensors: Sequence[Tensor], dim: int, shard: Shard, *, stacked: bool
 ) -> Sequence[Tensor] | None:
-    """Return the parts of tensors that make a part of their join along `dim`; None of others."""
-    if cut.dim > dim or (cut.dim < dim and not stacked):
-        return [take(each, cut) for each in tensors]
-    if cut.dim == dim and stacked and cut.groups == 1:
-        return tensors[cut.start : cut.start + cut.length]
-    is_each = not stacked and cut.groups == len(tensors)
-    if cut.dim == dim and is_each and len({each.shape[dim] for each in tensors}) == 1:
-        return [take(each, replace(cut, groups=1)) for each in tensors]
+    """Shard tensors before they are stacked or concatenated; None if that is not possible.
+
+    Args:
+        tensors: The tensors.
+        dim: The dimension along which they are joined, counted from the last.
+        shard: The shard of the result.
+        stacked: Whether they are stacked, not concatenated.
+    """
+    if shard.dim > dim or (shard.dim < dim and not stacked):
+        return [take(each, shard) for each in tensors]
+    if shard.dim == dim and stacked and shard.groups == 1:
+        return tensors[shard.start : shard.start + shard.length]
+    is_each = not stacked and shard.groups == len(tensors)
+    if shard.dim == dim and is_each and len({each.shape[dim] for each in tensors}) == 1:
+        return [take(each, replace(shard, groups=1)) for each in tensors]
     return None
 
 
-def _taken(make: Callable[[], Tensor], cut: Cut) -> Tensor:
-    return cut.take(make()).clone()  # a view would keep the whole in memory
+def _taken(make: Callable[[], Tensor], shard: Shard) -> Tensor:
+    return shard.take(make()).clone()  # a view would keep the whole in memory
 
 
-def _stored_part(read: "Callable[[], StoredWeight]", cut: Cut) -> "StoredWeight":
-    return read().cut(cut)
+def _stored_part(read: "Callable[[], StoredWeight]", shard: Shard) -> "StoredWeight":
+    return read().shard(shard)
 
 
 def _rows_of_part(
-    rows: Callable[[int, int], Tensor], cut: Cut, dims: int
+    rows: Callable[[int, int], Tensor], shard: Shard, dims: int
 ) -> Callable[[int, int], Tensor] | None:
-    """Return the function that computes rows of a part; None if the part has no range of rows."""
-    if cut.dim == -1:
-        return lambda start, end: cut.take(rows(start, end))
-    if cut.groups == 1 and cut.dim == -dims:
-        return lambda start, end: rows(cut.start + start, cut.start + end)
+    """Return the function that computes rows of a shard; None if its rows are not one range."""
+    if shard.dim == -1:
+        return lambda start, end: shard.take(rows(start, end))
+    if shard.groups == 1 and shard.dim == -dims:
+        return lambda start, end: rows(shard.start + start, shard.start + end)
     return None
 
 

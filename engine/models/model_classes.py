@@ -20,9 +20,9 @@ def writes_text(config: PreTrainedConfig) -> bool:
 
 
 def without_vision(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return the config of a model's text part, if its images are not served.
+    """Return the config of the text model alone, for models whose images Octavo does not serve.
 
-    Transformers must have a class for the text part alone.
+    If transformers has no class for the text model, this returns the config unchanged.
     """
     kind = config.model_type
     if kind in IMAGE_FAMILIES:

@@ -241,7 +241,7 @@ class _Gelu(nn.Module):
 
 
 def make_text_part(config: PreTrainedConfig) -> PreTrainedModel:
-    """Return a model without weights and without its vision part."""
+    """Return the text part of a config's model, on the meta device."""
     model = make_on_meta(config, torch.bfloat16)
     split_vision(model)
     return model

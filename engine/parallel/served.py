@@ -42,10 +42,10 @@ FEATURES = (
     Feature("GGUF files, and checkpoints with quantized weights (AWQ, GPTQ, fp8, ...)"),
     Feature("`--kv-cache-dtype int8`, `fp8`"),
     Feature("adapters (`--lora`, `--enable-lora`)"),
-    Feature("`--draft-model` (rank 0 has all of it, and drafts alone)"),
+    Feature("`--draft-model` (rank 0 alone runs the draft model)"),
     KV_DISK,
     KV_SPILL,
     EMBEDDING,
-    Feature("images (rank 0 has the vision part, and encodes for all)"),
+    Feature("images (rank 0 alone runs the vision encoder)"),
     GPUS,
 )

@@ -35,7 +35,7 @@ replacement takes the module, the replaced method, and the method's arguments.
 """
 
 SPLITTABLE = {"Llama4TextAttention", "Llama4TextDecoderLayer", "Llama4TextMoe"}
-"""Classes whose replacements also compute a rank's part."""
+"""Classes whose replacements support tensor parallelism."""
 
 REFERENCES = {"falcon": "sdpa"}
 """transformers' reference implementations by model type, if not "eager". Falcon's eager code adds

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers.models.llama4.modeling_llama4 import apply_rotary_emb
 
 from octavo.engine.models.attention_layers.attend import attend
-from octavo.engine.models.experts.expert_layer import CUTS
+from octavo.engine.models.experts.expert_layer import SHARDS
 from octavo.engine.parallel.collectives import sum_over_ranks
 
 
@@ -70,7 +70,7 @@ def experts_forward(
     gate, up = torch.bmm(scaled, experts.gate_up_proj).chunk(2, dim=-1)
     routed = torch.bmm(up * experts.act_fn(gate), experts.down_proj)
     together = routed.sum(0)
-    if hasattr(experts, CUTS):  # a rank has a part of each expert
+    if hasattr(experts, SHARDS):  # partial sums: this rank has a shard of each expert
         together = sum_over_ranks(together)
     return module.shared_expert(rows) + together, logits
 

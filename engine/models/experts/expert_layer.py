@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from octavo.engine.models.cut import Cut
 from octavo.engine.models.experts.interface import (
     REPLACEMENT,
     ZEROS,
     calls_implementation,
     use_implementation,
 )
+from octavo.engine.models.shard import Shard
 from octavo.kernels.activation import KINDS, Activation
 
 log = structlog.get_logger(__name__)
 
 DTYPES = {torch.float32, torch.bfloat16, torch.float16}
-CUTS = "octavo_cuts"
-"""Attribute of an expert layer of which a rank holds a part: the `Cut` of each weight by name."""
+SHARDS = "octavo_shards"
+"""Name of a sharded expert layer's attribute: this rank's `Shard` of each weight, by its name."""
 FAR = (12.0, 60.0, 300.0)
 """Magnitudes for trying an activation, besides common ones: most limits are smaller."""
 
@@ -73,10 +73,10 @@ class ExpertLayer:
         return self._weights(self._up_name).numel() + self.downs().numel()
 
     @property
-    def cuts(self) -> tuple[Cut | None, Cut | None]:
-        """The parts of the first and the second weights that this rank holds; None: the whole."""
-        cuts: Mapping[str, Cut] = getattr(self.module, CUTS, {})
-        return cuts.get(self._up_name), cuts.get("down_proj")
+    def shards(self) -> tuple[Shard | None, Shard | None]:
+        """This rank's shards of the first and the second weights; None if it holds the whole."""
+        shards: Mapping[str, Shard] = getattr(self.module, SHARDS, {})
+        return shards.get(self._up_name), shards.get("down_proj")
 
     def ups(self) -> Tensor:
         """Return the first weights of all experts, `[experts, projected, hidden]`."""

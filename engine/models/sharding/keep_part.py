@@ -1,7 +1,7 @@
-"""Keeps this rank's part of a model.
+"""Shards a model for this rank (tensor parallelism).
 
-The weights of the whole model are in their files still (see `deferred.py`), so that only parts are
-read. transformers' own tensor parallelism is not used: the layers of `sharded_layers.py` can be
+The model's large weights are still in their files (see `deferred.py`), so a rank reads only its
+shards. transformers' own tensor parallelism is not used: the layers of `sharded_layers.py` can be
 packed, quantized and compiled like any others.
 """
 
@@ -12,10 +12,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from octavo.engine.models.cut import Cut
 from octavo.engine.models.deferred import take
-from octavo.engine.models.experts.expert_layer import CUTS
-from octavo.engine.models.sharding.cuts import BY_INPUTS, find_cuts
+from octavo.engine.models.experts.expert_layer import SHARDS
 from octavo.engine.models.sharding.plan import EXPERTS, VOCABULARY, ShardingPlan
 from octavo.engine.models.sharding.sharded_layers import (
     SummedLinear,
@@ -23,16 +21,17 @@ from octavo.engine.models.sharding.sharded_layers import (
     sum_experts,
     sum_whole_experts,
 )
+from octavo.engine.models.sharding.shards import BY_INPUTS, find_shards
 from octavo.engine.parallel.world import World
 
 
 @torch.no_grad()
 def keep_part(model: PreTrainedModel, plan: ShardingPlan, world: World) -> None:
-    """Keep this rank's part of a model, with layers that sum over ranks where needed.
+    """Shard a model for this rank, and add all-reduces where ranks compute partial sums.
 
     Args:
         model: The whole model; changed in place.
-        plan: The plan of its parts.
+        plan: The division of the model.
         world: The ranks.
     """
     _take_parts(model, plan, world)
@@ -41,20 +40,20 @@ def keep_part(model: PreTrainedModel, plan: ShardingPlan, world: World) -> None:
 
 
 def _take_parts(model: nn.Module, plan: ShardingPlan, world: World) -> None:
-    """Replace each weight by this rank's part; tied weights stay tied."""
-    cuts = find_cuts(model, plan, world)
+    """Replace each weight by this rank's shard; tied weights stay tied."""
+    shards = find_shards(model, plan, world)
     parts: dict[nn.Parameter, nn.Parameter] = {}
-    for (path, name), cut in cuts.items():
+    for (path, name), shard in shards.items():
         weights = model.get_submodule(path)._parameters  # noqa: SLF001 - any name is fine
         weight = weights[name]
         assert weight is not None
         if weight not in parts:
-            parts[weight] = nn.Parameter(take(weight.detach(), cut), requires_grad=False)
+            parts[weight] = nn.Parameter(take(weight.detach(), shard), requires_grad=False)
         weights[name] = parts[weight]
     for path, module in model.named_modules():
         if plan.style_of(path) == EXPERTS:
-            own: dict[str, Cut] = {name: cut for (at, name), cut in cuts.items() if at == path}
-            setattr(module, CUTS, own)
+            of_experts = {name: shard for (at, name), shard in shards.items() if at == path}
+            setattr(module, SHARDS, of_experts)
 
 
 def _set_sizes(model: nn.Module, plan: ShardingPlan) -> None:
@@ -70,7 +69,7 @@ def _set_sizes(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def _add_up(model: PreTrainedModel, plan: ShardingPlan, world: World) -> None:
-    """Make ranks sum the outputs of which each computes a part."""
+    """Add an all-reduce to each layer whose outputs on a rank are partial sums."""
     embeddings = model.get_input_embeddings()
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     for path, module in list(model.named_modules()):

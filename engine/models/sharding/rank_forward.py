@@ -53,7 +53,7 @@ class RankForward:
             token_ids: See `octavo.engine.models.forward`.
             positions: See there.
             logit_rows: See there.
-            run: Computes the part instead, for a step with images.
+            run: Forward pass to run instead, for a step with images.
         """
         with self._world.step():
             return (run or self._forward)(token_ids, positions, logit_rows)

@@ -11,10 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from octavo.engine.models import deferred, read_weights
 from octavo.engine.models.checks import widened
-from octavo.engine.models.cut import Cut
 from octavo.engine.models.deferred import DeferredTensor, held, hold, in_float32, present, take
 from octavo.engine.models.empty_model import running_empty
 from octavo.engine.models.read_weights import load_weights, read_config
+from octavo.engine.models.shard import Shard
 from tests.architectures.entries import entries
 from tests.architectures.serve import save
 
@@ -170,32 +170,32 @@ def test_models_compute_the_same(name, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("cut", "reads"),
+    ("shard", "reads"),
     [
-        (Cut(-2, 2, 3, 3), [1] * 4),  # half of the outputs of each gate and up projection
-        (Cut(-3, 1, 1, 1), [0, 1, 0, 1]),  # the second expert
-        (Cut(-1, 1, 0, 2), [1] * 4),
-        (Cut(-2, 1, 4, 5), [1] * 4),
+        (Shard(-2, 2, 3, 3), [1] * 4),  # half of the outputs of each gate and up projection
+        (Shard(-3, 1, 1, 1), [0, 1, 0, 1]),  # the second expert
+        (Shard(-1, 1, 0, 2), [1] * 4),
+        (Shard(-2, 1, 4, 5), [1] * 4),
     ],
 )
-def test_a_part_of_experts_reads_no_others_and_joins_parts(cut, reads):
+def test_a_part_of_experts_reads_no_others_and_joins_parts(shard, reads):
     weights = [Weight(6, 4) for _ in range(4)]
 
     def join(tensors):
         gates, ups = torch.stack(tensors[:2]), torch.stack(tensors[2:], 0)
         return torch.cat([gates, ups], dim=1).to(torch.bfloat16)
 
-    part = take(join([weight.deferred() for weight in weights]), cut)
+    part = take(join([weight.deferred() for weight in weights]), shard)
     assert isinstance(part, DeferredTensor)
-    assert torch.equal(present(part), cut.take(join([weight.numbers for weight in weights])))
+    assert torch.equal(present(part), shard.take(join([weight.numbers for weight in weights])))
     assert [weight.reads for weight in weights] == reads
 
 
 @pytest.mark.parametrize(
-    "cut", [Cut(-1, 1, 1, 2), Cut(-1, 2, 1, 1), Cut(-2, 1, 2, 2), Cut(-3, 1, 0, 1)]
+    "shard", [Shard(-1, 1, 1, 2), Shard(-1, 2, 1, 1), Shard(-2, 1, 2, 2), Shard(-3, 1, 0, 1)]
 )
 @pytest.mark.parametrize("dim", [0, 1, 2, -1, -2, -3])
-def test_a_part_is_the_same_however_weights_are_joined(cut, dim):
+def test_a_part_is_the_same_however_weights_are_joined(shard, dim):
     def stack(tensors):
         return torch.stack(tensors, dim)
 
@@ -204,16 +204,16 @@ def test_a_part_is_the_same_however_weights_are_joined(cut, dim):
 
     for join in (stack, concatenate):
         weights = [Weight(4, 4) for _ in range(4)]
-        part = take(join([weight.deferred() for weight in weights]), cut)
-        assert torch.equal(present(part), cut.take(join([weight.numbers for weight in weights])))
+        part = take(join([weight.deferred() for weight in weights]), shard)
+        assert torch.equal(present(part), shard.take(join([weight.numbers for weight in weights])))
 
 
 def test_a_part_of_a_weight_keeps_its_form_and_its_rows():
     exact = torch.randn(9, 6)
 
     class Stored:
-        def cut(self, cut):
-            return cut.take(exact)
+        def shard(self, shard):
+            return shard.take(exact)
 
     like = torch.empty(9, 6, device="meta")
     whole = DeferredTensor(
@@ -223,12 +223,12 @@ def test_a_part_of_a_weight_keeps_its_form_and_its_rows():
         rows=lambda start, end: exact[start:end],
         exact=lambda: exact,
     )
-    for cut in (Cut(-2, 1, 4, 5), Cut(-1, 1, 2, 3), Cut(-2, 3, 1, 2)):
-        part, expected = take(whole.to(torch.bfloat16), cut), cut.take(exact)
+    for shard in (Shard(-2, 1, 4, 5), Shard(-1, 1, 2, 3), Shard(-2, 3, 1, 2)):
+        part, expected = take(whole.to(torch.bfloat16), shard), shard.take(exact)
         assert torch.equal(part.stored(), expected)
         assert torch.equal(in_float32(part).make(), expected)
         assert torch.equal(present(part), expected.bfloat16())
-        if cut.groups == 1:
+        if shard.groups == 1:
             assert torch.equal(part.rows(1, 3), expected[1:3])
         else:
             assert part.rows is None

@@ -95,13 +95,17 @@ def few_blocks(path, count):
     return count * (2 if type_of(path) in WITH_STATES | WITH_WINDOWS else 1)
 
 
-def run_kind(kind, cases, folder):
+def has_experts(case):
+    """Return whether the model of a case, from `save_tiny`, has experts."""
+    return type_of(case["model"]) in WITH_EXPERTS
+
+
+def run_kind(kind, cases, folder, has_experts=has_experts):
     """Run the workload on the ranks of a kind; see `KINDS` and `run_ranks`."""
     size, stages, whole = KINDS[kind]
     given = {}
     for name, case in cases.items():
-        experts = whole and type_of(case["model"]) in WITH_EXPERTS
-        own = case["settings"] | {"expert_parallel": experts}
+        own = case["settings"] | {"expert_parallel": whole and has_experts(case)}
         given[name] = case | {"stages": stages, "settings": own}
     return run_ranks(size, given, folder)
 

@@ -103,10 +103,13 @@ def test_latents_states_and_sinks_take_adapters(kind, tmp_path):
         lora = write_adapters(model, tmp_path / f"adapters of {name}")
         drafts = "off" if name in WITH_STATES else "ngram"
         usual = {"lora": lora, "speculation": drafts, "compile": "auto", "max_num_seqs": 24}
-        short = {"num_blocks": few_blocks(model, 24), "max_num_batched_tokens": 40}
+        short = {
+            "num_blocks": few_blocks(model, 20 if name in WITH_STATES else 24),
+            "max_num_batched_tokens": 40,
+        }
         for mode in ("swap", "recompute"):
             settings = usual | short | {"preemption": mode}
             work = "adapted constrained"
             given[f"{name} {mode}"] = {"model": model, "work": work, "settings": settings}
     one, found = run_ranks(1, given, tmp_path), run_kind(kind, given, tmp_path)
-    assert_same_tokens(found, one, calm=WITH_STATES)  # few of their requests fit at once
+    assert_same_tokens(found, one, calm=("qwen3_next",))  # few of its requests fit at once

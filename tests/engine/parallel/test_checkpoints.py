@@ -1,4 +1,4 @@
-"""Ranks and stages of quantized checkpoints sample the tokens of one process."""
+"""Quantized checkpoints give the same tokens on several ranks or stages as in one process."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from octavo.engine.models.resolve_or_convert import resolve
 from tests.engine.models.quantization.formats import packers, test_gguf
 from tests.engine.models.quantization.formats.quantize import quantize
 from tests.engine.models.quantization.formats.test_quantized_checkpoints import CASES, SMALL
-from tests.engine.parallel.harness import KINDS, run_ranks, score_errors
+from tests.engine.parallel.harness import run_kind, run_ranks, score_errors
 from tests.engine.random_model import save_random_model
 
 EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
@@ -38,8 +38,8 @@ def save(folder, family, names):
     return paths
 
 
-def cases(paths, *dtypes):
-    given = {"num_blocks": 96, "preemption": "swap", "block_size": 16, "compile": "auto"}
+def cases(paths, *dtypes, compiles="auto"):
+    given = {"num_blocks": 96, "preemption": "swap", "block_size": 16, "compile": compiles}
     return {
         f"{name} {dtype}": {"model": path, "settings": given | {"dtype": dtype}}
         for name, path in paths.items()
@@ -47,40 +47,30 @@ def cases(paths, *dtypes):
     }
 
 
-def on_ranks(kind, given, **settings):
-    """Return cases for the ranks of a kind."""
-    _, stages, whole_experts = KINDS[kind]
-    own = {"expert_parallel": whole_experts} | settings
-    return {
-        name: case | {"stages": stages, "settings": case["settings"] | own}
-        for name, case in given.items()
-    }
-
-
 def assert_stages_give_the_same(given, folder):
     one = run_ranks(1, given, folder)
-    found = run_ranks(2, on_ranks("two stages", given), folder)
+    found = run_kind("two stages", given, folder)
     for case, alone in one.items():
         assert found[case]["tokens"] == alone["tokens"], case
         assert found[case]["compiled"], case
 
 
 def assert_ranks_give_the_same(kinds, paths, folder, share=0.55):
-    """Check tokens in float32, the size of rounding in bfloat16, and the bytes of rank 0.
+    """Check for equal tokens in float32, small rounding errors in bfloat16, and small shards.
 
     Args:
         kinds: Kinds of ranks.
         paths: The models' paths by name.
         folder: Folder in which the ranks find each other.
-        share: Maximum share of the weights' bytes that a rank holds.
+        share: Maximum share of the weights' bytes on rank 0.
     """
     given = {
         name: case | {"work": "mixed scored"}
-        for name, case in cases(paths, "float32", "bfloat16").items()
+        for name, case in cases(paths, "float32", "bfloat16", compiles="off").items()
     }
-    one = run_ranks(1, on_ranks("two ranks", given, expert_parallel=False, compile="off"), folder)
+    one = run_ranks(1, given, folder)
     for kind in kinds:
-        found = run_ranks(KINDS[kind][0], on_ranks(kind, given, compile="off"), folder)
+        found = run_kind(kind, given, folder, has_experts=lambda _: True)
         for name in paths:
             exact, rounded = f"{name} float32", f"{name} bfloat16"
             assert found[exact]["tokens"] == one[exact]["tokens"], (kind, name)

@@ -99,7 +99,7 @@ def test_rounding_is_as_small_as_on_one_rank(stages, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["two ranks", "two stages of two"])
 def test_a_draft_model_on_rank_0_drafts_for_all(kind, tmp_path):
-    """It is the model itself, so nearly all drafts are right."""
+    """The draft model is the model itself, so nearly all drafted tokens are accepted."""
     (model,) = save_models(["llama"], tmp_path)
     drafting = {"speculation": "draft", "draft_model": model, "num_speculative_tokens": 3}
     given = {

@@ -5,12 +5,12 @@ import pickle
 import pytest
 
 from tests.engine.models.test_vision import TOKENS, Asked
-from tests.engine.parallel.harness import run_ranks
+from tests.engine.parallel.harness import run_kind
 from tests.engine.parallel.workload import PROMPTS
 from tests.vision_models import FAMILIES
 
 COUNT = 8
-RANKS = {"two ranks": (2, 1), "two stages": (2, 2), "two stages of two": (4, 2)}
+RANKS = ("two ranks", "two stages", "two stages of two")
 
 
 def save_asked(kinds, folder):
@@ -32,10 +32,7 @@ def save_asked(kinds, folder):
 def assert_transformers_answers(kinds, ranks, folder):
     cases, expected = save_asked(kinds, folder)
     for name in ranks:
-        size, stages = RANKS[name]
-        found = run_ranks(
-            size, {kind: case | {"stages": stages} for kind, case in cases.items()}, folder
-        )
+        found = run_kind(name, cases, folder)
         for kind in kinds:
             assert found[kind]["tokens"] == expected[kind], (name, kind)
             assert found[kind]["compiled"], kind

@@ -161,7 +161,7 @@ def adapted(engine):
 
 
 def pictured(engine):
-    """Submit the prompts with images that are saved beside the model; see `save_prompts`."""
+    """Submit the prompts with images that are saved beside the model; see `save_asked`."""
     prompts = pickle.loads((engine.parts.path / PROMPTS).read_bytes())
     for number, (tokens, images, max_tokens) in enumerate(prompts):
         rotary = engine.parts.vision.rotary_positions(tokens, images) if images else None

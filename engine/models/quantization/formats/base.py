@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from octavo.common.models.errors import ModelError, UnsupportedModelError
-from octavo.engine.models.cut import Cut
+from octavo.engine.models.shard import Shard
 from octavo.kernels.cpu.linear import GROUP
 from octavo.kernels.quantized import E2M1, E8M0_BIAS, takes_group
 
@@ -45,8 +45,8 @@ class StoredWeight(Protocol):
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""
 
-    def cut(self, cut: Cut) -> "StoredWeight":
-        """Return a part, whose float32 values are that part of this weight's."""
+    def shard(self, shard: Shard) -> "StoredWeight":
+        """Return a shard; its float32 values are the same shard of this weight's values."""
 
 
 @runtime_checkable
@@ -79,16 +79,16 @@ class Integers:
 
     @property
     def group_size(self) -> int | None:
-        """Inputs of each group; None if groups differ in size, as in some parts of a weight."""
+        """Inputs of each group; None if groups differ in size, as in some shards."""
         sizes = set(self.group_of.bincount(minlength=self.scale.shape[1]).tolist())
         return sizes.pop() if len(sizes) == 1 else None
 
-    def cut(self, cut: Cut) -> "Integers":
-        """Return a part; groups that it splits become smaller ones of one size, if in order."""
-        if cut.dim == -2:
-            codes, scale, zero = map(cut.take, (self.codes, self.scale, self.zero))
+    def shard(self, shard: Shard) -> "Integers":
+        """Return a shard; if it splits groups that are in order, all groups become smaller."""
+        if shard.dim == -2:
+            codes, scale, zero = map(shard.take, (self.codes, self.scale, self.zero))
             return replace(self, codes=codes, scale=scale, zero=zero)
-        group_of = cut.take(self.group_of)
+        group_of = shard.take(self.group_of)
         kept, numbers = torch.unique(group_of, return_inverse=True)
         runs, sizes = torch.unique_consecutive(group_of, return_counts=True)
         if len(runs) == len(kept):
@@ -96,7 +96,7 @@ class Integers:
             kept, numbers = group_of[::size], torch.arange(len(group_of)) // size
         return replace(
             self,
-            codes=cut.take(self.codes),
+            codes=shard.take(self.codes),
             scale=self.scale[:, kept],
             zero=self.zero[:, kept],
             group_of=numbers,
@@ -131,21 +131,21 @@ class ScaledFp8:
         """Return the weight in float32, `[outputs, inputs]`."""
         return times_blocks(self.codes.float(), self.scale, self.block)
 
-    def cut(self, cut: Cut) -> "ScaledFp8 | Floats":
-        """Return a part; in floats if it splits blocks of inputs."""
-        codes = cut.take(self.codes)
+    def shard(self, shard: Shard) -> "ScaledFp8 | Floats":
+        """Return a shard; it is dequantized if it splits a block of inputs."""
+        codes = shard.take(self.codes)
         if self.block is None:
             return replace(self, codes=codes)
         height, width = self.block
-        if cut.dim == -2:
-            return ScaledFp8(codes, cut.take(self.scale_of_outputs()), (1, width))
+        if shard.dim == -2:
+            return ScaledFp8(codes, shard.take(self.scale_of_outputs()), (1, width))
         if self.scale.shape[1] == 1:
             return ScaledFp8(codes, self.scale, (height, codes.shape[1]))
-        if cut.groups > 1 or cut.start % width:
-            return Floats(cut.take(self.dequantize()))
-        first = cut.start // width
-        scale = self.scale[:, first : first + -(-cut.length // width)]
-        return ScaledFp8(codes, scale, (height, min(width, cut.length)))
+        if shard.groups > 1 or shard.start % width:
+            return Floats(shard.take(self.dequantize()))
+        first = shard.start // width
+        scale = self.scale[:, first : first + -(-shard.length // width)]
+        return ScaledFp8(codes, scale, (height, min(width, shard.length)))
 
     def scale_of_outputs(self) -> Tensor:
         """Return the scales of each output, `[outputs, blocks of inputs]` float32."""
@@ -167,16 +167,16 @@ class ScaledE2m1:
     codes: Tensor
     exponents: Tensor
 
-    def cut(self, cut: Cut) -> "ScaledE2m1 | Floats":
-        """Return a part; in floats if it splits groups of inputs."""
+    def shard(self, shard: Shard) -> "ScaledE2m1 | Floats":
+        """Return a shard; it is dequantized if it splits a group of inputs."""
         size = self.codes.shape[-1] // self.exponents.shape[-1]
-        if cut.dim != -2:  # its outputs are last in float32
-            cut = replace(cut, dim=-2 if cut.dim == -1 else cut.dim)
-            return ScaledE2m1(cut.take(self.codes), cut.take(self.exponents))
-        if cut.groups > 1 or cut.start % size or cut.length % size:
-            return Floats(cut.take(self.dequantize()))
-        groups = replace(cut, dim=-1, start=cut.start // size, length=cut.length // size)
-        return ScaledE2m1(replace(cut, dim=-1).take(self.codes), groups.take(self.exponents))
+        if shard.dim != -2:  # its outputs are last in float32
+            shard = replace(shard, dim=-2 if shard.dim == -1 else shard.dim)
+            return ScaledE2m1(shard.take(self.codes), shard.take(self.exponents))
+        if shard.groups > 1 or shard.start % size or shard.length % size:
+            return Floats(shard.take(self.dequantize()))
+        groups = replace(shard, dim=-1, start=shard.start // size, length=shard.length // size)
+        return ScaledE2m1(replace(shard, dim=-1).take(self.codes), groups.take(self.exponents))
 
     def expert(self, number: int) -> "ScaledE2m1":
         """Return one expert's weights."""
@@ -204,9 +204,9 @@ class Floats:
 
     values: Tensor
 
-    def cut(self, cut: Cut) -> "Floats":
-        """Return a part."""
-        return Floats(cut.take(self.values))
+    def shard(self, shard: Shard) -> "Floats":
+        """Return a shard."""
+        return Floats(shard.take(self.values))
 
     def dequantize(self) -> Tensor:
         """Return the weight in float32."""

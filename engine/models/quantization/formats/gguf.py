@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from octavo.common.models.gguf.tensor_locations import BLOCKS, ORDER
-from octavo.engine.models.cut import Cut
 from octavo.engine.models.quantization.formats.base import (
     Floats,
     Format,
@@ -26,6 +25,7 @@ from octavo.engine.models.quantization.formats.base import (
     one_of,
     unsupported,
 )
+from octavo.engine.models.shard import Shard
 from octavo.kernels.cpu import dequantize_blocks
 from octavo.kernels.cpu.blocks import (
     BLOCK,
@@ -66,16 +66,16 @@ class Blocks:
             return replace(self, stored=self.stored[start:end])
         return replace(self, order=self.order[start:end])
 
-    def cut(self, cut: Cut) -> "Blocks | Floats":
-        """Return a part; in floats if it splits units of inputs."""
-        if cut.dim == -2:
+    def shard(self, shard: Shard) -> "Blocks | Floats":
+        """Return a shard; it is dequantized if it splits a unit of inputs."""
+        if shard.dim == -2:
             rows = torch.arange(len(self.stored)) if self.order is None else self.order
-            return replace(self, order=cut.take(rows[:, None])[:, 0])
+            return replace(self, order=shard.take(rows[:, None])[:, 0])
         unit, size = self.format.unit, self.format.unit_bytes
-        if cut.groups > 1 or cut.start % unit or cut.length % unit:
-            return Floats(cut.take(self.dequantize()))
-        start, length = (count // unit * size for count in (cut.start, cut.length))
-        stored = replace(cut, start=start, length=length).take(self.stored)
+        if shard.groups > 1 or shard.start % unit or shard.length % unit:
+            return Floats(shard.take(self.dequantize()))
+        start, length = (count // unit * size for count in (shard.start, shard.length))
+        stored = replace(shard, start=start, length=length).take(self.stored)
         return replace(self, stored=stored.contiguous())
 
     def dequantize(self) -> Tensor:

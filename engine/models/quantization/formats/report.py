@@ -1,4 +1,4 @@
-"""Logs how a checkpoint's quantized weights run."""
+"""Logs which share of the quantized weights runs as stored."""
 
 import structlog
 from transformers import PreTrainedModel
@@ -12,7 +12,7 @@ log = structlog.get_logger(__name__)
 
 
 def log_widened(model: PreTrainedModel, checkpoint: QuantizedCheckpoint, packed: int) -> None:
-    """Log how many of a model's quantized weights run as stored, and how many are dequantized.
+    """Log the share of quantized weights that run as stored, and the memory of dequantized ones.
 
     Args:
         model: The model, or this process's part of it, once packed.

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from octavo.engine.models.cut import Cut
 from octavo.engine.models.experts.expert_layer import ExpertLayer
 from octavo.engine.models.quantization.formats.base import ScaledE2m1, StoredWeight
 from octavo.engine.models.read_weights import QuantizedCheckpoint
+from octavo.engine.models.shard import Shard
 
 NAMES = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 """Names of an expert's products in checkpoints."""
@@ -50,7 +50,7 @@ def _joined_names(path: str) -> list[str]:
 def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[StoredExpert]:
     whole = _joined_names(layer.path)
     if all(name in checkpoint.shapes for name in whole):
-        up, down = map(_part, map(checkpoint.read, whole), layer.cuts)
+        up, down = map(_part, map(checkpoint.read, whole), layer.shards)
         if isinstance(up, ScaledE2m1) and isinstance(down, ScaledE2m1):
             for number in range(len(up.codes)):
                 weights = up.expert(number)
@@ -58,19 +58,19 @@ def _read(checkpoint: QuantizedCheckpoint, layer: ExpertLayer) -> Iterator[Store
                 yield [ScaledE2m1(*first)], down.expert(number)
         return
     experts = expert_names(checkpoint, layer.path)
-    up_cut, down_cut = layer.cuts
-    if up_cut is not None and up_cut.dim == -3:  # whole experts
-        experts = experts[up_cut.start : up_cut.start + up_cut.length]
-        up_cut = down_cut = None
-    elif up_cut is not None:  # gates and up projections are apart
-        up_cut = replace(up_cut, groups=1)
+    up_shard, down_shard = layer.shards
+    if up_shard is not None and up_shard.dim == -3:  # whole experts
+        experts = experts[up_shard.start : up_shard.start + up_shard.length]
+        up_shard = down_shard = None
+    elif up_shard is not None:  # gates and up projections are apart
+        up_shard = replace(up_shard, groups=1)
     for gate, up_name, down_name in experts:
-        ups = [_part(checkpoint.read(name), up_cut) for name in (gate, up_name)]
-        yield ups, _part(checkpoint.read(down_name), down_cut)
+        ups = [_part(checkpoint.read(name), up_shard) for name in (gate, up_name)]
+        yield ups, _part(checkpoint.read(down_name), down_shard)
 
 
-def _part(weight: StoredWeight, cut: Cut | None) -> StoredWeight:
-    return weight if cut is None else weight.cut(cut)
+def _part(weight: StoredWeight, shard: Shard | None) -> StoredWeight:
+    return weight if shard is None else weight.shard(shard)
 
 
 def _same(layer: ExpertLayer, number: int, ups: Sequence[StoredWeight], down: StoredWeight) -> bool:

@@ -1,4 +1,4 @@
-"""The part of a weight that a rank holds."""
+"""A rank's shard of a weight."""
 
 from dataclasses import dataclass
 
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
-    """A range of each of several equal groups along one dimension.
+class Shard:
+    """A rank's shard of a weight: the same range of each group along one dimension.
 
     Attributes:
         dim: The dimension, from the last: -1 for the inputs of a linear layer, -2 for its outputs.
@@ -23,6 +23,6 @@ class Cut:
     length: int
 
     def take(self, tensor: Tensor) -> Tensor:
-        """Return this part of a tensor, maybe as a view."""
+        """Return this shard of a tensor, maybe as a view."""
         grouped = torch.unflatten(tensor, self.dim, (self.groups, -1))
         return grouped.narrow(self.dim, self.start, self.length).flatten(self.dim - 1, self.dim)

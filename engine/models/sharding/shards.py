@@ -1,12 +1,12 @@
-"""Each rank's part of a weight or of a linear layer, from the plan."""
+"""Finds a rank's shards of weights and of linear layers, by the plan."""
 
 from dataclasses import replace
 
 import torch
 from torch import nn
 
-from octavo.engine.models.cut import Cut
 from octavo.engine.models.linear.adapted_layers import LayerPart
+from octavo.engine.models.shard import Shard
 from octavo.engine.models.sharding.plan import (
     COLUMNS,
     COLUMNS_TRANSPOSED,
@@ -35,23 +35,23 @@ GROUPS = {PACKED: 2, PACKED_TRANSPOSED: 2, THREE_TRANSPOSED: 3}
 """Number of layers that a layer of a style joins; each of them is split."""
 
 
-def find_cuts(model: nn.Module, plan: ShardingPlan, world: World) -> dict[tuple[str, str], Cut]:
-    """Return this rank's parts of parameters, by the module's and the parameter's name.
+def find_shards(model: nn.Module, plan: ShardingPlan, world: World) -> dict[tuple[str, str], Shard]:
+    """Return this rank's shards of parameters, by the names of module and parameter.
 
     Args:
         model: The whole model; its weights are not read.
         plan: The division of the model.
-        world: The ranks; each has the whole of the other parameters.
+        world: The ranks; each holds all other parameters whole.
     """
-    cuts: dict[tuple[str, str], Cut] = {}
+    shards: dict[tuple[str, str], Shard] = {}
     for path, module in model.named_modules():
         for name, weight in module.named_parameters(recurse=False):
             style = plan.style_of(f"{path}.{name}") or plan.style_of(path)
             if style in DIMS and not (name == "bias" and style in BY_INPUTS):
                 dim = max(DIMS[style], -weight.dim())
-                cut = _cut(model, path, style, weight.shape[dim], world)
-                cuts[path, name] = replace(cut, dim=dim)
-    return cuts
+                shard = _shard(model, path, style, weight.shape[dim], world)
+                shards[path, name] = replace(shard, dim=dim)
+    return shards
 
 
 def part_of(
@@ -69,21 +69,21 @@ def part_of(
     inputs, outputs = map(torch.arange, sizes)
     style = plan.style_of(path)
     if style in BY_INPUTS:
-        inputs = _cut(model, path, style, len(inputs), world).take(inputs)
+        inputs = _shard(model, path, style, len(inputs), world).take(inputs)
     elif style in DIMS:
-        outputs = _cut(model, path, style, len(outputs), world).take(outputs)
+        outputs = _shard(model, path, style, len(outputs), world).take(outputs)
     return LayerPart(inputs.numpy(), outputs.numpy(), sizes)
 
 
-def _cut(model: nn.Module, path: str, style: str, count: int, world: World) -> Cut:
-    """Return this rank's part of `count` inputs or outputs."""
+def _shard(model: nn.Module, path: str, style: str, count: int, world: World) -> Shard:
+    """Return this rank's shard of `count` inputs or outputs."""
     if style == VOCABULARY:
         start = world.start_of(count)
-        return Cut(-1, 1, start, min(world.part(count), count - start))
+        return Shard(-1, 1, start, min(world.part(count), count - start))
     if style == KEYS_VALUES:
         heads = count_heads(model, path, model.get_submodule(path)) or 1
         width = count // heads
-        return Cut(-1, 1, world.rank * heads // world.size * width, width)
+        return Shard(-1, 1, world.rank * heads // world.size * width, width)
     groups = GROUPS.get(style, 1)
     width = count // groups // world.size
-    return Cut(-1, groups, world.rank * width, width)
+    return Shard(-1, groups, world.rank * width, width)
