@@ -37,11 +37,11 @@ CONNECT_SECONDS = 5.0
 STORE_SECONDS = 20.0
 """Maximum seconds for the store to answer."""
 LEAVE_SECONDS = 5.0
-"""Maximum seconds that rank 0 keeps the store after a refusal, for the refused rank to read it."""
+"""Maximum seconds that rank 0 keeps the store after a refusal, for the other ranks to read it."""
 SHOWN = 5
 """Maximum differences in a message."""
 ARRIVALS, ARRIVAL, REFUSED = "octavo/arrivals", "octavo/arrival", "octavo/refused"
-"""Keys: the number of ranks that came; what each runs, by its order; who has seen a difference."""
+"""Keys: the number of ranks that came; what each runs, and whether it ends, by its order."""
 
 log = structlog.get_logger(__name__)
 
@@ -207,7 +207,7 @@ def _wait_for_all(store: Any, own: Arrival, place: RankPlace, waiting: _Waiting)
     for arrival in _arrivals(store):
         if arrival is not None:
             if (why := _difference(own, arrival, present.get(arrival.rank))) is not None:
-                _refuse(store, own, arrival)
+                _refuse(store, order, place)
                 raise RankError(why)
             present[arrival.rank] = arrival
             if len(present) == place.size:
@@ -258,13 +258,14 @@ def _difference(own: Arrival, other: Arrival, same: Arrival | None) -> str | Non
     )
 
 
-def _refuse(store: Any, own: Arrival, other: Arrival) -> None:  # noqa: ANN401
-    """Note that this rank ends; rank 0 waits until the other one has read what rank 0 runs."""
+def _refuse(store: Any, order: int, place: RankPlace) -> None:  # noqa: ANN401
+    """Note that this rank ends; rank 0 keeps the store until all that have come noted the same."""
     with suppress(RuntimeError):
-        store.set(f"{REFUSED}/{own.rank}/{own.host}", "")
-        if not own.rank:
-            key = f"{REFUSED}/{other.rank}/{other.host}"
-            store.wait([key], timedelta(seconds=LEAVE_SECONDS))
+        store.set(f"{REFUSED}/{order}", "")
+        if not place.rank:
+            count = store.add(ARRIVALS, 0)
+            keys = [f"{REFUSED}/{number}" for number in range(1, count + 1)]
+            store.wait(keys, timedelta(seconds=LEAVE_SECONDS))
 
 
 def _late(missing: list[int], present: Mapping[int, Arrival], waiting: _Waiting) -> str:
